@@ -1,0 +1,507 @@
+"""`ModelConfig`: everything that decides what a Transformer is, in one frozen, validated, serialisable dataclass.
+
+The groups come in the order in which a reader meets the parts: size, embedding, positions, attention, feed-forward,
+norm, dropout, head, initialisation. A value of None means "derived from the rest": `__post_init__` fills it in, so a
+built config always shows the number that holds. `replace` derives anew whatever was derived before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, get_args, get_origin
+
+from clearhead.errors import ConfigError, nearest
+
+Family = Literal["decoder", "encoder", "encoder-decoder"]
+Input = Literal["tokens", "patches", "vectors", "frames"]
+PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "none"]
+NormName = Literal["layernorm", "rmsnorm"]
+NormPosition = Literal["pre", "post", "sandwich", "output"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
+HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
+Pooling = Literal["cls", "mean", "last"]
+Initialisation = Literal["xavier", "gpt2", "bert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary angles are stretched beyond the length a model was trained on."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float = 1.0
+    original_positions: int | None = None  # trained length; None: the model's max_positions
+    low_frequency_factor: float = 1.0  # llama3: wavelengths longer than original / low are divided by factor
+    high_frequency_factor: float = 4.0  # llama3: wavelengths shorter than original / high are kept
+    beta_fast: float = 32.0  # yarn: rotations over the trained length above which a pair is kept
+    beta_slow: float = 1.0  # yarn: rotations below which a pair is interpolated
+    truncate: bool = True  # yarn: round the ends of the ramp to whole pairs
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: from the factor
+    mscale: float | None = None  # yarn: the two weights from which some models derive attention_factor
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] | None = None  # longrope: one divisor per pair within the trained length
+    long_factor: tuple[float, ...] | None = None  # longrope: and beyond it
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.factor <= 0:
+            raise ConfigError(f"rope scaling factor {self.factor} must be positive")
+        if self.kind == "longrope" and (self.short_factor is None or self.long_factor is None):
+            raise ConfigError("rope scaling longrope needs short_factor and long_factor, one number per rotated pair")
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """What one stack of blocks (the encoder's or the decoder's) is made of: the config as a stack sees it."""
+
+    prefix: str  # of its names in `taps` and `pruned_heads`: "" for the stack that feeds the head, else "encoder."
+    input: Input
+    vocab_size: int
+    d_embedding: int  # width of what is embedded, before a projection to d_model
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int
+    windows: tuple[int | None, ...]  # one per layer
+    causal: bool
+    cross: bool  # does each block also attend to another stack's output?
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Transformer, described. See the module's docstring; every field has a comment beside it."""
+
+    # Size
+    family: Family = "decoder"
+    vocab_size: int = 0  # required wherever ids go in or out
+    d_model: int = 512
+    n_layers: int = 6  # of the decoder, or of the only stack
+    n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
+    n_heads: int = 8
+    n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
+    n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    d_value: int | None = None  # width of a value head; None: d_head
+    d_ff: int | None = None  # None: 4 * d_model
+    d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets of weights
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # {"blocks.3.attention": (0, 5)}
+
+    # Embedding
+    input: Input = "tokens"  # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
+    source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
+    d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
+    embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
+    embedding_norm: bool = False
+    n_types: int = 0  # segment (token type) embeddings
+    share_embeddings: bool = True  # encoder-decoder: one token table for both sides
+    tie_embeddings: bool = True  # the output layer is the transposed (decoder) token table
+    image_size: tuple[int, int] | None = None  # patches: height, width
+    patch_size: int = 16
+    n_channels: int = 3
+    class_token: bool = False  # patches: a learned vector before the first patch
+    d_input: int = 0  # vectors, frames: width of one input vector
+    conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
+    conv_stride: int = 2
+
+    # Positions
+    positions: PositionName = "learned"
+    max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
+    position_offset: int = 0  # learned: rows skipped at the start of the table
+    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"  # sin, cos, sin, cos ... or all sin, then all cos
+    sinusoid_ends: bool = False  # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    rope_base: float = 10_000.0
+    rope_local_base: float | None = None  # base in layers that have a window; None: rope_base, with the scaling
+    rope_fraction: float = 1.0  # part of each head that is rotated
+    rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
+    rope_scaling: RopeScaling | None = None
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+
+    # Attention
+    window: int | tuple[int | None, ...] | None = None  # keys nearer than this are seen; a tuple sets it per layer
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
+    bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
+
+    # Feed-forward
+    activation: ActivationName = "gelu"
+    gated: bool = False
+    feedforward_bias: bool | None = None
+    n_experts: int = 0  # 0: one feed-forward; else a mixture of them
+    n_active_experts: int = 2  # how many each token visits
+    router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"  # softmax over the chosen, or over all
+    router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+
+    # Norm
+    norm: NormName = "layernorm"
+    norm_position: NormPosition = "pre"
+    norm_eps: float = 1e-5
+    norm_bias: bool | None = None  # layernorm only
+    norm_unit_offset: bool = False  # the scale is 1 + weight
+    final_norm: bool | None = None  # after the last block; None: all but post-norm
+    parallel: bool = False  # attention and feed-forward read the same input and are added together
+    parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
+    residual_scale: float = 1.0  # on what each sublayer adds
+
+    # Dropout, in training only
+    dropout: float = 0.0
+    attention_dropout: float | None = None  # on attention weights; None: dropout
+    embedding_dropout: float | None = None  # None: dropout
+    feedforward_dropout: float = 0.0  # between the two feed-forward layers
+    layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
+
+    # Head
+    head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
+    n_classes: int = 0
+    pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
+    pooler: Literal["none", "tanh", "relu"] = "none"  # a dense layer after pooling
+    normalise: bool = False  # embedding: scale the vector to length one
+    head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
+    head_bias: bool | None = None  # None: all but lm
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    # Initialisation
+    init: Initialisation = "gpt2"
+    init_std: float = 0.02
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        self._check_sizes()
+        for name, value in self._derived().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._check_attention()
+        self._check_embedding()
+        self._check_head()
+
+    def _derived(self) -> dict[str, Any]:
+        """What each field that may be None is when nobody sets it."""
+        both = self.family == "encoder-decoder"
+        head = self.head or ("classifier" if self.n_classes else "mlm" if self.family == "encoder" else "lm")
+        d_head = self.d_head
+        if d_head is None:
+            if self.d_model % self.n_heads:
+                fitting = ", ".join(str(n) for n in range(1, self.d_model + 1) if self.d_model % n == 0)
+                raise ConfigError(
+                    f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}: set d_head, or choose n_heads from {fitting}"
+                )
+            d_head = self.d_model // self.n_heads
+        d_ff = self.d_ff or 4 * self.d_model
+        return {
+            "n_encoder_layers": self.n_layers if both else None,
+            "n_kv_heads": self.n_heads,
+            "n_encoder_heads": self.n_heads if both else None,
+            "d_head": d_head,
+            "d_value": d_head,
+            "d_ff": d_ff,
+            "d_encoder_ff": d_ff if both else None,
+            "source_vocab_size": self.vocab_size if both else None,
+            "d_embedding": self.d_model,
+            "attention_scale": d_head**-0.5,
+            "qkv_bias": self.bias,
+            "attention_out_bias": self.bias,
+            "feedforward_bias": self.bias,
+            "norm_bias": self.bias and self.norm == "layernorm",
+            "final_norm": self.norm_position != "post",
+            "attention_dropout": self.dropout,
+            "embedding_dropout": self.dropout,
+            "head": head,
+            "pooling": "cls" if self.family == "encoder" else "last",
+            "head_transform": head == "mlm",
+            "head_bias": head != "lm",
+        }
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed; fields that had been derived are derived anew."""
+        _check_names(changes, ModelConfig)
+        derived = {name: None for name, value in self._derived().items() if getattr(self, name) == value}
+        return dataclasses.replace(self, **{**derived, **changes})
+
+    # What the model is built from -------------------------------------------------------------------------------------
+
+    @property
+    def encoder(self) -> StackPlan | None:
+        """The bidirectional stack, or None."""
+        if self.family == "decoder":
+            return None
+        if self.family == "encoder":
+            return self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, self.input, self.vocab_size)
+        kv_heads = self.n_encoder_heads if self.n_kv_heads == self.n_heads else self.n_kv_heads
+        return self._plan(
+            "encoder.", self.n_encoder_layers, self.n_encoder_heads, kv_heads, self.d_encoder_ff, self.input, self.source_vocab_size
+        )
+
+    @property
+    def decoder(self) -> StackPlan | None:
+        """The causal stack, or None."""
+        if self.family == "encoder":
+            return None
+        both = self.family == "encoder-decoder"
+        kind: Input = "tokens" if both else self.input
+        plan = self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, kind, self.vocab_size)
+        return dataclasses.replace(plan, causal=True, cross=both)
+
+    def _plan(
+        self, prefix: str, layers: int | None, heads: int | None, kv: int | None, d_ff: int | None, kind: Input, vocab: int | None
+    ) -> StackPlan:
+        width = self.d_embedding if kind == "tokens" else self.d_model
+        assert width is not None and layers is not None and heads is not None and kv is not None and d_ff is not None and vocab is not None
+        windows = self.window if isinstance(self.window, tuple) else (self.window,) * layers
+        return StackPlan(prefix, kind, vocab, width, layers, heads, kv, d_ff, windows, causal=False, cross=False)
+
+    @property
+    def n_patches(self) -> int:
+        """Patches of one image (patch models)."""
+        assert self.image_size is not None
+        height, width = self.image_size
+        return (height // self.patch_size) * (width // self.patch_size)
+
+    def kept_heads(self, attention: str, n_heads: int) -> tuple[int, ...]:
+        """The heads, of `n_heads`, that the attention of this name still has."""
+        gone = set(self.pruned_heads.get(attention, ()))
+        return tuple(head for head in range(n_heads) if head not in gone)
+
+    # Cross-checks -----------------------------------------------------------------------------------------------------
+
+    def _check_sizes(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride"):
+            _positive(name, getattr(self, name))
+        for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", "d_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"{name} {value} is not a probability: choose 0 (off) up to, but not including, 1")
+        if self.norm_eps <= 0:
+            raise ConfigError(f"norm_eps {self.norm_eps} must be above 0: 1e-5 is usual")
+        if self.norm == "rmsnorm" and self.norm_bias:
+            raise ConfigError("rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm")
+        if self.layer_groups is not None and not 1 <= self.layer_groups <= self.n_layers:
+            raise ConfigError(f"layer_groups {self.layer_groups} must lie between 1 and n_layers {self.n_layers}")
+        if self.family != "encoder-decoder":
+            for name in ("n_encoder_layers", "n_encoder_heads", "d_encoder_ff", "source_vocab_size"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} belongs to family encoder-decoder, and this is {self.family}: leave it out")
+        if self.parallel and self.family == "encoder-decoder":
+            raise ConfigError("parallel has no place for cross-attention: choose family decoder or encoder, or parallel false")
+        if self.parallel and self.norm_position not in ("pre", "sandwich"):
+            raise ConfigError(f"parallel needs norm_position pre or sandwich, not {self.norm_position}")
+
+    def _check_attention(self) -> None:
+        assert self.n_kv_heads is not None and self.d_head is not None
+        if self.n_heads % self.n_kv_heads:
+            fitting = ", ".join(str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0)
+            raise ConfigError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: choose n_kv_heads from {fitting}")
+        if self.n_encoder_heads is not None and self.n_kv_heads != self.n_heads and self.n_encoder_heads % self.n_kv_heads:
+            raise ConfigError(f"n_encoder_heads {self.n_encoder_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        if isinstance(self.window, tuple):
+            for layers, name in ((self.n_layers, "n_layers"), (self.n_encoder_layers, "n_encoder_layers")):
+                if layers is not None and len(self.window) != layers:
+                    raise ConfigError(f"window lists {len(self.window)} layers and {name} is {layers}: give one entry per layer, or one number")
+        for window in self.window if isinstance(self.window, tuple) else (self.window,):
+            if window is not None:
+                _positive("window", window)
+        if self.positions == "rope":
+            rotated = rotated_width(self.d_head, self.rope_fraction)
+            if not 0 < self.rope_fraction <= 1 or rotated < 2:
+                raise ConfigError(f"rope_fraction {self.rope_fraction} of d_head {self.d_head} rotates no pair: choose above 0, up to 1")
+            if rotated % 2:
+                raise ConfigError(f"rope rotates pairs, and {rotated} of d_head {self.d_head} is odd: choose an even d_head or another rope_fraction")
+        if self.n_experts and not 1 <= self.n_active_experts <= self.n_experts:
+            raise ConfigError(f"n_active_experts {self.n_active_experts} must lie between 1 and n_experts {self.n_experts}")
+        self._check_pruned()
+
+    def _check_pruned(self) -> None:
+        plans = [plan for plan in (self.encoder, self.decoder) if plan is not None]
+        sizes = {
+            f"{plan.prefix}blocks.{layer}.{part}": (plan.n_heads, plan.n_heads // plan.n_kv_heads)
+            for plan in plans
+            for layer in range(plan.n_layers)
+            for part in (("attention", "cross") if plan.cross else ("attention",))
+        }
+        for name, heads in self.pruned_heads.items():
+            if name not in sizes:
+                raise ConfigError(f'pruned_heads names "{name}", which this model has not{nearest(name, sizes)}')
+            n_heads, group = sizes[name]
+            if any(not 0 <= head < n_heads for head in heads) or len(set(heads)) != len(heads):
+                raise ConfigError(f"pruned_heads of {name} are {list(heads)}: name each of the heads 0 to {n_heads - 1} once at most")
+            if len(heads) == n_heads:
+                raise ConfigError(f"pruned_heads of {name} leaves no head: keep one at least, or drop the layer")
+            members = {head // group for head in heads}
+            if len(heads) != len(members) * group:
+                raise ConfigError(f"pruned_heads of {name} splits a key/value group: heads go by whole groups of {group}")
+        if self.pruned_heads and self.layer_groups is not None:
+            raise ConfigError("pruned_heads differ by layer and layer_groups shares weights between layers: choose one")
+
+    def _check_embedding(self) -> None:
+        texts = self.input == "tokens" or self.family == "encoder-decoder" or self.head in ("lm", "mlm")
+        if texts and self.vocab_size < 1:
+            raise ConfigError("vocab_size is not set: give the number of tokens of the tokenizer, 1 at least")
+        if self.family == "encoder-decoder" and self.input == "tokens" and self.share_embeddings and self.source_vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"share_embeddings needs one vocabulary, and source_vocab_size {self.source_vocab_size} differs from "
+                f"vocab_size {self.vocab_size}: set share_embeddings false"
+            )
+        if self.input == "patches":
+            if self.image_size is None:
+                raise ConfigError("input patches needs image_size, as (height, width)")
+            if any(side % self.patch_size for side in self.image_size) or min(self.image_size) < self.patch_size:
+                raise ConfigError(f"image_size {self.image_size} is not a whole number of patches of {self.patch_size}: change one of the two")
+        if self.input in ("vectors", "frames"):
+            _positive("d_input", self.d_input)
+        if self.conv_kernel % 2 == 0:
+            raise ConfigError(f"conv_kernel {self.conv_kernel} is even, and would shift the frames: choose an odd width")
+        if self.input != "tokens" and self.family == "decoder" and self.head in ("lm", "mlm"):
+            raise ConfigError(f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none")
+        if self.class_token and self.input != "patches":
+            raise ConfigError(f"class_token belongs to input patches, and input is {self.input}: put a CLS id in the text instead")
+        if self.positions == "learned" and self.input == "patches" and self.family != "encoder-decoder":
+            needed = self.n_patches + self.class_token
+            if self.max_positions < needed:
+                raise ConfigError(f"max_positions {self.max_positions} is below the {needed} positions of one image: raise it")
+
+    def _check_head(self) -> None:
+        if self.head in ("classifier", "tagger") and self.n_classes < 1:
+            raise ConfigError(f"head {self.head} needs n_classes, 1 at least")
+        if self.head == "mlm" and self.family != "encoder":
+            raise ConfigError(f"head mlm reads both sides of a mask and family is {self.family}: choose family encoder, or head lm")
+
+    # JSON -------------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain JSON values; fields at their default are left out."""
+        values: dict[str, Any] = {"family": self.family}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            default = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+            if value != default:
+                values[entry.name] = _plain(value)
+        return values
+
+    def to_json(self) -> str:
+        """The config as a JSON text that `from_json` reads back into an equal config."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """A config from plain JSON values; an unknown name is an error that suggests the nearest known one."""
+        return typing.cast(ModelConfig, _from_plain(cls, values))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        """A config from the text that `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"config is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"config must be a JSON object, not {type(values).__name__}")
+        return cls.from_dict(values)
+
+
+def rotated_width(d_head: int, fraction: float) -> int:
+    """How many leading columns of a head RoPE rotates."""
+    return int(d_head * fraction)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} {value} must be 1 or more")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _from_plain(cls: type, values: Mapping[str, Any]) -> Any:
+    _check_names(values, cls)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            value = tuple(tuple(item) if isinstance(item, list) else item for item in value)
+        if name == "rope_scaling" and isinstance(value, Mapping):
+            value = _from_plain(RopeScaling, value)
+        if name == "pruned_heads" and isinstance(value, Mapping):
+            value = {key: tuple(heads) if isinstance(heads, list) else heads for key, heads in value.items()}
+        given[name] = value
+    try:
+        return cls(**given)
+    except TypeError as error:
+        raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
+
+
+def _check_names(values: Mapping[str, Any], cls: type) -> None:
+    known = [entry.name for entry in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f'unknown config key "{name}"{nearest(str(name), known)}: {cls.__name__} has {", ".join(known)}')
+
+
+def _check_types(config: Any) -> None:
+    """Hold every field against its annotation, so that a wrong value is named before it is used."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(value, hint):
+            raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} {value} is not a finite number")
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in arguments)
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is Ellipsis else arguments
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return value is None if hint is type(None) else isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(choice) for choice in arguments)
+    if origin is tuple:
+        inner = [_describe(argument) for argument in arguments if argument is not Ellipsis]
+        return f"a list of {inner[0]}" if Ellipsis in arguments else f"{len(inner)} values of {inner[0]}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
+    return names.get(hint, "a table of head numbers by attention name" if origin is Mapping else str(getattr(hint, "__name__", hint)))
+
+
+def _suggest(value: Any, hint: Any) -> str:
+    options = [hint, *get_args(hint)]
+    choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    return nearest(value, choices) if isinstance(value, str) else ""

@@ -1,0 +1,111 @@
+"""Attending: softmax(q kᵀ · scale + bias, where allowed) v, as pure functions of tensors.
+
+`eager` spells the formula out and shows scores and pattern to the tap; `fused` hands the same thing to PyTorch's
+fused kernel. Both have one signature, give one answer, and give zeros, with finite gradients, for a query that may
+attend to nothing.
+
+Shapes: B batch, H heads, K key/value heads (H is a multiple of K), T query length, S key length, E head width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clearhead.model.norms import wide
+from clearhead.model.taps import SILENT, Tap
+
+
+class Attend(Protocol):
+    """q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
+
+    `mask` [B|1, 1|H, T, S] is True where a query may attend; `causal` stands for the mask "key slot <= query slot";
+    `bias` [B|1, 1|H, T, S] is added to the scaled scores; `scale` defaults to 1/sqrt(E); `softcap` bounds the scores.
+    """
+
+    def __call__(  # noqa: D102
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        *,
+        causal: bool = False,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        tap: Tap = SILENT,
+    ) -> Tensor: ...
+
+
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    causal: bool = False,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    tap: Tap = SILENT,
+) -> Tensor:
+    """Attend step by step; see `Attend`."""
+    B, H, T, E = q.shape
+    K, S = k.shape[1:3]
+    scale = E**-0.5 if scale is None else scale
+    if causal:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril()[None, None]
+    # Heads that share a key/value head are laid end to end as if they were more queries: no key is copied.
+    grouped = q.reshape(B, K, H // K * T, E)
+    scores = (grouped @ k.transpose(-2, -1)).view(B, H, T, S) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        # The lowest finite number, not -inf: a row with nothing to attend to then has no NaN in its gradient.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = tap("scores", scores)
+    pattern = torch.softmax(wide(scores), dim=-1).to(q.dtype)  # B H T S
+    if mask is not None:
+        pattern = pattern.masked_fill(~mask, 0.0)
+    pattern = F.dropout(tap("pattern", pattern), dropout, training=dropout > 0)
+    return (pattern.reshape(B, K, H // K * T, S) @ v).view(B, H, T, v.shape[-1])
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    causal: bool = False,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    tap: Tap = SILENT,
+) -> Tensor:
+    """Attend through PyTorch's fused kernel, which has no soft-cap and shows nothing to the tap; see `Attend`."""
+    if softcap is not None:
+        return eager(q, k, v, mask, bias, scale, causal=causal, softcap=softcap, dropout=dropout, tap=tap)
+    B, H, T, E = q.shape
+    K = k.shape[1]
+    if bias is not None:
+        if causal:
+            mask, causal = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None], False
+        mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    if T == 1 and K < H and (mask is None or mask.shape[1] == 1):
+        # One query per head: the heads of a group become the queries of one head, and no key is copied.
+        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale)
+        return out.view(B, H, 1, v.shape[-1])
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H)
+
+
+KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused}

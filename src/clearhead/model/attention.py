@@ -1,0 +1,94 @@
+"""Attention: the module that owns the projections. The math of attending is in `attend`, what may be seen in `masks`.
+
+Self-attention and cross-attention are the same module: cross-attention takes its keys and values from `memory`.
+
+Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from clearhead.config import ModelConfig, StackPlan
+from clearhead.model.attend import KERNELS
+from clearhead.model.cache import CrossKeys, LayerKeys
+from clearhead.model.masks import View
+from clearhead.model.norms import make_norm
+from clearhead.model.positions import rotate
+from clearhead.model.taps import SILENT, Tap
+
+
+class Attention(nn.Module):
+    """Multi-head attention, grouped or multi-query where there are fewer key/value heads."""
+
+    def __init__(self, config: ModelConfig, plan: StackPlan, name: str) -> None:
+        super().__init__()
+        assert config.d_head and config.d_value and config.attention_scale is not None
+        self.heads = config.kept_heads(name, plan.n_heads)  # which of the config's heads these are, after pruning
+        self.pruned = len(self.heads) < plan.n_heads
+        self.n_heads = len(self.heads)
+        self.n_kv_heads = self.n_heads * plan.n_kv_heads // plan.n_heads
+        self.d_head, self.d_value = config.d_head, config.d_value
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.dropout = config.attention_dropout or 0.0
+        self.layout = config.rope_layout
+        self.kernel = "fused"
+
+        self.q = nn.Linear(config.d_model, self.n_heads * self.d_head, bias=bool(config.qkv_bias))
+        self.k = nn.Linear(config.d_model, self.n_kv_heads * self.d_head, bias=bool(config.qkv_bias))
+        self.v = nn.Linear(config.d_model, self.n_kv_heads * self.d_value, bias=bool(config.qkv_bias))
+        self.out = nn.Linear(self.n_heads * self.d_value, config.d_model, bias=bool(config.attention_out_bias))
+        self.norm_over = config.qk_norm
+        if config.qk_norm != "none":
+            whole = config.qk_norm == "full"
+            self.q_norm = make_norm(config, self.q.out_features if whole else self.d_head)
+            self.k_norm = make_norm(config, self.k.out_features if whole else self.d_head)
+
+    def forward(
+        self, x: Tensor, view: View, memory: Tensor | None = None, cache: LayerKeys | CrossKeys | None = None, tap: Tap = SILENT
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
+        B, T, _ = x.shape
+        q = self._queries(x)  # B H T E
+        if view.rotary is not None:
+            q = rotate(q, view.rotary, self.layout)
+        q = tap("q", q)
+        if isinstance(cache, CrossKeys) and cache.filled:
+            k, v = cache.read()
+            k, v = tap("k", k), tap("v", v)
+        else:
+            k, v = self._keys_values(x if memory is None else memory)  # B K S E
+            if view.rotary is not None:
+                k = rotate(k, view.rotary, self.layout)
+            k, v = tap("k", k), tap("v", v)
+            if cache is not None:
+                k, v = cache.update(k, v)
+
+        watched = tap.wants("scores", "pattern")
+        attend = KERNELS["eager" if watched else self.kernel]
+        bias = view.bias
+        if bias is not None and self.pruned and bias.shape[1] > 1:
+            bias = bias[:, list(self.heads)]
+        dropout = self.dropout if self.training else 0.0
+        z = attend(q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, dropout=dropout, tap=tap)
+        z = tap("z", z)  # B H T E
+        return tap("out", self.out(z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        if self.norm_over == "full":
+            q = self.q_norm(q)
+        q = q.unflatten(-1, (self.n_heads, self.d_head))
+        if self.norm_over == "head":
+            q = self.q_norm(q)
+        return q.transpose(1, 2)  # type: ignore[no-any-return]  # B H T E
+
+    def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.k(source), self.v(source)
+        if self.norm_over == "full":
+            k = self.k_norm(k)
+        k = k.unflatten(-1, (self.n_kv_heads, self.d_head))
+        if self.norm_over == "head":
+            k = self.k_norm(k)
+        v = v.unflatten(-1, (self.n_kv_heads, self.d_value))
+        return k.transpose(1, 2), v.transpose(1, 2)  # B K S E

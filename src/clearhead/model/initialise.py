@@ -1,0 +1,37 @@
+"""Initialisation by name. Biases begin at 0 and norms at 1 in all of them; what differs is the spread of the weights.
+
+    xavier      uniform within sqrt(6 / (in + out)); tables normal with deviation d_model^-1/2
+    gpt2        normal with init_std; what writes to the residual stream, divided by sqrt(number of such writes)
+    bert        normal with init_std
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from clearhead.config import ModelConfig
+from clearhead.model.attention import Attention
+from clearhead.model.feedforward import FeedForward
+from clearhead.model.fronts import PatchFront
+
+
+def initialise(model: nn.Module, config: ModelConfig) -> None:
+    """Draw fresh weights for every linear layer, convolution and table of `model`, from torch's global generator."""
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Conv1d):
+            if config.init == "xavier":
+                nn.init.xavier_uniform_(part.weight)
+            else:
+                nn.init.normal_(part.weight, std=config.init_std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.Embedding):
+            nn.init.normal_(part.weight, std=config.d_model**-0.5 if config.init == "xavier" else config.init_std)
+        elif isinstance(part, PatchFront) and part.class_token is not None:
+            nn.init.normal_(part.class_token, std=config.init_std)
+    if config.init == "gpt2":
+        writers = [part.out if isinstance(part, Attention) else part.down for part in model.modules() if isinstance(part, Attention | FeedForward)]
+        for writer in writers:
+            nn.init.normal_(writer.weight, std=config.init_std / math.sqrt(2 * config.n_layers))

@@ -1,0 +1,118 @@
+"""Checks on what goes into a model, before any compute: on a GPU, an id outside the table would kill the whole context.
+
+Each failed check raises one line that says what was given, what is allowed and the way out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clearhead.config import ModelConfig, StackPlan
+from clearhead.errors import InputError
+from clearhead.model.cache import Cache
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_stack_input(x: Tensor | None, plan: StackPlan, config: ModelConfig, name: str) -> None:
+    """Shape, dtype and range of what feeds one stack."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
+    if plan.input == "tokens":
+        _shape(x, ("B", "T"), name, "token ids")
+        if x.dtype not in INTEGERS:
+            raise InputError(f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long")
+        _range(x, plan.vocab_size, name, "vocab_size")
+    elif plan.input == "patches":
+        assert config.image_size is not None
+        _shape(x, ("B", config.n_channels, *config.image_size), name, "pixels")
+        _floating(x, name)
+    else:
+        _shape(x, ("B", "T", config.d_input), name, plan.input)
+        _floating(x, name)
+
+
+def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
+    """A boolean mask over the tokens of a batch."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise InputError(f"{name} is {mask.dtype}: it must be boolean, True for a real token; mask.bool() converts 0 and 1")
+    if mask.shape != (batch, length):
+        raise InputError(f"{name} has shape {tuple(mask.shape)}: it must match its tokens, ({batch}, {length})")
+
+
+def check_integers(x: Tensor | None, batch: int, length: int, name: str, below: int | None, limit: str) -> None:
+    """Whole numbers beside the tokens: positions, segment types, documents."""
+    if x is None:
+        return
+    if x.dtype not in INTEGERS:
+        raise InputError(f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
+    if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
+        raise InputError(f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})")
+    if below is not None:
+        _range(x, below, name, limit)
+
+
+def check_length(length: int, mask: Tensor | None, cache: Cache | None, config: ModelConfig, name: str) -> None:
+    """A table of positions ends somewhere; other schemes go on."""
+    if config.positions != "learned":
+        return
+    before = cache.length if cache is not None else 0
+    if before + length <= config.max_positions:
+        return
+    if cache is None and mask is not None and mask.shape[1] and int(mask.sum(1).max()) <= config.max_positions:
+        return  # padding takes no position
+    if cache is not None and cache.tokens is not None and cache.tokens.real is not None:
+        real = int(cache.tokens.real.sum(1).max()) + (length if mask is None else int(mask.sum(1).max()))
+        if real <= config.max_positions:
+            return
+    raise InputError(
+        f"{name} reach {before + length} positions and the model has {config.max_positions}: shorten the input, or choose "
+        f"positions without a table (rope, alibi, sinusoidal, relative)"
+    )
+
+
+def check_bias(bias: Tensor | None, batch: int, n_heads: int, length: int, keys: int) -> None:
+    """A pairwise bias given by the caller."""
+    if bias is None:
+        return
+    _floating(bias, "bias")
+    allowed = ((1, batch), (1, n_heads), (length,), (keys,))
+    if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed)):
+        raise InputError(f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})")
+
+
+def check_prefix(prefix: Tensor | None, batch: int, cache: Cache | None, causal: bool) -> None:
+    """The number of leading tokens of each row that all may see."""
+    if prefix is None:
+        return
+    if not causal:
+        raise InputError("prefix belongs to a causal model: in this one every token sees all others already")
+    if prefix.dtype not in INTEGERS or prefix.shape != (batch,):
+        raise InputError(f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)")
+    if cache is not None and cache.length:
+        raise InputError(f"prefix came after {cache.length} tokens were cached: hand it in with the call that holds the whole prefix")
+
+
+def _shape(x: Tensor, wanted: tuple[str | int, ...], name: str, what: str) -> None:
+    fits = x.ndim == len(wanted) and all(isinstance(want, str) or size == want for size, want in zip(x.shape, wanted))
+    if not fits:
+        raise InputError(f"{name} have shape {tuple(x.shape)}: {what} must be [{', '.join(map(str, wanted))}]")
+    if 0 in x.shape:
+        raise InputError(f"{name} are empty, shape {tuple(x.shape)}: give one row and one token at least")
+
+
+def _floating(x: Tensor, name: str) -> None:
+    if not x.is_floating_point():
+        raise InputError(f"{name} are {x.dtype}: they must be floating point; x.float() converts")
+
+
+def _range(x: Tensor, below: int, name: str, limit: str) -> None:
+    if x.device.type == "meta":
+        return
+    low, high = (int(end) for end in torch.aminmax(x))
+    if low < 0 or high >= below:
+        bad = low if low < 0 else high
+        raise InputError(f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})")

@@ -1,0 +1,52 @@
+"""Norms: what keeps the residual stream at a steady size. Statistics are taken in float32 whatever the model's dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clearhead.config import ModelConfig
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32 at least: half-precision tensors are widened, float64 stays."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class LayerNorm(nn.Module):
+    """Subtract the mean, divide by the standard deviation, scale, shift: [..., width] -> [..., width]."""
+
+    def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
+        super().__init__()
+        self.eps, self.unit_offset = eps, unit_offset
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if unit_offset else 1.0))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        scale = 1 + self.weight if self.unit_offset else self.weight
+        return F.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # its statistics are float32 inside
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square and scale; no mean, no shift: [..., width] -> [..., width]."""
+
+    def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
+        super().__init__()
+        self.eps, self.unit_offset = eps, unit_offset
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if unit_offset else 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        scale = 1 + wide(self.weight) if self.unit_offset else self.weight
+        normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
+        return (normed * scale).to(x.dtype)
+
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """The norm the config names, `width` wide (None: d_model)."""
+    return NORMS[config.norm](width or config.d_model, config.norm_eps, bool(config.norm_bias), config.norm_unit_offset)
