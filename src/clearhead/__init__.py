@@ -2,10 +2,12 @@
 
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError
-from clearhead.model.cache import Cache, FixedCache, WindowCache
+from clearhead.loaded import Loaded, load
+from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.experts import balance_loss
 from clearhead.model.taps import Recording, edit, record, tap_names
 from clearhead.model.transformer import Output, Transformer, attending
+from clearhead.model.window_cache import WindowCache
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "ConfigError",
     "FixedCache",
     "InputError",
+    "Loaded",
     "MissingExtraError",
     "ModelConfig",
     "Output",
@@ -25,6 +28,7 @@ __all__ = [
     "attending",
     "balance_loss",
     "edit",
+    "load",
     "record",
     "tap_names",
 ]

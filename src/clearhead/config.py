@@ -8,6 +8,7 @@ built config always shows the number that holds. `replace` derives anew whatever
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -189,23 +190,21 @@ class ModelConfig:
     def _derived(self) -> dict[str, Any]:
         """What each field that may be None is when nobody sets it."""
         both = self.family == "encoder-decoder"
-        head = self.head or ("classifier" if self.n_classes else "mlm" if self.family == "encoder" else "lm")
-        d_head = self.d_head
-        if d_head is None:
-            if self.d_model % self.n_heads:
-                fitting = ", ".join(str(n) for n in range(1, self.d_model + 1) if self.d_model % n == 0)
-                raise ConfigError(
-                    f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}: set d_head, or choose n_heads from {fitting}"
-                )
-            d_head = self.d_model // self.n_heads
-        d_ff = self.d_ff or 4 * self.d_model
+        if self.d_head is None and self.d_model % self.n_heads:
+            fitting = ", ".join(str(n) for n in range(1, self.d_model + 1) if self.d_model % n == 0)
+            raise ConfigError(
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}: set d_head, or choose n_heads from {fitting}"
+            )
+        usual_head = "classifier" if self.n_classes else "mlm" if self.family == "encoder" else "lm"
+        usual_d_head, usual_d_ff = self.d_model // self.n_heads, 4 * self.d_model
+        head, d_head, d_ff = self.head or usual_head, self.d_head or usual_d_head, self.d_ff or usual_d_ff
         return {
             "n_encoder_layers": self.n_layers if both else None,
             "n_kv_heads": self.n_heads,
             "n_encoder_heads": self.n_heads if both else None,
-            "d_head": d_head,
+            "d_head": usual_d_head,
             "d_value": d_head,
-            "d_ff": d_ff,
+            "d_ff": usual_d_ff,
             "d_encoder_ff": d_ff if both else None,
             "source_vocab_size": self.vocab_size if both else None,
             "d_embedding": self.d_model,
@@ -217,7 +216,7 @@ class ModelConfig:
             "final_norm": self.norm_position != "post",
             "attention_dropout": self.dropout,
             "embedding_dropout": self.dropout,
-            "head": head,
+            "head": usual_head,
             "pooling": "cls" if self.family == "encoder" else "last",
             "head_transform": head == "mlm",
             "head_bias": head != "lm",
@@ -281,6 +280,12 @@ class ModelConfig:
         for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", "d_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must be 0 or more")
+        for name in ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
         for name in ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -320,6 +325,9 @@ class ModelConfig:
                 raise ConfigError(f"rope_fraction {self.rope_fraction} of d_head {self.d_head} rotates no pair: choose above 0, up to 1")
             if rotated % 2:
                 raise ConfigError(f"rope rotates pairs, and {rotated} of d_head {self.d_head} is odd: choose an even d_head or another rope_fraction")
+        if self.positions == "relative" and not 4 <= self.relative_buckets < 2 * self.relative_max_distance:
+            most = 2 * self.relative_max_distance - 1
+            raise ConfigError(f"relative_buckets {self.relative_buckets} must lie between 4 and {most}, or relative_max_distance rise")
         if self.n_experts and not 1 <= self.n_active_experts <= self.n_experts:
             raise ConfigError(f"n_active_experts {self.n_active_experts} must lie between 1 and n_experts {self.n_experts}")
         self._check_pruned()
@@ -343,10 +351,14 @@ class ModelConfig:
             members = {head // group for head in heads}
             if len(heads) != len(members) * group:
                 raise ConfigError(f"pruned_heads of {name} splits a key/value group: heads go by whole groups of {group}")
+        if self.pruned_heads and self.qk_norm == "full":
+            raise ConfigError("pruned_heads would change the norm that qk_norm full takes over all heads: choose qk_norm head or none")
         if self.pruned_heads and self.layer_groups is not None:
             raise ConfigError("pruned_heads differ by layer and layer_groups shares weights between layers: choose one")
 
     def _check_embedding(self) -> None:
+        if self.input != "tokens" and self.family != "encoder-decoder" and self.head in ("lm", "mlm"):
+            raise ConfigError(f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none")
         texts = self.input == "tokens" or self.family == "encoder-decoder" or self.head in ("lm", "mlm")
         if texts and self.vocab_size < 1:
             raise ConfigError("vocab_size is not set: give the number of tokens of the tokenizer, 1 at least")
@@ -364,8 +376,6 @@ class ModelConfig:
             _positive("d_input", self.d_input)
         if self.conv_kernel % 2 == 0:
             raise ConfigError(f"conv_kernel {self.conv_kernel} is even, and would shift the frames: choose an odd width")
-        if self.input != "tokens" and self.family == "decoder" and self.head in ("lm", "mlm"):
-            raise ConfigError(f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none")
         if self.class_token and self.input != "patches":
             raise ConfigError(f"class_token belongs to input patches, and input is {self.input}: put a CLS id in the text instead")
         if self.positions == "learned" and self.input == "patches" and self.family != "encoder-decoder":
@@ -466,6 +476,7 @@ def _check_types(config: Any) -> None:
             raise ConfigError(f"{name} {value} is not a finite number")
 
 
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 

@@ -101,7 +101,7 @@ def fused(
         if causal:
             mask, causal = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None], False
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
-    if T == 1 and K < H and (mask is None or mask.shape[1] == 1):
+    if T == 1 and K < H and not causal and (mask is None or mask.shape[1] == 1):
         # One query per head: the heads of a group become the queries of one head, and no key is copied.
         out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale)
         return out.view(B, H, 1, v.shape[-1])

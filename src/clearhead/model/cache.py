@@ -1,8 +1,8 @@
 """The key/value cache: what earlier tokens left behind, handed in as a value and carried on from call to call.
 
 Three forms, one interface. `Cache` grows as needed (or is given room beforehand and then allocates nothing more);
-`FixedCache` has buffers of one size for ever, for compiled steps; `WindowCache` keeps no more than a window of keys in
-the layers that have one. The model calls `begin` before its first layer and `advance` after its last.
+`FixedCache` has buffers of one size for ever, for compiled steps; `WindowCache`, in `window_cache`, keeps no more than
+a window of keys in the layers that have one. The model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
@@ -23,6 +24,10 @@ from clearhead.model.masks import Tokens, join
 
 class LayerKeys(Protocol):
     """The keys and values of one layer's self-attention."""
+
+    @property
+    def k(self) -> Tensor | None:
+        """[B, K, S, E], or None before the first call."""
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of T new tokens; return those of all the tokens that `Cache.visible` describes."""
@@ -72,6 +77,11 @@ class Cache:
         self._visible: Tokens | None = None
         self._count = torch.empty(0, dtype=torch.long)
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows it holds; None before the first call."""
+        return next((keys.k.shape[0] for keys in self.layers.values() if keys.k is not None), None)
+
     def layer(self, index: int, window: int | None) -> LayerKeys:
         """The keys of one layer."""
         if index not in self.layers:
@@ -103,6 +113,10 @@ class Cache:
         assert self._visible is not None
         return self._visible
 
+    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+        """A bias [B|1, H|1, T, S] over all tokens so far, laid out as the keys that `visible` describes."""
+        return bias
+
     def advance(self) -> None:
         """Count the new tokens as read, after the last layer."""
         assert self._visible is not None
@@ -116,11 +130,11 @@ class Cache:
         """
         for keys in self.layers.values():
             keys.reorder(rows)
-        self.tokens = _rows(self.tokens, rows)
+        self.tokens = rows_of(self.tokens, rows)
         if cross:
             for crossed in self.cross.values():
                 crossed.reorder(rows)
-            self.source = _rows(self.source, rows)
+            self.source = rows_of(self.source, rows)
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots."""
@@ -209,6 +223,10 @@ class FixedCache(Cache):
         assert self.tokens is not None
         return self.tokens
 
+    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+        """As in `Cache`, with 0 for the slots not yet filled."""
+        return nnf.pad(bias, (0, self.capacity - bias.shape[-1]))
+
     def advance(self) -> None:
         """Move the cursor."""
         self.cursor.add_(self.index.shape[0])
@@ -252,114 +270,7 @@ class FixedKeys:
         self.v.copy_(self.v[rows])
 
 
-class WindowCache(Cache):
-    """Layers with a window keep that many keys and no more, each row by its own count of real tokens; others grow."""
-
-    def __init__(self, reserve: int = 0) -> None:
-        super().__init__(reserve)
-        self.rings: dict[int, Tokens] = {}  # by window: what stands in its slots, and in one more that takes the refuse
-        self.slots: dict[int, Tensor] = {}  # by window: where each new token goes, B T
-        self._before: dict[int, Tokens] = {}
-        self._new: Tokens | None = None
-
-    def _new_layer(self, window: int | None) -> LayerKeys:
-        return GrowingKeys(self) if window is None else RingKeys(self, window)
-
-    def begin(self, tokens: Tokens) -> None:
-        """Make ready for new tokens; rings are turned when a layer with that window asks."""
-        super().begin(tokens)
-        self._new = tokens
-        self.slots.clear()
-
-    def visible(self, window: int | None) -> Tokens:
-        """A ring with the new token in it, or, for several tokens, the ring as it was and then they."""
-        if window is None:
-            return super().visible(None)
-        assert self._new is not None
-        if window not in self.slots:
-            self._turn(window, self._new)
-        return self.rings[window] if self._new.length == 1 else join(self._before[window], self._new)
-
-    def _turn(self, window: int, tokens: Tokens) -> None:
-        """Write the new tokens into the ring of this window: those still within it at the end, the others to the last slot."""
-        order = tokens.order
-        real = torch.ones_like(order, dtype=torch.bool) if tokens.real is None else tokens.real
-        batch = order.shape[0]
-        old = self.rings.get(window)
-        if old is None:
-            empty = torch.zeros(batch, window + 1, dtype=torch.long, device=order.device)
-            old = Tokens(empty, empty, empty.bool(), empty, plain=False)
-        elif old.order.shape[0] != batch:  # rows alike until now, or alike from now on
-            batch = max(batch, old.order.shape[0])
-        last = torch.where(real, order, -1).amax(1, keepdim=True)
-        slot = torch.where(real & (order > last - window), order % window, window).expand(batch, -1)
-
-        def written(ring: Tensor, new: Tensor) -> Tensor:
-            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
-
-        assert old.real is not None and old.documents is not None
-        documents = torch.zeros_like(order) if tokens.documents is None else tokens.documents
-        ring_real = written(old.real, real)
-        ring_real[:, window] = False
-        self._before[window] = old
-        self.slots[window] = slot
-        self.rings[window] = Tokens(
-            written(old.order, order), written(old.positions, tokens.positions), ring_real, written(old.documents, documents), plain=False
-        )
-
-    def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """As in `Cache`."""
-        super().reorder(rows, cross)
-        self.rings = {window: ring for window, old in self.rings.items() if (ring := _rows(old, rows)) is not None}
-
-    def crop(self, length: int) -> None:
-        """As in `Cache`, as long as no window has begun to forget."""
-        for window in self.rings:
-            if self.length > window and length < self.length:
-                raise InputError(f"a window cache of {window} has forgotten what a crop to {length} needs: use Cache() to step back")
-        super().crop(length)
-        for window, ring in self.rings.items():
-            assert ring.real is not None
-            kept = Tokens(ring.order, ring.positions, ring.real & (ring.order < self._kept(length)), ring.documents, plain=False)
-            self.rings[window] = kept
-
-    def _kept(self, length: int) -> Tensor:
-        """How many real tokens each row has left: [B|1, 1]."""
-        if self.tokens is None:
-            return torch.zeros(1, 1, dtype=torch.long)
-        if self.tokens.real is None:
-            return torch.full((1, 1), length, device=self.tokens.order.device)
-        return self.tokens.real.sum(1, keepdim=True)
-
-
-class RingKeys:
-    """Keys of the last `window` real tokens of each row, and one slot for what is not kept."""
-
-    def __init__(self, cache: WindowCache, window: int) -> None:
-        self.cache, self.window = cache, window
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: turn the ring, return it. Several: return the ring and them, then turn it."""
-        B, K, T, _ = k.shape
-        if self.k is None or self.v is None:
-            self.k = k.new_zeros(B, K, self.window + 1, k.shape[3])
-            self.v = v.new_zeros(B, K, self.window + 1, v.shape[3])
-        slot = self.cache.slots[self.window].expand(B, T)[:, None, :, None]
-        k, v = k.detach(), v.detach()
-        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
-        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
-        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
-        return whole or (self.k, self.v)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Let row i be what row `rows[i]` was."""
-        if self.k is not None and self.v is not None:
-            self.k, self.v = self.k[rows], self.v[rows]
-
-
-def _rows(tokens: Tokens | None, rows: Tensor) -> Tokens | None:
+def rows_of(tokens: Tokens | None, rows: Tensor) -> Tokens | None:
     """The tokens of some rows; where all rows are alike nothing changes."""
     if tokens is None or tokens.plain:
         return tokens

@@ -25,7 +25,7 @@ class TokenFront(nn.Module):
 
     def forward(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """[B, T] -> [B, T, d_embedding]."""
-        vectors = cast(Tensor, self.tokens(ids))
+        vectors = cast(Tensor, self.tokens(ids.long()))
         return vectors * self.scale if self.scale != 1 else vectors
 
 
@@ -94,7 +94,7 @@ class Embedding(nn.Module):
         """Inputs, position vectors [B|1, T, width] and which inputs are real -> [B, T, D]."""
         x = cast(Tensor, self.front(inputs, real))
         if self.types is not None:
-            x = x + (self.types(types) if types is not None else self.types.weight[0])
+            x = x + (self.types(types.long()) if types is not None else self.types.weight[0])
         if positions is not None:
             x = x + positions
         if self.norm is not None:

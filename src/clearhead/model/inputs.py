@@ -11,6 +11,7 @@ from torch import Tensor
 from clearhead.config import ModelConfig, StackPlan
 from clearhead.errors import InputError
 from clearhead.model.cache import Cache
+from clearhead.model.masks import Tokens
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -55,23 +56,17 @@ def check_integers(x: Tensor | None, batch: int, length: int, name: str, below: 
         _range(x, below, name, limit)
 
 
-def check_length(length: int, mask: Tensor | None, cache: Cache | None, config: ModelConfig, name: str) -> None:
+def check_length(tokens: Tokens, cache: Cache | None, config: ModelConfig, name: str) -> None:
     """A table of positions ends somewhere; other schemes go on."""
-    if config.positions != "learned":
+    slots = tokens.length + (cache.length if cache is not None else 0)
+    if config.positions != "learned" or slots <= config.max_positions:
         return
-    before = cache.length if cache is not None else 0
-    if before + length <= config.max_positions:
-        return
-    if cache is None and mask is not None and mask.shape[1] and int(mask.sum(1).max()) <= config.max_positions:
-        return  # padding takes no position
-    if cache is not None and cache.tokens is not None and cache.tokens.real is not None:
-        real = int(cache.tokens.real.sum(1).max()) + (length if mask is None else int(mask.sum(1).max()))
-        if real <= config.max_positions:
-            return
-    raise InputError(
-        f"{name} reach {before + length} positions and the model has {config.max_positions}: shorten the input, or choose "
-        f"positions without a table (rope, alibi, sinusoidal, relative)"
-    )
+    reached = int(tokens.positions.max()) + 1  # fewer than slots where some are padding, or documents begin again at 0
+    if reached > config.max_positions:
+        raise InputError(
+            f"{name} reach {reached} positions and the model has {config.max_positions}: shorten the input, or choose "
+            f"positions without a table (rope, alibi, sinusoidal, relative)"
+        )
 
 
 def check_bias(bias: Tensor | None, batch: int, n_heads: int, length: int, keys: int) -> None:
@@ -84,7 +79,7 @@ def check_bias(bias: Tensor | None, batch: int, n_heads: int, length: int, keys:
         raise InputError(f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})")
 
 
-def check_prefix(prefix: Tensor | None, batch: int, cache: Cache | None, causal: bool) -> None:
+def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
     """The number of leading tokens of each row that all may see."""
     if prefix is None:
         return
@@ -92,6 +87,8 @@ def check_prefix(prefix: Tensor | None, batch: int, cache: Cache | None, causal:
         raise InputError("prefix belongs to a causal model: in this one every token sees all others already")
     if prefix.dtype not in INTEGERS or prefix.shape != (batch,):
         raise InputError(f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)")
+    if cache is not None and int(prefix.max()) > length:
+        raise InputError(f"prefix {int(prefix.max())} passes the {length} tokens of this call: a cache needs all of the prefix in one call")
     if cache is not None and cache.length:
         raise InputError(f"prefix came after {cache.length} tokens were cached: hand it in with the call that holds the whole prefix")
 

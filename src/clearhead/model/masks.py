@@ -51,9 +51,10 @@ def tokens_from(
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     offset = _next_order(before, batch, device)
     order = (offset + real.cumsum(1) - 1).clamp(min=0)
+    documents = documents.long() if documents is not None else None
     if positions is None:
         positions = order if documents is None else _positions_in_documents(real, documents, before)
-    return Tokens(order, positions, real, documents, plain=False)
+    return Tokens(order, positions.long(), real, documents, plain=False)
 
 
 def _next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:

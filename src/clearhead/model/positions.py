@@ -70,7 +70,7 @@ class SinusoidalPositions(PositionScheme):
             return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(dtype)
         assert config.image_size is not None
         columns = config.image_size[1] // config.patch_size
-        patch = (positions - config.class_token).clamp(min=0)
+        patch = (positions - int(config.class_token)).clamp(min=0)
         row = sinusoid(patch // columns, width // 2, config.sinusoid_layout, config.sinusoid_ends)
         column = sinusoid(patch % columns, width - width // 2, config.sinusoid_layout, config.sinusoid_ends)
         is_patch = (positions >= config.class_token)[..., None]  # the class token stands nowhere

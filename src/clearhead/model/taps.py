@@ -182,8 +182,9 @@ def tap_names(config: ModelConfig) -> list[str]:
             block = f"{plan.prefix}blocks.{layer}"
             attention = [f"{block}.attention.{tap}" for tap in ATTENTION_TAPS]
             cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if plan.cross else []
-            router = ["router"] if config.n_experts else []
-            feedforward = [f"{block}.feedforward.{tap}" for tap in (*router, *FEEDFORWARD_TAPS)]
+            experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
+            inner = ["router", *experts, "out"] if config.n_experts else FEEDFORWARD_TAPS
+            feedforward = [f"{block}.feedforward.{tap}" for tap in inner]
             middle = [] if config.parallel else [f"{block}.resid_mid"]
             names += [f"{block}.resid_pre", *attention, *cross, *middle, *feedforward, f"{block}.resid_post"]
         names.append(f"{plan.prefix}hidden")

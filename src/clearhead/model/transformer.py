@@ -110,7 +110,8 @@ class Stack(nn.Module):
             mask, causal = compose(tokens, keys, causal=self.plan.causal, window=window, prefix=prefix)
             total = scheme.bias(tokens.positions, keys.positions, dtype)
             if bias is not None:
-                total = bias.to(dtype) if total is None else total + bias
+                given = (bias if cache is None else cache.aligned(bias, window)).to(dtype)
+                total = given if total is None else total + given
             views[window] = View(mask, causal, total, scheme.rotary(tokens.positions, window))
         return views
 
@@ -192,8 +193,9 @@ class Transformer(nn.Module):
         batch, length, input_mask, mask = self._measure(self.main, ids, mask)
         before = cache.tokens if cache is not None else None
         tokens = tokens_from(batch, length, ids.device, mask, positions, documents, before)
-        if bias is not None:
-            checks.check_bias(bias, batch, self.main.plan.n_heads, length, length + (cache.length if cache else 0))
+        if not torch.compiler.is_compiling():
+            checks.check_length(tokens, cache, self.config, "ids")
+            checks.check_bias(bias, batch, self.main.plan.n_heads, length, length + (cache.length if cache is not None else 0))
         hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
         real = tokens.real
         if logits == "last" and isinstance(self.head, LanguageHead):
@@ -217,6 +219,8 @@ class Transformer(nn.Module):
                 raise InputError(f"source has {source.shape[0]} rows and ids {batch}: give one source per row")
         rows, length, input_mask, mask = self._measure(self.encoder, source, mask)
         tokens = tokens_from(rows, length, source.device, mask, None, documents)
+        if not torch.compiler.is_compiling():
+            checks.check_length(tokens, None, self.config, "source tokens")
         hidden = self.encoder(source, tokens, input_mask=input_mask, tap=tap.inside("encoder"))
         if cache is not None:
             cache.source = tokens
@@ -248,11 +252,11 @@ class Transformer(nn.Module):
         if types is not None and not config.n_types:
             raise InputError("types were given and the model has no segment embeddings: leave them out, or build it with n_types")
         checks.check_integers(types, batch, length, "types", config.n_types, "n_types")
-        checks.check_prefix(prefix, batch, cache, main.plan.causal)
+        checks.check_prefix(prefix, batch, length, cache, main.plan.causal)
         if cache is not None and not main.plan.causal:
             raise InputError("a cache was given to a model without a decoder: its tokens all see each other, so call it without")
-        if positions is None:
-            checks.check_length(length, mask, cache, config, "ids")
+        if cache is not None and cache.rows not in (None, batch):
+            raise InputError(f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache")
 
     def _check_tokens(
         self, stack: Stack, x: Tensor, mask: Tensor | None, positions: Tensor | None, documents: Tensor | None, name: str
@@ -265,13 +269,11 @@ class Transformer(nn.Module):
         table = self.config.max_positions if self.config.positions == "learned" else None
         checks.check_integers(positions, batch, length, "positions", table, "max_positions")
         checks.check_integers(documents, batch, length, "documents", None, "")
-        if name == "source":
-            checks.check_length(length, mask, None, self.config, "source tokens")
 
     def extra_repr(self) -> str:
         """One line in `print(model)`."""
         count = sum(p.numel() for p in self.parameters())
-        return f"{self.config.family}, {count:,} parameters"
+        return f"{count:,} parameters"
 
 
 def _last(hidden: Tensor, real: Tensor | None) -> Tensor:

@@ -1,0 +1,55 @@
+"""What every benchmark here shares: rounds in turn, medians, and a table of ratios to a peer in the same run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+
+def alternate(jobs: dict[str, Callable[[], None]], rounds: int, warm: int = 1) -> dict[str, float]:
+    """Median seconds of each job, the jobs taking turns so that noise falls on all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(warm + rounds):
+        for name, job in jobs.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            job()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn >= warm:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def device_name() -> str:
+    """The accelerator's name, or the processor's kind and number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clearhead") -> dict[str, object]:
+    """Print tokens per second of each job and the ratio of ours to it; return the same as data."""
+    print(f"\n{title}  [{device_name()}, torch {torch.__version__}]")
+    rows = {}
+    for name, took in seconds.items():
+        rate = tokens / took
+        rows[name] = {"tokens_per_second": round(rate, 1), "ours_over_this": round(took / seconds[ours], 3)}
+        print(f"  {name:<28}{rate:>12,.1f} tok/s   clearhead is {took / seconds[ours]:.2f} x")
+    return {"title": title, "device": device_name(), "torch": torch.__version__, "rows": rows}
+
+
+def save(name: str, command: str, results: list[dict[str, object]]) -> None:
+    """Write results under benchmarks/results/ with the command and the date."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    body = {"command": command, "date": date.today().isoformat(), "results": results}
+    (folder / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Generation: from a model and a prompt to new tokens."""

@@ -1,0 +1,61 @@
+"""GPT-2: a pre-norm decoder with learned positions. Its linear weights are stored [in, out], q, k and v as one."""
+
+from __future__ import annotations
+
+from clearhead.hub.architecture import Architecture
+from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels, Says
+from clearhead.hub.rules import Rule, Split, same, split, transposed
+
+BLOCK, THEIRS = "decoder.blocks.{i}", "transformer.h.{i}"
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    classes={
+        "GPT2LMHeadModel": {"head": "lm"},
+        "GPT2ForSequenceClassification": {"head": "classifier", "head_bias": False, "pooling": "last"},
+        "GPT2ForTokenClassification": {"head": "tagger", "head_bias": True},
+        "GPT2Model": {"head": "none"},
+    },
+    prefix="transformer.",
+    config=(
+        Fixed({"family": "decoder", "positions": "learned", "norm": "layernorm", "norm_position": "pre"}),
+        Says({"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "scale_attn_weights": True}),
+        Field("vocab_size", "vocab_size", 50257),
+        Field("n_positions", "max_positions", 1024),
+        Field("n_embd", "d_model", 768),
+        Field("n_layer", "n_layers", 12),
+        Field("n_head", "n_heads", 12),
+        Field("n_inner", "d_ff", None),
+        Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
+        Field("layer_norm_epsilon", "norm_eps", 1e-5),
+        Field("resid_pdrop", "dropout", 0.1),
+        Field("attn_pdrop", "attention_dropout", 0.1),
+        Field("embd_pdrop", "embedding_dropout", 0.1),
+        Field("initializer_range", "init_std", 0.02),
+        Field("tie_word_embeddings", "tie_embeddings", True),
+        Labels(),
+    ),
+    rules=(
+        Rule("transformer.wte.weight", ("decoder.embedding.front.tokens.weight",)),
+        Rule("transformer.wpe.weight", ("decoder.positions.table.weight",)),
+        *split(f"{THEIRS}.attn.c_attn", [f"{BLOCK}.attention.{x}" for x in "qkv"], Split(transposed=True)),
+        *transposed(
+            {
+                f"{THEIRS}.attn.c_proj": f"{BLOCK}.attention.out",
+                f"{THEIRS}.mlp.c_fc": f"{BLOCK}.feedforward.up",
+                f"{THEIRS}.mlp.c_proj": f"{BLOCK}.feedforward.down",
+            }
+        ),
+        *same(
+            {
+                f"{THEIRS}.ln_1": f"{BLOCK}.attention_residual.before",
+                f"{THEIRS}.ln_2": f"{BLOCK}.feedforward_residual.before",
+                "transformer.ln_f": "decoder.norm",
+                "lm_head": "head.out",
+                "score": "head.out",
+                "classifier": "head.out",
+            }
+        ),
+    ),
+    ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)

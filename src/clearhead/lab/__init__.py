@@ -1,0 +1,1 @@
+"""Experiments and toy tasks: small, seeded, over in seconds or minutes on a CPU."""

@@ -1,0 +1,145 @@
+"""The equality matrix: every way to put the parts together, held against every way to run them.
+
+family x positions x norm x norm position x key/value heads x feed-forward x window. One test per family, positions and
+norm position; the table at the end of the run shows the largest difference that each check saw in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import clearhead as ch
+from tests.harness import T, V, build, chunks, gradients, in_pieces, pad, some_ids, through_bytes
+
+TOLERANCE = 1e-5
+POSITIONS = {
+    "learned": {"positions": "learned"},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "rope half": {"positions": "rope", "rope_layout": "half"},
+    "rope interleaved": {"positions": "rope", "rope_layout": "interleaved"},
+    "alibi": {"positions": "alibi"},
+    "relative": {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 6},
+    "none": {"positions": "none"},
+}
+PLACES = {
+    "pre": {"norm_position": "pre"},
+    "post": {"norm_position": "post"},
+    "sandwich": {"norm_position": "sandwich"},
+    "parallel": {"norm_position": "pre", "parallel": True},
+}
+INNER = [
+    {"norm": norm, "n_kv_heads": kv_heads, "gated": gated, "window": window}
+    for norm, kv_heads, gated, window in itertools.product(("layernorm", "rmsnorm"), (4, 2, 1), (False, True), (None, 3))
+]
+GROUPS = [
+    (family, positions, place)
+    for family, positions, place in itertools.product(("encoder", "decoder", "encoder-decoder"), POSITIONS, PLACES)
+    if not (family == "encoder-decoder" and place == "parallel")  # no place for cross-attention
+]
+SOURCE = 6
+
+
+class Case:
+    """One configuration, its model and inputs, and the logits everything else is held against."""
+
+    def __init__(self, differences, number: int, **choices) -> None:
+        self.differences = differences
+        if choices["family"] == "encoder-decoder":
+            choices["n_encoder_layers"] = 1  # deeper encoders are tested as such
+        self.model = build(seed=number, **choices)
+        self.causal = self.model.config.decoder is not None
+        self.both = self.causal and self.model.config.encoder is not None
+        self.ids = some_ids(2, T, seed=number)
+        self.source = {"source": some_ids(2, SOURCE, seed=number + 1)} if self.both else {}
+        with torch.no_grad():
+            self.logits = self.model(self.ids, **self.source).logits
+
+    def equal(self, check: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        difference = self.differences.see(check, a, b)
+        assert difference <= TOLERANCE, f"{check} differs by {difference:.1e} in {self.model.config.to_json()}"
+
+    def backward(self) -> None:
+        """Every parameter learns, on both kernels alike."""
+        generator = torch.Generator().manual_seed(3)
+        weights = torch.randn(2, T, V, generator=generator) / (2 * T * V**0.5)  # as steep as a mean cross-entropy
+        found = {}
+        for kernel in ("eager", "fused"):
+            with ch.attending(self.model, kernel):
+                logits = self.model(self.ids, **self.source).logits
+                found[kernel] = gradients(self.model, (logits * weights).sum())
+                self.equal("fused=eager", logits, self.logits)
+        for name, gradient in found["eager"].items():
+            assert gradient is not None, f"{name} gets no gradient"
+            assert gradient.isfinite().all(), f"the gradient of {name} is not finite"
+            if not name.endswith("k.bias"):  # the softmax does not notice what is added to every key
+                assert gradient.any(), f"the gradient of {name} is zero"
+            self.equal("gradients", gradient, found["fused"][name])
+
+    def cached(self) -> None:
+        """At every split point and in pieces of 1, 3 and 7, with every form of cache."""
+        cache = ch.Cache()
+        self.equal("cached", self.model(self.ids, cache=cache, **self.source).logits, self.logits)
+        for split in reversed(range(1, T)):
+            cache.crop(split)
+            self.equal("cached", self.model(self.ids[:, split:], cache=cache).logits, self.logits[:, split:])
+        for size in (1, 3, 7):
+            self.through("cached", chunks(T, size), ch.Cache(reserve=T))
+        if self.model.config.window is not None:  # else it is the same as a growing cache
+            for size in (1, 3, 7):
+                self.through("windowed", chunks(T, size), ch.WindowCache())
+        self.through("fixed", chunks(T, 3), ch.FixedCache(self.model.config, 2, T + 2))
+
+    def through(self, check: str, sizes: list[int], cache: ch.Cache) -> None:
+        self.equal(check, in_pieces(self.model, self.ids, sizes, cache, **self.source), self.logits)
+
+    def padded(self) -> None:
+        """Padding of random ids, before, after and between, in the source too."""
+        for where in ("left", "right", "gaps"):
+            ids, mask = pad(self.ids, where)
+            given = dict(self.source)
+            if self.both:
+                given["source"], given["source_mask"] = pad(self.source["source"], where, seed=8)
+            logits = self.model(ids, mask=mask, **given).logits
+            self.equal("padded", logits[mask].view_as(self.logits), self.logits)
+
+    def future(self) -> None:
+        """No logit changes, bit for bit, when a later token does."""
+        changed = self.ids.clone()
+        changed[:, 5:] = (changed[:, 5:] + 1) % V
+        logits = self.model(changed, **self.source).logits
+        assert torch.equal(logits[:, :5], self.logits[:, :5])
+        assert not torch.equal(logits[:, 5:], self.logits[:, 5:])
+
+    def saved(self) -> None:
+        """A model read back from its bytes says the same, bit for bit."""
+        again = through_bytes(self.model, ch.Transformer(ch.ModelConfig.from_json(self.model.config.to_json())))
+        assert torch.equal(again(self.ids, **self.source).logits, self.logits)
+
+
+@pytest.mark.ledger("A4", "B2", "B3", "B4", "B5", "B6", "B7", "C2", "C4", "C5", "D1", "D2", "D3", "E1", "E2", "E3", "G2")
+@pytest.mark.parametrize(("family", "positions", "place"), GROUPS, ids=["-".join(group).replace(" ", "_") for group in GROUPS])
+def test_matrix(family, positions, place, differences):
+    for number, inner in enumerate(INNER):
+        case = Case(differences, number, family=family, **POSITIONS[positions], **PLACES[place], **inner)
+        case.backward()
+        with torch.no_grad():
+            case.padded()
+            case.saved()
+            if case.causal:
+                case.cached()
+                case.future()
+
+
+def test_the_matrix_can_fail():
+    """The weights are large enough that a forgotten mask, or a wrong position, is far outside the tolerance."""
+    for family in ("encoder", "decoder"):
+        model = build(family=family, positions="rope")
+        ids, mask = pad(some_ids(), "left")
+        with torch.no_grad():
+            right, wrong = model(ids, mask=mask).logits[mask], model(ids).logits[mask]
+            shifted = model(ids, mask=mask, positions=torch.arange(T + 3)[None] * 2).logits[mask]
+        assert (right - wrong).abs().max() > 0.1
+        assert (right - shifted).abs().max() > 0.1

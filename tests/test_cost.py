@@ -1,0 +1,305 @@
+"""The cost model against real models: built on the meta device, counted by torch, measured byte by byte."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from clearhead import Cache, ConfigError, FixedCache, InputError, ModelConfig, Transformer, WindowCache, attending
+from clearhead.config import StackPlan
+from clearhead.cost import Cost, attention_matrix_bytes, cost
+from clearhead.presets import PRESETS, preset
+
+BATCH, LENGTH, SOURCE = 2, 12, 7
+
+small = ModelConfig(vocab_size=23, d_model=32, n_layers=3, n_heads=4, max_positions=24)
+encoder = small.replace(family="encoder")
+both = small.replace(family="encoder-decoder")
+image = encoder.replace(input="patches", image_size=(8, 12), patch_size=4, n_channels=2, class_token=True, n_classes=5)
+ODD: dict[str, ModelConfig] = {
+    "plain": small,
+    "grouped-query": small.replace(n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False),
+    "multi-query": small.replace(n_kv_heads=1, tie_embeddings=False, rope_fraction=0.5, positions="rope"),
+    "value-width": small.replace(d_value=12, d_head=4),
+    "windows": small.replace(window=(4, None, 8)),
+    "alibi": small.replace(positions="alibi"),
+    "alibi-both-sides": encoder.replace(positions="alibi", window=(4, None, None)),
+    "sinusoidal": small.replace(positions="sinusoidal", embedding_scale=5.6),
+    "relative": small.replace(positions="relative"),
+    "no-positions": small.replace(positions="none"),
+    "post-norm": small.replace(norm_position="post", activation="relu"),
+    "sandwich": small.replace(norm_position="sandwich", norm="rmsnorm"),
+    "output-norm": small.replace(norm_position="output"),
+    "parallel": small.replace(parallel=True),
+    "parallel-two-norms": small.replace(parallel=True, parallel_norms=2, norm="rmsnorm"),
+    "softcap": small.replace(attention_softcap=10.0, logit_softcap=20.0),
+    "qk-norm-head": small.replace(qk_norm="head", positions="rope"),
+    "qk-norm-full": small.replace(qk_norm="full", norm="rmsnorm"),
+    "relu2": small.replace(activation="relu2"),
+    "relu-gated": small.replace(activation="relu", gated=True, feedforward_bias=False),
+    "factorised": small.replace(d_embedding=8),
+    "factorised-encoder": encoder.replace(d_embedding=8, embedding_norm=True, n_types=2),
+    "factorised-untied": small.replace(d_embedding=8, tie_embeddings=False),
+    "experts": small.replace(n_experts=4, n_active_experts=2),
+    "experts-gated": small.replace(n_experts=5, n_active_experts=3, gated=True, router_order="softmax_topk"),
+    "shared-layers": small.replace(layer_groups=2),
+    "shared-experts": small.replace(layer_groups=1, n_experts=3),
+    "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),
+    "pruned-groups": small.replace(n_kv_heads=2, pruned_heads={"blocks.1.attention": (2, 3)}),
+    "two-stacks": both.replace(n_encoder_layers=2, n_layers=1, n_encoder_heads=8, d_head=8, d_encoder_ff=48),
+    "two-stacks-grouped": both.replace(n_kv_heads=2, d_value=4, norm_position="post"),
+    "two-stacks-pruned": both.replace(pruned_heads={"encoder.blocks.1.attention": (0,), "blocks.2.cross": (1, 3)}),
+    "two-stacks-shared": both.replace(layer_groups=2, n_encoder_layers=1),
+    "two-tables": both.replace(share_embeddings=False, source_vocab_size=31),
+    "two-tables-untied": both.replace(share_embeddings=False, tie_embeddings=False),
+    "two-stacks-relative": both.replace(positions="relative", norm="rmsnorm", bias=False, attention_scale=1.0),
+    "captions": both.replace(input="patches", image_size=(8, 8), patch_size=4, d_embedding=16),
+    "speech": both.replace(input="frames", d_input=6, conv_stride=2, conv_kernel=5, positions="sinusoidal"),
+    "mlm-narrow": encoder.replace(tie_embeddings=False, head_bias=False),
+    "lm-transform": small.replace(head_transform=True, activation="relu"),
+    "pooler": encoder.replace(n_classes=3, pooler="tanh"),
+    "mean-pooling": encoder.replace(n_classes=3, pooling="mean"),
+    "embedding": encoder.replace(head="embedding", pooler="relu", pooling="mean"),
+    "tagger": encoder.replace(head="tagger", n_classes=4),
+    "span": encoder.replace(head="span"),
+    "headless": encoder.replace(head="none"),
+    "decoder-classifier": small.replace(n_classes=3),
+    "image": image,
+    "image-mean": image.replace(class_token=False, pooling="mean", positions="sinusoidal"),
+    "vectors": encoder.replace(input="vectors", d_input=6, n_classes=2),
+    "vectors-causal": small.replace(input="vectors", d_input=6, head="tagger", n_classes=2),
+    "frames": encoder.replace(input="frames", d_input=6, n_classes=2),
+    "frames-stride-3": encoder.replace(input="frames", d_input=6, conv_kernel=5, conv_stride=3, head="tagger", n_classes=2),
+}
+ALL = {**PRESETS, **ODD}
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def inputs(config: ModelConfig, plan: StackPlan, length: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    if plan.input == "tokens":
+        return torch.randint(plan.vocab_size, (BATCH, length), device=device)
+    if plan.input == "patches":
+        return torch.randn(BATCH, config.n_channels, *config.image_size, device=device, dtype=dtype)
+    return torch.randn(BATCH, length, config.d_input, device=device, dtype=dtype)
+
+
+def run(model: Transformer, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    config = model.config
+    source = inputs(config, config.encoder, SOURCE, device, dtype) if config.family == "encoder-decoder" else None
+    return model(inputs(config, model.main.plan, LENGTH, device, dtype), source=source).logits
+
+
+def priced(config: ModelConfig, dtype: str = "float32") -> Cost:
+    """The cost of what `run` does."""
+    main, one_image = config.decoder or config.encoder, config.encoder is not None and config.encoder.input == "patches"
+    return cost(
+        config,
+        None if main.input == "patches" else LENGTH,
+        BATCH,
+        dtype,
+        SOURCE if config.family == "encoder-decoder" and not one_image else None,
+    )
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    config = ALL[name]
+    model, steps = meta_model(config), cost(config).steps
+    assert cost(config).parameters.total == sum(p.numel() for p in model.parameters())
+    assert sum(step.parameters for step in steps) == cost(config).parameters.total
+
+    counted: set[int] = set()
+    for step in steps:  # and each step has those of its module
+        fresh = {id(p): p.numel() for p in owned(model, step.name) if id(p) not in counted}
+        assert step.parameters == sum(fresh.values()), step.name
+        counted |= set(fresh)
+
+
+def owned(model: Transformer, name: str) -> list[nn.Parameter]:
+    """The parameters of the part of `model` that a step names; none where the step is arithmetic alone."""
+    part: nn.Module = model.main
+    first, _, rest = name.partition(".")
+    if first == "head" or (first == "encoder" and model.decoder is not None):
+        part, name = getattr(model, first), rest
+    pieces = name.split(".")
+    if pieces[0] == "blocks":
+        part, pieces = part.block(int(pieces[1])), pieces[2:]
+    if "experts" in pieces:
+        return [p for expert in part.feedforward.experts for p in getattr(expert, pieces[-1]).parameters()]
+    for piece in pieces:
+        part = getattr(part, piece, nn.Module())
+    return [part] if isinstance(part, nn.Parameter) else list(part.parameters()) if isinstance(part, nn.Module) else []
+
+
+@pytest.mark.ledger("I1")
+def test_a_token_meets_its_experts_and_no_others() -> None:
+    config = ODD["experts-gated"]
+    figures = cost(config).parameters
+    expert = sum(p.numel() for p in meta_model(config).main.blocks[0].feedforward.experts[0].parameters())
+    assert figures.active == figures.total - config.n_layers * 2 * expert
+    assert cost(small).parameters.active == cost(small).parameters.total
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize("name", ALL)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    config = ALL[name] if ALL[name].n_layers <= 8 else ALL[name].replace(n_layers=8)  # their layers are all alike, and counting is slow
+    device = "cpu" if config.n_experts else "meta"  # which expert a token visits depends on real numbers
+    model = Transformer(config) if config.n_experts else meta_model(config)
+    with attending(model, "eager"):
+        with FlopCounterMode(display=False) as forward:
+            out = run(model, device)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+    figures = priced(config).flops
+    assert figures.forward.total == forward.get_total_flops()
+    assert figures.backward.total == backward.get_total_flops()
+    assert figures.training == figures.forward.total + figures.backward.total
+    assert figures.forward_per_token * figures.tokens == pytest.approx(figures.forward.total)
+
+
+@pytest.mark.ledger("I1")
+def test_flops_by_part_are_those_of_the_modules() -> None:
+    model = meta_model(small)
+    with attending(model, "eager"), FlopCounterMode(display=False) as counter:
+        run(model, "meta")
+    counts = counter.get_flop_counts()
+    figures = priced(small)
+    for part in ("attention", "feedforward"):
+        measured = sum(sum(counts[f"Transformer.decoder.blocks.{layer}.{part}"].values()) for layer in range(small.n_layers))
+        assert getattr(figures.flops.forward, part) == measured
+    assert sum(step.forward for step in figures.within("blocks.1")) == sum(counts["Transformer.decoder.blocks.1"].values())
+    assert figures.flops.forward.head == sum(counts["Transformer.head"].values())
+
+
+def bytes_kept(model: Transformer, dtype: torch.dtype) -> int:
+    """Bytes of all the storages that autograd keeps, the parameters' own left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in parameters:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run(model, "cpu", dtype)
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize("name", [*ODD, *(name for name in PRESETS if name.startswith("micro"))])
+def test_activations_are_the_bytes_that_autograd_keeps(name: str) -> None:
+    config = ALL[name]
+    assert priced(config).memory.activations.total == pytest.approx(bytes_kept(Transformer(config), torch.float32), rel=0.01)
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.filterwarnings("ignore:mkldnn")
+@pytest.mark.parametrize("name", ["plain", "grouped-query", "post-norm", "two-stacks", "softcap", "experts"])
+def test_activations_in_half_precision(name: str) -> None:
+    model = Transformer(ODD[name]).bfloat16()
+    assert priced(ODD[name], "bfloat16").memory.activations.total == pytest.approx(bytes_kept(model, torch.bfloat16), rel=0.05)
+
+
+@pytest.mark.ledger("I1")
+def test_the_loss_keeps_log_probabilities() -> None:
+    logits = torch.randn(BATCH * LENGTH, small.vocab_size, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        nn.functional.cross_entropy(logits, torch.zeros(BATCH * LENGTH, dtype=torch.long))
+    assert priced(small).memory.loss == max(x.untyped_storage().nbytes() for x in kept)
+
+
+def held(cache: Cache, cross: bool = False) -> int:
+    layers = cache.cross if cross else cache.layers
+    return sum(x.untyped_storage().nbytes() for keys in layers.values() for x in (keys.k, keys.v))
+
+
+@pytest.mark.ledger("I1", "M5")
+@pytest.mark.parametrize(
+    "name", ["plain", "grouped-query", "multi-query", "value-width", "pruned", "pruned-groups", "windows", "two-stacks-grouped"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_cache_bytes_are_those_that_the_caches_hold(name: str, dtype: str) -> None:
+    config = ODD[name]
+    model = Transformer(config).to(getattr(torch, dtype)).eval()
+    memory = priced(config, dtype).memory
+    fixed, growing, ring = FixedCache(config, BATCH, LENGTH, getattr(torch, dtype)), Cache(reserve=LENGTH), WindowCache(reserve=LENGTH)
+    assert memory.kv_cache == held(fixed)
+    source = torch.zeros(BATCH, SOURCE, dtype=torch.long) if config.family == "encoder-decoder" else None
+    with torch.no_grad():
+        for cache in (growing, ring):
+            model(torch.zeros(BATCH, LENGTH, dtype=torch.long), source=source, cache=cache)
+    assert memory.kv_cache == held(growing)
+    assert memory.window_cache == held(ring)
+    assert memory.cross_cache == held(growing, cross=True)
+    assert memory.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.ledger("I1", "M4")
+def test_the_attention_matrix_is_the_largest_pattern() -> None:
+    config = both.replace(n_encoder_heads=8, d_head=8)
+    assert cost(config, 8, 3, "float16", source_length=10).memory.attention_matrix == attention_matrix_bytes(
+        10, "float16", heads=8, batch=3
+    )
+    assert cost(config, 20, 3, source_length=10).memory.attention_matrix == attention_matrix_bytes(20, "float32", heads=4, batch=3)
+
+
+@pytest.mark.ledger("I1")
+def test_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a module was built")
+
+    monkeypatch.setattr(nn.Module, "__init__", refuse)
+    assert cost("gpt3").parameters.total > 170e9
+
+
+@pytest.mark.ledger("I1")
+def test_the_figures_are_json_and_survive_it() -> None:
+    figures = cost("micro-encoder-decoder", 5, 2, "float16", source_length=9)
+    plain = json.loads(json.dumps(figures.to_dict()))
+    assert (
+        plain["parameters"]["total"]
+        == figures.parameters.total
+        == sum(v for k, v in plain["parameters"].items() if k not in ("total", "active"))
+    )
+    assert plain["flops"]["training"] == figures.flops.training
+    assert plain["memory"]["activations"]["total"] == figures.memory.activations.total
+    assert (plain["length"], plain["source_length"], plain["batch"], plain["dtype"]) == (5, 9, 2, "float16")
+    assert ModelConfig.from_dict(plain["config"]) == preset("micro-encoder-decoder")
+
+
+@pytest.mark.ledger("I1")
+def test_steps_are_reached_by_name() -> None:
+    figures = cost(small, LENGTH)
+    names = [step.name for step in figures.within("blocks.1.attention")]
+    assert names == [f"blocks.1.attention.{step}" for step in ("q", "k", "v", "scores", "z", "out")]
+    assert replace(figures, steps=()).within("blocks") == ()
+    assert len({step.name for step in figures.steps}) == len(figures.steps)
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: cost("gtp2"), ConfigError, 'did you mean "gpt2"'),
+        (lambda: cost("gpt2", dtype="float23"), ConfigError, "float32"),
+        (lambda: cost("gpt2", length=2048), InputError, "1024"),
+        (lambda: cost("gpt2", length=0), InputError, "1 or more"),
+        (lambda: cost("gpt2", batch=0), InputError, "1 or more"),
+        (lambda: cost("gpt2", source_length=3), InputError, "length alone"),
+        (lambda: cost("micro-vit", length=3), InputError, "leave it out"),
+    ],
+)
+def test_mistakes_are_named(call: object, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
