@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 def runs(documents: torch.Tensor) -> list[slice]:
     """Where each document of one row stands."""
     edges = [0, *(i for i in range(1, len(documents)) if documents[i] != documents[i - 1]), len(documents)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:])]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.ledger("C2")

@@ -67,6 +67,9 @@ class StackPlan:
     n_layers: int
     n_heads: int
     n_kv_heads: int
+    d_head: int
+    d_value: int
+    attention_scale: float
     d_ff: int
     windows: tuple[int | None, ...]  # one per layer
     causal: bool
@@ -87,6 +90,7 @@ class ModelConfig:
     n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
     n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
     d_head: int | None = None  # None: d_model / n_heads
+    d_encoder_head: int | None = None  # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
     d_value: int | None = None  # width of a value head; None: d_head
     d_ff: int | None = None  # None: 4 * d_model
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
@@ -97,6 +101,7 @@ class ModelConfig:
     input: Input = "tokens"  # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
     d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
+    embedding_projection: bool | None = None  # a linear layer after the tables; None: where d_embedding is not d_model
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
     embedding_norm: bool = False
     n_types: int = 0  # segment (token type) embeddings
@@ -121,6 +126,7 @@ class ModelConfig:
     rope_fraction: float = 1.0  # part of each head that is rotated
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None
+    rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
     relative_buckets: int = 32
     relative_max_distance: int = 128
 
@@ -167,6 +173,7 @@ class ModelConfig:
     pooler: Literal["none", "tanh", "relu"] = "none"  # a dense layer after pooling
     normalise: bool = False  # embedding: scale the vector to length one
     head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
+    head_activation: ActivationName | None = None  # of that transform; None: activation
     head_bias: bool | None = None  # None: all but lm
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -197,17 +204,23 @@ class ModelConfig:
             )
         usual_head = "classifier" if self.n_classes else "mlm" if self.family == "encoder" else "lm"
         usual_d_head, usual_d_ff = self.d_model // self.n_heads, 4 * self.d_model
+        # Where the decoder's heads divide d_model among them, the encoder's do too.
+        divided = self.n_encoder_heads is not None and self.d_head in (None, usual_d_head) and self.d_model % self.n_heads == 0
+        if divided and self.d_encoder_head is None and self.d_model % (self.n_encoder_heads or 1):
+            raise ConfigError(f"d_model {self.d_model} is not divisible by n_encoder_heads {self.n_encoder_heads}: set d_encoder_head")
         head, d_head, d_ff = self.head or usual_head, self.d_head or usual_d_head, self.d_ff or usual_d_ff
         return {
             "n_encoder_layers": self.n_layers if both else None,
             "n_kv_heads": self.n_heads,
             "n_encoder_heads": self.n_heads if both else None,
             "d_head": usual_d_head,
+            "d_encoder_head": (self.d_model // (self.n_encoder_heads or 1) if divided else d_head) if both else None,
             "d_value": d_head,
             "d_ff": usual_d_ff,
             "d_encoder_ff": d_ff if both else None,
             "source_vocab_size": self.vocab_size if both else None,
             "d_embedding": self.d_model,
+            "embedding_projection": self.d_embedding not in (None, self.d_model),
             "attention_scale": d_head**-0.5,
             "qkv_bias": self.bias,
             "attention_out_bias": self.bias,
@@ -219,6 +232,7 @@ class ModelConfig:
             "head": usual_head,
             "pooling": "cls" if self.family == "encoder" else "last",
             "head_transform": head == "mlm",
+            "head_activation": self.activation,
             "head_bias": head != "lm",
         }
 
@@ -236,10 +250,17 @@ class ModelConfig:
         if self.family == "decoder":
             return None
         if self.family == "encoder":
-            return self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, self.input, self.vocab_size)
+            return self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, self.input, self.vocab_size, self.d_head)
         kv_heads = self.n_encoder_heads if self.n_kv_heads == self.n_heads else self.n_kv_heads
         return self._plan(
-            "encoder.", self.n_encoder_layers, self.n_encoder_heads, kv_heads, self.d_encoder_ff, self.input, self.source_vocab_size
+            "encoder.",
+            self.n_encoder_layers,
+            self.n_encoder_heads,
+            kv_heads,
+            self.d_encoder_ff,
+            self.input,
+            self.source_vocab_size,
+            self.d_encoder_head,
         )
 
     @property
@@ -249,16 +270,28 @@ class ModelConfig:
             return None
         both = self.family == "encoder-decoder"
         kind: Input = "tokens" if both else self.input
-        plan = self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, kind, self.vocab_size)
+        plan = self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, kind, self.vocab_size, self.d_head)
         return dataclasses.replace(plan, causal=True, cross=both)
 
     def _plan(
-        self, prefix: str, layers: int | None, heads: int | None, kv: int | None, d_ff: int | None, kind: Input, vocab: int | None
+        self,
+        prefix: str,
+        layers: int | None,
+        heads: int | None,
+        kv: int | None,
+        d_ff: int | None,
+        kind: Input,
+        vocab: int | None,
+        d_head: int | None,
     ) -> StackPlan:
         width = self.d_embedding if kind == "tokens" else self.d_model
         assert width is not None and layers is not None and heads is not None and kv is not None and d_ff is not None and vocab is not None
+        assert d_head is not None and self.d_head is not None and self.d_value is not None and self.attention_scale is not None
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * layers
-        return StackPlan(prefix, kind, vocab, width, layers, heads, kv, d_ff, windows, causal=False, cross=False)
+        # What follows from the width of a head follows from this stack's.
+        d_value = d_head if self.d_value == self.d_head else self.d_value
+        scale = d_head**-0.5 if self.attention_scale == self.d_head**-0.5 else self.attention_scale
+        return StackPlan(prefix, kind, vocab, width, layers, heads, kv, d_head, d_value, scale, d_ff, windows, causal=False, cross=False)
 
     @property
     def n_patches(self) -> int:
@@ -277,7 +310,8 @@ class ModelConfig:
     def _check_sizes(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride"):
             _positive(name, getattr(self, name))
-        for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", "d_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding"):
+        widths = ("d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
+        for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", *widths):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
@@ -297,7 +331,7 @@ class ModelConfig:
         if self.layer_groups is not None and not 1 <= self.layer_groups <= self.n_layers:
             raise ConfigError(f"layer_groups {self.layer_groups} must lie between 1 and n_layers {self.n_layers}")
         if self.family != "encoder-decoder":
-            for name in ("n_encoder_layers", "n_encoder_heads", "d_encoder_ff", "source_vocab_size"):
+            for name in ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} belongs to family encoder-decoder, and this is {self.family}: leave it out")
         if self.parallel and self.family == "encoder-decoder":
@@ -315,16 +349,23 @@ class ModelConfig:
         if isinstance(self.window, tuple):
             for layers, name in ((self.n_layers, "n_layers"), (self.n_encoder_layers, "n_encoder_layers")):
                 if layers is not None and len(self.window) != layers:
-                    raise ConfigError(f"window lists {len(self.window)} layers and {name} is {layers}: give one entry per layer, or one number")
+                    raise ConfigError(
+                        f"window lists {len(self.window)} layers and {name} is {layers}: give one entry per layer, or one number"
+                    )
         for window in self.window if isinstance(self.window, tuple) else (self.window,):
             if window is not None:
                 _positive("window", window)
-        if self.positions == "rope":
-            rotated = rotated_width(self.d_head, self.rope_fraction)
+        for d_head in {self.d_head, self.d_encoder_head or self.d_head} if self.positions == "rope" else ():
+            rotated = rotated_width(d_head, self.rope_fraction)
             if not 0 < self.rope_fraction <= 1 or rotated < 2:
-                raise ConfigError(f"rope_fraction {self.rope_fraction} of d_head {self.d_head} rotates no pair: choose above 0, up to 1")
+                raise ConfigError(f"rope_fraction {self.rope_fraction} of d_head {d_head} rotates no pair: choose above 0, up to 1")
             if rotated % 2:
-                raise ConfigError(f"rope rotates pairs, and {rotated} of d_head {self.d_head} is odd: choose an even d_head or another rope_fraction")
+                raise ConfigError(
+                    f"rope rotates pairs, and {rotated} of d_head {d_head} is odd: choose an even d_head or another rope_fraction"
+                )
+        for layer in self.rope_skips:
+            if not 0 <= layer < self.n_layers:
+                raise ConfigError(f"rope_skips names layer {layer}, and there are layers 0 to {self.n_layers - 1}")
         if self.positions == "relative" and not 4 <= self.relative_buckets < 2 * self.relative_max_distance:
             most = 2 * self.relative_max_distance - 1
             raise ConfigError(f"relative_buckets {self.relative_buckets} must lie between 4 and {most}, or relative_max_distance rise")
@@ -357,12 +398,19 @@ class ModelConfig:
             raise ConfigError("pruned_heads differ by layer and layer_groups shares weights between layers: choose one")
 
     def _check_embedding(self) -> None:
+        if self.d_embedding != self.d_model and not self.embedding_projection:
+            raise ConfigError(f"d_embedding {self.d_embedding} must be projected to d_model {self.d_model}: leave embedding_projection out")
         if self.input != "tokens" and self.family != "encoder-decoder" and self.head in ("lm", "mlm"):
             raise ConfigError(f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none")
         texts = self.input == "tokens" or self.family == "encoder-decoder" or self.head in ("lm", "mlm")
         if texts and self.vocab_size < 1:
             raise ConfigError("vocab_size is not set: give the number of tokens of the tokenizer, 1 at least")
-        if self.family == "encoder-decoder" and self.input == "tokens" and self.share_embeddings and self.source_vocab_size != self.vocab_size:
+        if (
+            self.family == "encoder-decoder"
+            and self.input == "tokens"
+            and self.share_embeddings
+            and self.source_vocab_size != self.vocab_size
+        ):
             raise ConfigError(
                 f"share_embeddings needs one vocabulary, and source_vocab_size {self.source_vocab_size} differs from "
                 f"vocab_size {self.vocab_size}: set share_embeddings false"
@@ -371,7 +419,9 @@ class ModelConfig:
             if self.image_size is None:
                 raise ConfigError("input patches needs image_size, as (height, width)")
             if any(side % self.patch_size for side in self.image_size) or min(self.image_size) < self.patch_size:
-                raise ConfigError(f"image_size {self.image_size} is not a whole number of patches of {self.patch_size}: change one of the two")
+                raise ConfigError(
+                    f"image_size {self.image_size} is not a whole number of patches of {self.patch_size}: change one of the two"
+                )
         if self.input in ("vectors", "frames"):
             _positive("d_input", self.d_input)
         if self.conv_kernel % 2 == 0:

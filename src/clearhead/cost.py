@@ -174,7 +174,7 @@ def _cache(config: ModelConfig, plan: StackPlan | None, kind: str, tokens: int, 
         return 0
     heads = [heads_left(config, plan, f"{plan.prefix}blocks.{layer}.{kind}")[1] for layer in range(plan.n_layers)]
     slots = [tokens if window is None or not ring else window + 1 for window in plan.windows]
-    return batch * ((config.d_head or 0) + (config.d_value or 0)) * sum(kept * slot for kept, slot in zip(heads, slots))
+    return batch * (plan.d_head + plan.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
 
 
 def _measure(config: ModelConfig, plan: StackPlan, length: int | None, name: str) -> tuple[int, int]:

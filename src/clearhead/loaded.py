@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.errors import CheckpointError, InputError, MissingExtraError
 from clearhead.hub.checkpoint import Description, describe, exported_config, load_model, save_model
 from clearhead.hub.files import read_json, whole_folder, write_json
-from clearhead.hub.tokenizer import load_tokenizer
+from clearhead.hub.sentences import Sentences, read_sentences, write_sentences
+from clearhead.hub.tokenizer import encode, load_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
+from clearhead.model.heads import pool
 from clearhead.model.transformer import Transformer
 
 SHARD_SIZE = 5_000_000_000
@@ -28,22 +32,83 @@ class Loaded:
     generation: dict[str, Any] = field(default_factory=dict)  # defaults: special token ids, sampling
     description: Description | None = None  # the config.json it came with
     folder: Path | None = None
+    special: dict[str, int] = field(default_factory=dict)  # ids by role: pad, bos, eos, unk, cls, sep, mask, decoder_start, ...
+    settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
+    labels: tuple[str, ...] = ()  # names of the classes, for a head that has them
+    sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
 
     @property
     def config(self) -> ModelConfig:
         """What the model is."""
         return self.model.config
 
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Every id that ends a generated text."""
+        return stop_ids(self.special, self.generation, self.description.theirs if self.description is not None else {})
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that a text given to the model may have."""
+        limits = (self.config.max_positions, self.settings.get("model_max_length"), self.sentences and self.sentences.max_length)
+        return min(limit for limit in limits if type(limit) is int and limit > 0)
+
+    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
+        """Token ids of each text, special tokens included, cut to `max_length`."""
+        if self.tokenizer is None:
+            raise InputError(
+                f"{self.folder or 'this model'} has no tokenizer (looked for tokenizer.json, vocab.txt, vocab.json with merges.txt, "
+                "a SentencePiece .model): give token ids in place of text, or add tokenizer.json"
+            )
+        return encode(self.tokenizer, texts, max_length)
+
+    @torch.inference_mode()
+    def embed(self, texts: list[str], batch_size: int = 32) -> Tensor:
+        """One vector per text, in the order given: N texts -> [N, D].
+
+        The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json), else by
+        their mean. Texts longer than the model takes are cut. Those of like length share a batch, padded on the right.
+        """
+        if self.config.family == "encoder-decoder":
+            raise InputError("embed needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder")
+        how = self.sentences or Sentences(normalise=self.config.head == "embedding" and self.config.normalise)
+        rows = self.encode(list(texts), self.max_length)
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        device = next(self.model.parameters()).device
+        vectors = torch.empty(len(rows), self.config.d_model)
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            ids, mask = _padded([rows[row] for row in chosen], self.special.get("pad", 0))
+            hidden = self.model(ids.to(device), mask.to(device), logits="none").hidden  # B T D
+            pooled = pool(hidden, mask.to(device), how.pooling).float()  # B D
+            vectors[chosen] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
+        return vectors
+
     def save(self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
         target = Path(folder)
         architecture, theirs = exported_config(self.config, self.description)
+        if len(self.labels) == self.config.n_classes > 0:
+            names = {str(index): name for index, name in enumerate(self.labels)}
+            theirs |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+        original = self.description
+        carried = original.carried if original is not None and original.config == self.config else {}
         with whole_folder(target) as work:
-            save_model(work, self.model, architecture, theirs, shard_size, dtype)
+            save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
             if self.tokenizer is not None:
-                self.tokenizer.save(str(work / "tokenizer.json"))
+                save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
             if self.generation:
                 write_json(work / "generation_config.json", self.generation)
+            if self.sentences is not None:
+                write_sentences(work, self.sentences, self.config.d_model)
+
+
+def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, T] of rows of unequal length, padded on the right; a row without tokens gets one padding token."""
+    length = max(1, *map(len, rows))
+    ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])  # B T
+    mask = torch.tensor([[True] * max(1, len(row)) + [False] * (length - max(1, len(row))) for row in rows])  # B T
+    return ids, mask
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cpu", allow_download: bool = False) -> Loaded:
@@ -54,10 +119,29 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cp
             raise CheckpointError(f"{folder} is not a directory: name a model directory, or pass allow_download=True to fetch that name")
         path = _download(str(folder))
     description = describe(path)
-    model = load_model(path, description, dtype)
+    model, description = load_model(path, description, dtype)
     defaults = path / "generation_config.json"
     generation = read_json(defaults) if defaults.exists() else {}
-    return Loaded(model.to(device), load_tokenizer(path), generation, description, path)
+    tokenizer, settings = load_tokenizer(path), read_settings(path)
+    return Loaded(
+        model.to(device),
+        tokenizer,
+        generation,
+        description,
+        path,
+        special=special_ids(tokenizer, settings, generation, description.theirs),
+        settings=settings,
+        labels=_labels(description),
+        sentences=read_sentences(path),
+    )
+
+
+def _labels(description: Description) -> tuple[str, ...]:
+    """The names of the classes in the order of their ids; LABEL_0, LABEL_1, ... where config.json does not name each."""
+    count, names = description.config.n_classes, description.theirs.get("id2label")
+    if isinstance(names, dict) and set(names) == {str(index) for index in range(count)}:
+        return tuple(str(names[str(index)]) for index in range(count))
+    return tuple(f"LABEL_{index}" for index in range(count))
 
 
 def _download(name: str) -> Path:
@@ -66,7 +150,7 @@ def _download(name: str) -> Path:
     except ImportError:
         raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
     try:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+        patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

@@ -91,7 +91,7 @@ class _Walk:
         yield from self.positions(plan, tokens)
         if config.embedding_norm:
             yield self.norm(f"{prefix}embedding.norm", B * tokens, plan.d_embedding)
-        if plan.d_embedding != D:
+        if config.embedding_projection and plan.input == "tokens":
             kept = B * tokens * plan.d_embedding * self.size
             yield self.linear(f"{prefix}embedding.project", "embedding", B * tokens, plan.d_embedding, D, True, kept=kept)
         if config.embedding_dropout:
@@ -139,7 +139,7 @@ class _Walk:
             kept = plan.n_heads * tokens**2 * self.size * any(window is None or window >= tokens for window in plan.windows)
             yield Step(f"{name}.bias", "positions", kept=kept)
         elif config.positions == "rope":
-            rotated = rotated_width(config.d_head or 0, config.rope_fraction)
+            rotated = rotated_width(plan.d_head, config.rope_fraction)
             yield Step(f"{name}.rotary", "positions", kept=2 * tokens * rotated * 4 * len(set(plan.windows)))
 
     def block(self, plan: StackPlan, layer: int, tokens: int, memory: int) -> Iterator[Step]:
@@ -171,9 +171,9 @@ class _Walk:
     def attention(self, name: str, part: Part, plan: StackPlan, T: int, S: int, window: int | None) -> Iterator[Step]:
         config, B, D, size = self.config, self.batch, self.config.d_model, self.size
         H, K = heads_left(config, plan, name)
-        E, Ev = config.d_head or 0, config.d_value or 0
+        E, Ev = plan.d_head, plan.d_value
         own = part == "attention"  # cross-attention has neither positions nor causality
-        fused = config.attention_softcap is None and config.d_value == E and not (own and config.positions == "relative")
+        fused = config.attention_softcap is None and Ev == E and not (own and config.positions == "relative")
         repeated = not fused and config.attention_softcap is None  # PyTorch's unfused path repeats keys and values for each head
         for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
             kept = rows * (H if repeated else heads) * width * size
@@ -229,11 +229,11 @@ class _Walk:
     def head(self, tokens: int) -> Iterator[Step]:
         config, D, B, size, rows = self.config, self.config.d_model, self.batch, self.size, self.batch * tokens
         if config.head in ("lm", "mlm"):
-            width = (config.d_embedding or D) if config.tie_embeddings else D
+            width = config.d_embedding or D
             if config.head_transform or width != D:
                 yield self.linear("head.transform", "head", rows, D, width, True, kept=rows * D * size)
             if config.head_transform:
-                if config.activation != "relu":
+                if config.head_activation != "relu":
                     yield Step("head.activation", "head", kept=rows * width * size)
                 yield self.norm("head.norm", rows, width)
             kept = rows * (width + config.vocab_size * (config.logit_softcap is not None)) * size

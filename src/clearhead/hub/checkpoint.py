@@ -5,16 +5,20 @@ The model is built on the meta device, where it costs no memory, and each parame
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, ConfigError, nearest
-from clearhead.hub.architecture import Architecture
+from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes
 from clearhead.hub.files import Entry, open_weights, read_json, write_json, write_weights
 from clearhead.hub.registry import architecture_of, nearest_to
 from clearhead.hub.rules import Match, Rule, Same, matches
@@ -31,6 +35,7 @@ class Description:
     theirs: dict[str, Any]
     config: ModelConfig
     architecture: Architecture
+    carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file it came with
 
 
 def describe(folder: Path) -> Description:
@@ -42,22 +47,40 @@ def describe(folder: Path) -> Description:
         return Description(theirs, architecture.read(theirs), architecture)
     if not isinstance(section, dict) or not isinstance(section.get("config"), dict):
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
+    check_sizes(section["config"])
     try:
         return Description(theirs, ModelConfig.from_dict(section["config"]), architecture)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
 
-def load_model(folder: Path, description: Description, dtype: torch.dtype | None = None) -> Transformer:
-    """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise."""
+class _Undrawn(TorchFunctionMode):
+    """Leave fresh weights as they are: on the meta device, drawing them does nothing but import a compiler, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def load_model(folder: Path, description: Description, dtype: torch.dtype | None = None) -> tuple[Transformer, Description]:
+    """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise; and what its weights add."""
     entries = open_weights(folder)
     architecture = description.architecture
     if architecture.prefix and not any(name.startswith(architecture.prefix) for name in entries):
         entries = {architecture.prefix + name: entry for name, entry in entries.items()}  # saved from the bare base model
-    with torch.device("meta"):
+    description = _as_stored(_without_pooler(description, entries), entries)
+    layers = description.config.layer_groups or description.config.n_layers
+    if layers > len(entries):  # before they are all made
+        raise CheckpointError(
+            f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: they do not belong together"
+        )
+    with torch.device("meta"), _Undrawn():
         model = Transformer(description.config)
     parameters = dict(model.named_parameters())
     chosen, unused = _choose(model, architecture, entries)
+    carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}
+    unused -= set(carried)
     _check_complete(parameters, chosen, unused, architecture, folder)
     for match in chosen:
         shapes = [tuple(parameters[name].shape) for name in match.ours]
@@ -75,7 +98,39 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
                 raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
             _put(model, name, tensor if dtype is None else tensor.to(dtype))
     model.tie()
-    return model.eval()
+    return model.eval(), dataclasses.replace(description, carried=carried)
+
+
+def _without_pooler(description: Description, entries: dict[str, Entry]) -> Description:
+    """The description as it is, or, where a base model's file holds no pooler, that of the same model without."""
+    config, theirs = description.config, description.theirs
+    expected = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
+    if not expected or any(".pooler." in name for name in entries):
+        return description
+    return dataclasses.replace(description, config=description.architecture.read({**theirs, POOLER_KEY: False}))
+
+
+def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
+    """The description, or where the file holds an output layer unlike the one described, that of the layer it holds.
+
+    Some config.json say "tied" of weights that are not: two tensors that differ are two, whatever it says.
+    """
+    config, architecture = description.config, description.architecture
+    rules = architecture.rules + architecture.heads.get(config.head or "none", ())
+
+    def stored(*ours: str) -> Entry | None:
+        names = [rule.theirs for name in ours for rule in rules if rule.ours == (name,) and rule.counts(config)]
+        return next((entries[name] for name in names if name in entries), None)
+
+    if config.head not in ("lm", "mlm"):
+        return description
+    table = stored("decoder.embedding.front.tokens.weight", "encoder.embedding.front.tokens.weight")
+    out = stored("head.out.weight")
+    if config.tie_embeddings and table is not None and out is not None and not torch.equal(table.read(False), out.read(False)):
+        config = config.replace(tie_embeddings=False)
+    if config.head_bias and "head_bias" in architecture.open and stored("head.out.bias") is None:
+        config = config.replace(head_bias=False)
+    return dataclasses.replace(description, config=config)
 
 
 def _choose(model: Transformer, architecture: Architecture, entries: dict[str, Entry]) -> tuple[list[Match], set[str]]:
@@ -94,8 +149,10 @@ def _choose(model: Transformer, architecture: Architecture, entries: dict[str, E
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
-    """The rules of an architecture; our own format has each parameter under its own name."""
-    return architecture.rules or tuple(Rule(name, (name,), Same()) for name, _ in model.named_parameters())
+    """The rules of an architecture that count for this model; our own format has each parameter under its own name."""
+    head = architecture.heads.get(model.config.head or "none", ())
+    counting = tuple(rule for rule in architecture.rules + head if rule.counts(model.config))
+    return counting or tuple(Rule(name, (name,), Same()) for name, _ in model.named_parameters())
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -109,13 +166,15 @@ def _check_complete(parameters: dict[str, Any], chosen: list[Match], unused: set
     missing = [name for name in parameters if name not in filled]
     if unused:
         name = min(unused)
-        known = [rule.theirs for rule in architecture.rules]
+        known = [rule.theirs for rules in (architecture.rules, *architecture.heads.values()) for rule in rules]
         raise CheckpointError(
             f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}{nearest(name, known)}: "
             f"config.json and the weights do not belong together"
         )
     if missing:
-        raise CheckpointError(f"{folder}: no tensor fills {missing[0]}{_more(missing)}: the file is incomplete, or config.json is another model's")
+        raise CheckpointError(
+            f"{folder}: no tensor fills {missing[0]}{_more(missing)}: the file is incomplete, or config.json is another model's"
+        )
 
 
 def _more(names: Any) -> str:
@@ -149,19 +208,43 @@ def exported_config(config: ModelConfig, original: Description | None = None) ->
     return architecture, theirs
 
 
+def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
+    """What a model is saved as, and, where no architecture is exactly it, which fields stand in the way."""
+    architecture, theirs = exported_config(config, original)
+    if architecture is not OWN:
+        return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
+    closest, differences = nearest_to(config)
+    if closest is None:
+        return SECTION, "no Hugging Face architecture has this family and head, so its config.json carries clearhead's own section"
+    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+    return SECTION, f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+
+
 def save_model(
-    folder: Path, model: Transformer, architecture: Architecture, theirs: dict[str, Any], shard_size: int, dtype: torch.dtype | None = None
+    folder: Path,
+    model: Transformer,
+    architecture: Architecture,
+    theirs: dict[str, Any],
+    shard_size: int,
+    dtype: torch.dtype | None = None,
+    carried: Mapping[str, Entry] | None = None,
 ) -> None:
-    """config.json and the weights, into a folder that exists."""
+    """config.json and the weights, into a folder that exists; `carried` tensors are written as they are."""
+    carried = carried or {}
     made = dict(export_state(model, architecture))
     parameters = dict(model.named_parameters())
     kind = dtype or next(iter(parameters.values())).dtype
     sizes = {name: sum(parameters[ours].numel() for ours in match.ours) * kind.itemsize for name, match in made.items()}
-    base = bool(architecture.prefix) and model.config.head == "none"
+    sizes |= {name: math.prod(entry.shape) * kind.itemsize for name, entry in carried.items()}
+    base = bool(architecture.prefix) and model.config.head in ("none", "embedding")
 
     def make(name: str) -> Tensor:
-        match = made[architecture.prefix + name if base else name]
-        return match.operation.save([parameters[ours].detach().to(kind).cpu() for ours in match.ours], model.config)[0]
+        name = architecture.prefix + name if base else name
+        if name in carried:
+            return carried[name].read(False).to(kind)  # mapped: the file at that path may have been replaced since
+        match = made[name]
+        tensor = match.operation.save([parameters[ours].detach().to(kind).cpu() for ours in match.ours], model.config)[0]
+        return tensor.clone() if match.copy else tensor  # the format has no place for two names of the same bytes
 
     if base:
         sizes = {name.removeprefix(architecture.prefix): size for name, size in sizes.items()}
@@ -176,9 +259,9 @@ def export_state(model: Transformer, architecture: Architecture) -> dict[str, Ma
     written: set[str] = set()
     for match in matches(rules_of(architecture, model), canonical):
         ours = tuple(canonical[name] for name in match.ours)
-        if ours[0] not in written:
+        if ours[0] not in written or match.copy:
             written.update(ours)
-            made[match.theirs] = Match(match.theirs, ours, match.operation)
+            made[match.theirs] = Match(match.theirs, ours, match.operation, match.copy)
     missing = [name for name, _ in model.named_parameters() if name not in written]
     if missing:
         raise CheckpointError(f"no rule of {architecture.model_type} writes {missing[0]}{_more(missing)}")

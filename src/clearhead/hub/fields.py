@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from clearhead.config import ModelConfig, RopeScaling
+from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError
 
 Json = dict[str, Any]
@@ -51,12 +51,17 @@ class Field:
     theirs: str
     ours: str
     default: Any = REQUIRED
-    names: Mapping[str, Any] | None = None  # their word -> our word; the first of several is written
+    names: Mapping[Any, Any] | None = None  # their word -> our word; the first of several is written
+    least: int | None = None  # a smaller number is no model of theirs
+    null: bool = False  # is their null a value of its own, and not the same as an absent key?
+    otherwise: str | None = None  # the key that holds the value where theirs is absent
 
     def read(self, theirs: Json) -> Json:
-        """One field; their null counts as absent where there is a default."""
+        """One field; their null counts as absent where there is a default, unless `null` says otherwise."""
         value = theirs.get(self.theirs)
-        if value is None:
+        if value is None and self.otherwise is not None:
+            value = theirs.get(self.otherwise)
+        if value is None and not (self.null and self.theirs in theirs):
             if isinstance(self.default, _Required):
                 raise CheckpointError(f'config.json lacks "{self.theirs}", which says {self.ours}: it is not a complete checkpoint')
             value = self.default
@@ -64,14 +69,19 @@ class Field:
             if value not in self.names:
                 raise CheckpointError(f'config.json has {self.theirs} "{value}": supported are {", ".join(map(str, self.names))}')
             value = self.names[value]
-        return {self.ours: value}
+        return {self.ours: self._checked(value)}
 
     def write(self, config: ModelConfig) -> Json:
         """One key."""
         value = getattr(config, self.ours)
         if self.names is not None:
             value = next((theirs for theirs, ours in self.names.items() if ours == value), None)
-        return {self.theirs: value}
+        return {self.theirs: self._checked(value)}
+
+    def _checked(self, value: Any) -> Any:
+        if self.least is not None and value < self.least:
+            raise CheckpointError(f"config.json has {self.theirs} {value}: this architecture needs {self.least} at least")
+        return value
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,23 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Written:
+    """Keys we write and do not read: without them, other readers would take a default that does not fit every model."""
+
+    values: Json
+
+    def read(self, theirs: Json) -> Json:
+        """Nothing."""
+        return {}
+
+    def write(self, config: ModelConfig) -> Json:
+        """Always the same."""
+        return dict(self.values)
+
+
+@dataclass(frozen=True)
 class Says:
-    """Keys that must have this value, or be absent: their other values are other computations, which we do not have."""
+    """Keys that must have this value, or be null or absent: their other values are other computations, which we do not have."""
 
     values: Json
     write_them: bool = False
@@ -99,13 +124,28 @@ class Says:
     def read(self, theirs: Json) -> Json:
         """Nothing, or an error."""
         for key, value in self.values.items():
-            if key in theirs and theirs[key] != value:
+            if theirs.get(key) not in (None, value):
                 raise CheckpointError(f"config.json has {key} {theirs[key]!r}: only {value!r} is supported for this architecture")
         return {}
 
     def write(self, config: ModelConfig) -> Json:
         """The value, where it must be spelled out."""
         return dict(self.values) if self.write_them else {}
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Keys that other readers need and nothing of ours depends on: their own defaults fit the published sizes alone."""
+
+    values: Json
+
+    def read(self, theirs: Json) -> Json:
+        """Nothing."""
+        return {}
+
+    def write(self, config: ModelConfig) -> Json:
+        """The keys."""
+        return dict(self.values)
 
 
 @dataclass(frozen=True)
@@ -116,6 +156,7 @@ class Power:
     ours: str
     power: float
     default: Any = REQUIRED
+    whole: bool = False  # can their number be a whole one only?
 
     def read(self, theirs: Json) -> Json:
         """Their number, raised."""
@@ -125,121 +166,71 @@ class Power:
     def write(self, config: ModelConfig) -> Json:
         """Our number, lowered, and whole where it nearly is."""
         value = getattr(config, self.ours) ** (1 / self.power)
-        return {self.theirs: round(value) if abs(value - round(value)) < 1e-6 * abs(value) else value}
+        return {self.theirs: round(value) if self.whole or abs(value - round(value)) < 1e-6 * abs(value) else value}
 
 
 @dataclass(frozen=True)
 class Scaled:
     """A switch of theirs that multiplies by a power of d_model when on: our number is that, or 1."""
 
-    theirs: str
+    theirs: str | None  # None: there is no switch, and it is always on
     ours: str
     power: float
-    default: bool
+    default: bool = True
     width: str = "hidden_size"
+    otherwise: str | None = None  # the switch that decides where theirs is absent
 
     def read(self, theirs: Json) -> Json:
         """1, or the power."""
-        on = theirs.get(self.theirs, self.default)
+        default = theirs.get(self.otherwise, self.default) if self.otherwise is not None else self.default
+        on = theirs.get(self.theirs, default) if self.theirs is not None else True
         return {self.ours: float(theirs[self.width]) ** self.power if on else 1.0}
 
     def write(self, config: ModelConfig) -> Json:
         """On or off."""
-        return {self.theirs: getattr(config, self.ours) != 1.0}
-
-
-SCALING_KEYS = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_positions",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "truncate": "truncate",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "short_factor": "short_factor",
-    "long_factor": "long_factor",
-}
-KEYS_BY_KIND = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
-        *("attention_factor", "mscale", "mscale_all_dim"),
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
-}
+        return {self.theirs: getattr(config, self.ours) != 1.0} if self.theirs is not None else {}
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary base, partial rotation and scaling, in the old keys (rope_theta, rope_scaling) or the new (rope_parameters)."""
+class Cases:
+    """A few of their keys together decide a few of our fields: rows of (theirs, ours). The first that fits counts, either way."""
 
-    base: float = 10_000.0
-    fraction: float = 1.0
-    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base")
-    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
+    defaults: Json  # what it means when a key of theirs is absent or null
+    rows: tuple[tuple[Json, Json], ...]  # a None of ours is derived by the config, and fits whatever that gave
 
     def read(self, theirs: Json) -> Json:
-        """Base, fraction, scaling."""
-        stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-        return {
-            "rope_base": float(_first(stated, theirs, self.theta_keys, self.base)),
-            "rope_fraction": float(_first(stated, theirs, self.fraction_keys, self.fraction)),
-            "rope_scaling": read_scaling(stated, theirs),
-        }
+        """The fields of the row their keys agree with."""
+        stated = {key: default if theirs.get(key) is None else theirs[key] for key, default in self.defaults.items()}
+        for row, ours in self.rows:
+            if all(stated[key] == value for key, value in row.items()):
+                return dict(ours)
+        raise CheckpointError(f"config.json has {', '.join(f'{key} {value!r}' for key, value in stated.items())}: not supported together")
 
     def write(self, config: ModelConfig) -> Json:
-        """Both spellings: old readers know the one, new ones the other."""
-        parameters = write_scaling(config, config.rope_base, config.rope_scaling)
-        if config.rope_fraction != 1 or self.fraction != 1:
-            parameters["partial_rotary_factor"] = config.rope_fraction
-        return {"rope_theta": config.rope_base, "rope_parameters": parameters}
+        """The keys of the row our fields agree with; none, where no row says it."""
+        fits = (row for row, ours in self.rows if all(value in (None, getattr(config, name)) for name, value in ours.items()))
+        return dict(next(fits, {}))
 
 
-def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
-    """The scaling a config states, None for plain rotary positions."""
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    if kind == "su":
-        kind = "longrope"
-    if kind in ("default", None):
-        return None
-    if kind not in KEYS_BY_KIND:
-        raise CheckpointError(f'config.json has rope_type "{kind}": supported are default, {", ".join(KEYS_BY_KIND)}')
-    values: Json = {"kind": kind}
-    for key in KEYS_BY_KIND[kind]:
-        if stated.get(key) is not None:
-            value = stated[key]
-            values[SCALING_KEYS[key]] = tuple(map(float, value)) if isinstance(value, list) else value
-    trained = theirs.get("original_max_position_embeddings")
-    if kind in ("longrope", "yarn", "llama3") and trained is not None:
-        values["original_positions"] = trained
-    return RopeScaling(**values)
+@dataclass(frozen=True)
+class Depths:
+    """Layers of an encoder and a decoder, of equal number unless their second key says otherwise; or of an encoder alone."""
 
+    encoder: str
+    decoder: str
+    alone: str = "EncoderModel"  # how the names of classes end that have no decoder
 
-def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None) -> Json:
-    """One entry of rope_parameters."""
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": base}
-    values: Json = {"rope_type": scaling.kind, "rope_theta": base}
-    for key in KEYS_BY_KIND[scaling.kind]:
-        value = getattr(scaling, SCALING_KEYS[key])
-        if key == "original_max_position_embeddings" and value is None:
-            value = config.max_positions
-        if value is not None:
-            values[key] = list(value) if isinstance(value, tuple) else value
-    return values
+    def read(self, theirs: Json) -> Json:
+        """One depth, or two."""
+        alone = (theirs.get("architectures") or [""])[0].endswith(self.alone)
+        first = Field(self.encoder, "n_layers" if alone else "n_encoder_layers").read(theirs)
+        return first if alone else {**first, **Field(self.decoder, "n_layers", otherwise=self.encoder).read(theirs)}
 
-
-def _first(stated: Json, theirs: Json, keys: tuple[str, ...], default: float) -> Any:
-    for place in (stated, theirs):
-        for key in keys:
-            if place.get(key) is not None:
-                return place[key]
-    return default
+    def write(self, config: ModelConfig) -> Json:
+        """One key, and that there is no decoder; or both."""
+        if config.family == "encoder":
+            return {self.encoder: config.n_layers, "is_encoder_decoder": False}
+        return {self.encoder: config.n_encoder_layers, self.decoder: config.n_layers}
 
 
 @dataclass(frozen=True)
@@ -250,6 +241,7 @@ class Windows:
     default: int | None = None
     switch: str | None = None  # a key that must be true for there to be any window
     full_below: str | None = None  # a key with the number of first layers that are full
+    below: int = 0  # and that number where the key is absent
 
     def read(self, theirs: Json) -> Json:
         """One width for all layers, a tuple with one per layer, or None."""
@@ -261,7 +253,7 @@ class Windows:
         if kinds is not None:
             windows = [width if kind == "sliding_attention" else None for kind in kinds]
         elif self.full_below is not None:
-            windows = [width if layer >= theirs.get(self.full_below, 0) else None for layer in range(layers)]
+            windows = [width if layer >= theirs.get(self.full_below, self.below) else None for layer in range(layers)]
         elif self.pattern is not None:
             every = theirs.get("sliding_window_pattern", self.pattern)
             windows = [width if (layer + 1) % every else None for layer in range(layers)]
@@ -276,11 +268,13 @@ class Windows:
         assert config.decoder is not None
         windows = config.decoder.windows
         widths = {window for window in windows if window is not None}
-        written: Json = {"sliding_window": next(iter(widths), None)}
+        written: Json = {"sliding_window": next(iter(widths), self.default if self.pattern is not None else None)}
         if self.pattern is not None or self.switch is not None:
             written["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
         if self.switch is not None:
             written[self.switch] = bool(widths)
+        if self.full_below is not None:
+            written[self.full_below] = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
         return written
 
 
@@ -304,7 +298,9 @@ class Labels:
 
 
 def count_labels(theirs: Json) -> int:
-    """How many classes config.json states."""
-    if theirs.get("id2label"):
-        return len(theirs["id2label"])
+    """How many classes config.json states. Old files keep two placeholder names beside another num_labels: that counts."""
+    names, stated = theirs.get("id2label"), theirs.get("num_labels")
+    placeholders = bool(names) and all(name == f"LABEL_{index}" for index, name in names.items())
+    if names and not (placeholders and isinstance(stated, int)):
+        return len(names)
     return int(theirs.get("num_labels", 2))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,6 +40,7 @@ DTYPES = {
 MAX_HEADER = 100_000_000  # the format's own limit
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, too deep
+        raise CheckpointError(f"{path} is not readable JSON: {str(error).splitlines()[0][:200]}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
@@ -119,7 +123,7 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
             header = json.loads(file.read(length).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is no safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is no safetensors file: its header is not a table of tensors")
@@ -156,9 +160,9 @@ def _span(path: Path, name: str, entry: Any, room: int) -> tuple[torch.dtype, tu
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{path}: the header's entry for {name} lacks dtype, shape or data_offsets") from None
-    if kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name} has dtype {kind!r}; known are {', '.join(DTYPES)}")
-    whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in [*shape, start, stop])
+    whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
     if not whole:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers")
     if not start <= stop <= room:
@@ -178,7 +182,7 @@ def _read_bytes(path: Path, offset: int, count: int, dtype: torch.dtype) -> Tens
     data = torch.empty(count // dtype.itemsize, dtype=dtype)
     with path.open("rb") as file:
         file.seek(offset)
-        if file.readinto(memoryview(data.view(torch.uint8).numpy())) != count:
+        if file.readinto(data.view(torch.uint8).numpy().data) != count:
             raise CheckpointError(f"{path} became shorter while it was read")
     return data
 
@@ -192,7 +196,7 @@ def open_pickle(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} is refused: it is damaged, or a pickle that holds more than tensors ({first[:160]})") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a table of tensors")
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
     def entry(tensor: Tensor) -> Entry:
         return Entry(tuple(tensor.shape), tensor.dtype, lambda copy: tensor.clone() if copy else tensor)
@@ -205,33 +209,74 @@ def open_pickle(path: Path) -> dict[str, Entry]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill. When the block ends well its files take their place in `target`; otherwise nothing is left of it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """A folder to fill. When the block ends well its files take their place in `target`; otherwise nothing is left of it.
+
+    Other files of `target` stay, save for weights: one directory holds one model.
+    """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file: name a directory to write to")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise CheckpointError(f"cannot write beside {target}: {error.strerror}") from None
     try:
         yield work
-        for path in work.iterdir():
-            _sync(path)
+        new = sorted(path.relative_to(work) for path in work.rglob("*") if path.is_file())
+        for name in new:
+            _sync(work / name)
         if not target.exists():
             work.chmod(0o755)
             os.replace(work, target)
         else:
-            for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):  # config.json last
-                os.replace(path, target / path.name)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from None
+            _replace_all(work, target, new)
+        _sync(target)
+        _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _replace_all(work: Path, target: Path, new: list[Path]) -> None:
+    """Move files into place, config.json last; if one cannot be moved, put back the old ones."""
+    stale = [path.relative_to(target) for pattern in ALL_WEIGHTS for path in target.glob(pattern)]
+    old = work / ".old"
+    done: list[Path] = []
+    try:
+        for name in sorted(new, key=lambda name: name.name == "config.json") + [name for name in stale if name not in new]:
+            done.append(name)
+            if (target / name).exists():
+                _keep(target / name, old / name)
+            (target / name).parent.mkdir(exist_ok=True)
+            if name in new:
+                os.replace(work / name, target / name)
+            else:
+                (target / name).unlink()
+    except OSError:
+        for name in done:
+            if (old / name).exists():
+                os.replace(old / name, target / name)
+            elif name in new and not (work / name).exists():
+                (target / name).unlink(missing_ok=True)
+        raise
+
+
+def _keep(path: Path, copy: Path) -> None:
+    """A second name for a file, or a copy where the file system has no such names: so there is no moment without it."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, copy, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(path, copy, follow_symlinks=False)
+
+
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -51,11 +51,13 @@ GPT2 = Architecture(
                 f"{THEIRS}.ln_1": f"{BLOCK}.attention_residual.before",
                 f"{THEIRS}.ln_2": f"{BLOCK}.feedforward_residual.before",
                 "transformer.ln_f": "decoder.norm",
-                "lm_head": "head.out",
-                "score": "head.out",
-                "classifier": "head.out",
             }
         ),
     ),
+    heads={
+        "lm": same({"lm_head": "head.out"}),
+        "classifier": same({"score": "head.out"}),
+        "tagger": same({"classifier": "head.out"}),
+    },
     ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )

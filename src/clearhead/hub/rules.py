@@ -1,15 +1,18 @@
 """Rules: how the tensors of a checkpoint and the parameters of a model become each other, as reversible data.
 
-A rule names tensors on both sides, `{i}` standing for a layer and `{j}` for an expert, and an operation that goes both
-ways. Where weights are tied, several rules may lead to one parameter: the first is written, any is read.
+A rule names tensors on both sides, `{i}` standing for a layer, `{j}` for an expert and `{J}` for all experts in turn, and
+an operation that goes both ways. Several rules may lead to one parameter, where weights are tied or names have changed:
+the first is written, any is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +74,7 @@ class Split:
     def load(self, theirs: list[Tensor], shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
         """Cut apart."""
         whole = theirs[0].t() if self.transposed and theirs[0].ndim == 2 else theirs[0]
-        return [part.contiguous() for part in whole.split([shape[0] for shape in shapes])]
+        return [part.contiguous() for part in torch.split(whole, [shape[0] for shape in shapes])]
 
     def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
         """Joined."""
@@ -90,7 +93,7 @@ class SplitHeads:
         assert config.n_kv_heads and config.d_head
         rest = theirs[0].shape[1:]
         heads = theirs[0].reshape(config.n_kv_heads, -1, config.d_head, *rest)
-        parts = heads.split([heads.shape[1] - 2, 1, 1], dim=1)
+        parts = torch.split(heads, [heads.shape[1] - 2, 1, 1], dim=1)
         return [part.reshape(-1, *rest).contiguous() for part in parts]
 
     def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
@@ -99,6 +102,21 @@ class SplitHeads:
         rest = ours[0].shape[1:]
         heads = [x.reshape(config.n_kv_heads, -1, config.d_head, *rest) for x in ours]
         return [torch.cat(heads, dim=1).reshape(-1, *rest).contiguous()]
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """Their one tensor [expert, out, in] holds matrices of every expert, those of one expert end to end along the outputs."""
+
+    copies = True
+
+    def load(self, theirs: list[Tensor], shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
+        """Cut apart."""
+        return [part.contiguous() for part in torch.split(theirs[0].flatten(0, 1), [shape[0] for shape in shapes])]
+
+    def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
+        """Joined."""
+        return [torch.cat(ours).reshape(config.n_experts, -1, ours[0].shape[1])]
 
 
 @dataclass(frozen=True)
@@ -124,12 +142,18 @@ class Rule:
     theirs: str
     ours: tuple[str, ...]
     operation: Operation = Same()
+    copy: bool = False  # written even where an earlier rule has written its parameter
+    when: Mapping[str, Any] = field(default_factory=dict)  # fields our config must have for the rule to count
+
+    def counts(self, config: ModelConfig) -> bool:
+        """Does the rule speak of models with this config?"""
+        return all(getattr(config, name) == value for name, value in self.when.items())
 
 
-def same(pairs: dict[str, str], bias: bool = True) -> tuple[Rule, ...]:
+def same(pairs: dict[str, str], bias: bool = True, when: Mapping[str, Any] | None = None) -> tuple[Rule, ...]:
     """Rules for whole modules: {"their.module": "our.module"} gives a rule for the weight and one for the bias."""
     kinds = ("weight", "bias") if bias else ("weight",)
-    return tuple(Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",)) for theirs, ours in pairs.items() for kind in kinds)
+    return tuple(Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",), when=when or {}) for theirs, ours in pairs.items() for kind in kinds)
 
 
 def transposed(pairs: dict[str, str]) -> tuple[Rule, ...]:
@@ -143,6 +167,11 @@ def split(theirs: str, ours: Sequence[str], operation: Operation) -> tuple[Rule,
     return tuple(Rule(f"{theirs}.{kind}", tuple(f"{name}.{kind}" for name in ours), operation) for kind in ("weight", "bias"))
 
 
+def renamed(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
+    """The rules whose tensors once had `old` in their name where it now is `new`, for those older names."""
+    return tuple(dataclasses.replace(rule, theirs=rule.theirs.replace(new, old)) for rule in rules if new in rule.theirs)
+
+
 @dataclass(frozen=True)
 class Match:
     """A rule with its layer and expert filled in."""
@@ -150,6 +179,7 @@ class Match:
     theirs: str
     ours: tuple[str, ...]
     operation: Operation
+    copy: bool = False
 
 
 def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Match]:
@@ -157,14 +187,22 @@ def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Match]:
     known = list(names)
     present = set(known)
     for rule in rules:
-        pattern = _pattern(rule.ours[0])
+        pattern = _pattern(rule.ours[0].replace("{J}", "0"))
         for name in known:
             found = pattern.fullmatch(name)
             if found is None:
                 continue
-            ours = tuple(_fill(template, found.groupdict()) for template in rule.ours)
+            ours = _ours(rule, found.groupdict(), present)
             if all(other in present for other in ours):
-                yield Match(_fill(rule.theirs, found.groupdict()), ours, rule.operation)
+                yield Match(_fill(rule.theirs, found.groupdict()), ours, rule.operation, rule.copy)
+
+
+def _ours(rule: Rule, values: dict[str, str], present: set[str]) -> tuple[str, ...]:
+    """Our names with the layer and the expert filled in: expert after expert, where the rule speaks of all of them."""
+    if "{J}" not in rule.ours[0]:
+        return tuple(_fill(template, values) for template in rule.ours)
+    experts = (tuple(_fill(template, {**values, "J": str(number)}) for template in rule.ours) for number in itertools.count())
+    return tuple(name for names in itertools.takewhile(lambda names: names[0] in present, experts) for name in names)
 
 
 def _pattern(template: str) -> re.Pattern[str]:

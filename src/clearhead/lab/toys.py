@@ -199,7 +199,9 @@ def learn(
     model = Transformer(toy_config(task, family))
     examples, trial = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    )
     history: list[Progress] = []
     for step in range(1, steps + 1):
         model.train()

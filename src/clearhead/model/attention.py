@@ -23,13 +23,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, plan: StackPlan, name: str) -> None:
         super().__init__()
-        assert config.d_head and config.d_value and config.attention_scale is not None
         self.heads = config.kept_heads(name, plan.n_heads)  # which of the config's heads these are, after pruning
         self.pruned = len(self.heads) < plan.n_heads
         self.n_heads = len(self.heads)
         self.n_kv_heads = self.n_heads * plan.n_kv_heads // plan.n_heads
-        self.d_head, self.d_value = config.d_head, config.d_value
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.d_head, self.d_value = plan.d_head, plan.d_value
+        self.scale, self.softcap = plan.attention_scale, config.attention_softcap
         self.dropout = config.attention_dropout or 0.0
         self.layout = config.rope_layout
         self.kernel = "fused"

@@ -189,7 +189,6 @@ class FixedCache(Cache):
         plan = config.decoder
         if plan is None:
             raise InputError("a model without a decoder has nothing to cache: call it without cache")
-        assert config.d_head and config.d_value
         self.capacity = capacity
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)
@@ -197,8 +196,8 @@ class FixedCache(Cache):
         self.tokens = Tokens(count, count.clone(), torch.zeros_like(count, dtype=torch.bool), count.clone(), plain=False)
         for layer in range(plan.n_layers):
             heads = len(config.kept_heads(f"{plan.prefix}blocks.{layer}.attention", plan.n_heads)) * plan.n_kv_heads // plan.n_heads
-            k = torch.zeros(batch, heads, capacity, config.d_head, dtype=dtype, device=device)
-            v = torch.zeros(batch, heads, capacity, config.d_value, dtype=dtype, device=device)
+            k = torch.zeros(batch, heads, capacity, plan.d_head, dtype=dtype, device=device)
+            v = torch.zeros(batch, heads, capacity, plan.d_value, dtype=dtype, device=device)
             self.layers[layer] = FixedKeys(self, k, v)
 
     def begin(self, tokens: Tokens) -> None:

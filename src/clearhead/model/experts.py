@@ -38,7 +38,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         token = order // self.n_active  # which row each pair belongs to
-        runs = zip(self.experts, rows[token].split(counts))
+        runs = zip(self.experts, torch.split(rows[token], counts))
         answers = [expert(run, tap.inside(f"experts.{number}")) for number, (expert, run) in enumerate(runs)]
         answer = torch.cat(answers) * weights.flatten()[order, None]
         return tap("out", torch.zeros_like(rows).index_add(0, token, answer.to(rows.dtype)).view_as(x))

@@ -87,7 +87,7 @@ class Embedding(nn.Module):
         self.front = front if front is not None else FRONTS[plan.input](config, plan)
         self.types = nn.Embedding(config.n_types, width) if config.n_types and plan.input == "tokens" else None
         self.norm = make_norm(config, width) if config.embedding_norm else None
-        self.project = nn.Linear(width, config.d_model) if width != config.d_model else None
+        self.project = nn.Linear(width, config.d_model) if config.embedding_projection and plan.input == "tokens" else None
         self.dropout = config.embedding_dropout or 0.0
 
     def forward(self, inputs: Tensor, types: Tensor | None, positions: Tensor | None, real: Tensor | None) -> Tensor:

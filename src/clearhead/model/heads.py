@@ -28,14 +28,14 @@ class Head(nn.Module):
 
 
 class LanguageHead(Head):
-    """A score for every token of the vocabulary, at every position; tied to the token table where the config says so."""
+    """A score for every token of the vocabulary, at every position, from vectors as wide as the token table, to which it may be tied."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        assert config.d_embedding
-        width = config.d_embedding if config.tie_embeddings else config.d_model
+        assert config.d_embedding and config.head_activation
+        width = config.d_embedding
         self.transform = nn.Linear(config.d_model, width) if config.head_transform or width != config.d_model else None
-        self.activation = ACTIVATIONS[config.activation] if config.head_transform else None
+        self.activation = ACTIVATIONS[config.head_activation] if config.head_transform else None
         self.norm = make_norm(config, width) if config.head_transform else None
         self.out = nn.Linear(width, config.vocab_size, bias=bool(config.head_bias))
         self.scale, self.softcap = config.logit_scale, config.logit_softcap

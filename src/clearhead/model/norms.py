@@ -40,8 +40,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         scale = 1 + wide(self.weight) if self.unit_offset else self.weight
-        normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
-        return (normed * scale).to(x.dtype)
+        y = wide(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * scale).to(x.dtype)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

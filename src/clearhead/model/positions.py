@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, RopeScaling, StackPlan, rotated_width
@@ -81,15 +82,17 @@ def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: b
     """sin(p / 10000^(2i/width)) and its cosine: positions [...] -> [..., width] in float64.
 
     `interleaved` is the paper's order (sin on even, cos on odd columns); `half` puts all sines first. With `ends` the
-    slowest wave is exactly 10,000 long, as in some translation models.
+    slowest wave is exactly 10,000 long, as in some translation models; there, an odd last column is zero.
     """
-    pairs = (width + 1) // 2
+    pairs = width // 2 if ends else (width + 1) // 2
     steps = torch.arange(pairs, dtype=torch.float64, device=positions.device)
     exponent = steps / max(pairs - 1, 1) if ends else steps * 2 / width
     angles = positions[..., None].double() * torch.pow(10_000.0, -exponent)
     if layout == "half":
-        return torch.cat([angles.sin(), angles.cos()[..., : width // 2]], dim=-1)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width]
+        waves = torch.cat([angles.sin(), angles.cos()[..., : width // 2]], dim=-1)
+    else:
+        waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width]
+    return nnf.pad(waves, (0, width - waves.shape[-1]))
 
 
 class RopePositions(PositionScheme):
@@ -100,7 +103,7 @@ class RopePositions(PositionScheme):
         config = self.config
         local = window is not None and config.rope_local_base is not None
         base = config.rope_local_base if local and config.rope_local_base else config.rope_base
-        width = rotated_width(config.d_head or 0, config.rope_fraction)
+        width = rotated_width(self.plan.d_head, config.rope_fraction)
         frequencies, factor = rope_frequencies(width, base, None if local else config.rope_scaling, config.max_positions, positions)
         angles = positions[:, None, :, None].double() * frequencies  # B 1 T R/2
         if config.rope_layout == "half":
@@ -133,9 +136,7 @@ def rope_order(width: int, layout: str) -> Tensor:
     return half_split if layout == "half" else half_split.argsort()
 
 
-def rope_frequencies(
-    width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
-) -> tuple[Tensor, float]:
+def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor) -> tuple[Tensor, float]:
     """Radians per position for each pair, [R/2] in float64, and the factor on cosines and sines."""
     pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
     plain = base**-pair

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -54,6 +54,7 @@ class Stack(nn.Module):
         self.plan = plan
         self.embedding = Embedding(config, plan, front)
         self.positions = POSITIONS[config.positions](config, plan)
+        self.rope_skips = config.rope_skips
         names = [f"{plan.prefix}blocks.{layer}" for layer in range(plan.n_layers)]
         groups = config.layer_groups or plan.n_layers
         self.blocks = nn.ModuleList(Block(config, plan, name) for name in names[:groups])
@@ -88,7 +89,7 @@ class Stack(nn.Module):
         for layer, window in enumerate(self.plan.windows):
             x = self.block(layer)(
                 x,
-                views[window],
+                views[window] if layer not in self.rope_skips else replace(views[window], rotary=None),
                 memory.hidden if memory is not None else None,
                 cross_view,
                 cache.layer(layer, window) if cache is not None else None,

@@ -1,0 +1,178 @@
+"""Sampling: from logits to the next token, as pure functions applied in one fixed order.
+
+    1  repetition, presence and frequency penalties      look back at the row's own tokens
+    2  no-repeat n-gram
+    3  allowed and banned tokens
+    4  temperature                                        0 means greedy
+    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; what is left is renormalised
+
+Every filter sets what it removes to -inf and never removes a row's best token.
+
+Shapes: B rows, V vocabulary, N tokens so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import InputError
+from clearhead.model.norms import wide
+
+REMOVED = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The defaults are greedy and change nothing."""
+
+    temperature: float = 0.0  # 0: the best token; 1: the model's own distribution
+    top_k: int = 0  # keep the k best; 0: all
+    top_p: float = 1.0  # keep the best until they hold this much probability; 1: all
+    min_p: float = 0.0  # keep what has at least this share of the best one's probability; 0: all
+    typical_p: float = 1.0  # keep what is nearest to the expected surprise until this much probability; 1: all
+    repetition_penalty: float = 1.0  # divide (multiply, if negative) the logits of tokens seen, prompt included
+    presence_penalty: float = 0.0  # subtract from the logits of tokens generated at least once
+    frequency_penalty: float = 0.0  # subtract for each time a token was generated
+    no_repeat_ngram: int = 0  # never complete an n-gram that the row holds already; 0: off
+    allowed: tuple[int, ...] | None = None  # nothing but these tokens
+    banned: tuple[int, ...] = ()  # never these tokens
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("top_p", 0.0, 1.0), ("typical_p", 0.0, 1.0)):
+            if not low < getattr(self, name) <= high:
+                raise InputError(f"{name} {getattr(self, name)} is outside (0, 1]: 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p {self.min_p} is outside [0, 1]: 0 keeps every token")
+        if not self.temperature >= 0:
+            raise InputError(f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution")
+        if self.top_k < 0 or self.no_repeat_ngram < 0:
+            raise InputError(f"top_k {self.top_k} and no_repeat_ngram {self.no_repeat_ngram} must be 0 (off) or more")
+        if self.repetition_penalty <= 0:
+            raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
+        if self.allowed is not None and not set(self.allowed) - set(self.banned):
+            raise InputError("allowed minus banned leaves no token to choose from")
+
+    @property
+    def looks_back(self) -> bool:
+        """Does any rule depend on the tokens so far?"""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram)
+
+
+def adjust(logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()) -> Tensor:
+    """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, prompt first; `prompt_lengths` says how many are prompt."""
+    logits = wide(logits)
+    if options.looks_back:
+        logits = logits.clone()
+        for row, tokens in enumerate(seen):
+            new = tokens[prompt_lengths[row] :]
+            _penalise(logits[row], tokens, new, options)
+            if options.no_repeat_ngram:
+                logits[row, repeated(tokens, options.no_repeat_ngram)] = REMOVED
+    if options.allowed is not None:
+        logits = only(logits, options.allowed)
+    if options.banned:
+        logits = logits.index_fill(-1, torch.tensor(options.banned, device=logits.device), REMOVED)
+    return logits
+
+
+def _penalise(logits: Tensor, tokens: Sequence[int], new: Sequence[int], options: Sampling) -> None:
+    """Penalties on one row's logits [V], in place."""
+    if options.repetition_penalty != 1 and tokens:
+        index = torch.tensor(sorted(set(tokens)), device=logits.device)
+        values = logits[index]
+        logits[index] = torch.where(values > 0, values / options.repetition_penalty, values * options.repetition_penalty)
+    if new and (options.presence_penalty or options.frequency_penalty):
+        index, counts = torch.tensor(list(new), device=logits.device).unique(return_counts=True)
+        logits[index] -= options.presence_penalty + options.frequency_penalty * counts
+
+
+def repeated(tokens: Sequence[int], n: int) -> list[int]:
+    """The tokens that would complete an n-gram which stands in `tokens` already."""
+    if len(tokens) < n:
+        return []
+    tail = tuple(tokens[len(tokens) - n + 1 :])
+    return [tokens[i + n - 1] for i in range(len(tokens) - n + 1) if tuple(tokens[i : i + n - 1]) == tail]
+
+
+def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """All but these tokens removed: [B, V] -> [B, V]."""
+    index = torch.tensor(list(tokens), device=logits.device)
+    return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """The k best tokens; those equal to the k-th stay too: [B, V] -> [B, V]."""
+    if k < 1 or k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """The fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True)
+    probability = ordered.double().softmax(-1)
+    before = probability.cumsum(-1) - probability  # what the better tokens hold
+    return _keep(logits, index, before < p)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
+    if p <= 0:
+        return logits
+    log_p = torch.log(torch.tensor(p, dtype=torch.float64))
+    return logits.masked_fill(logits.double() < logits.amax(-1, keepdim=True).double() + log_p, REMOVED)
+
+
+def typical(logits: Tensor, p: float) -> Tensor:
+    """Tokens whose surprise is nearest to the expected one, until they hold probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    log_probability = logits.double().log_softmax(-1)
+    probability = log_probability.exp()
+    expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
+    index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
+    ordered = probability.gather(-1, index)
+    return _keep(logits, index, ordered.cumsum(-1) - ordered < p)
+
+
+def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
+    """`kept` [B, V] says, in the order of `index`, what stays; the first always does."""
+    first = torch.arange(kept.shape[-1], device=kept.device) == 0
+    return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, index, kept | first), REMOVED)
+
+
+def distribution(logits: Tensor, options: Sampling) -> Tensor:
+    """Steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64; greedy gives a single 1."""
+    if options.temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits.double() / options.temperature
+    logits = typical(min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p)
+    return logits.softmax(-1)
+
+
+def draw(probability: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the running sum passes a uniform number: [B, V], [B] -> [B].
+
+    One number decides, so a row's choice does not depend on what else is in the batch.
+    """
+    running = probability.cumsum(-1)
+    goal = uniform.to(running).unsqueeze(-1) * running[..., -1:]
+    last = (running >= running[..., -1:]).int().argmax(-1)  # the last token that has any probability
+    return torch.searchsorted(running, goal, right=True).squeeze(-1).minimum(last)
+
+
+class Dice:
+    """A stream of uniform numbers per row, each from its own seed."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def roll(self, rows: Sequence[int]) -> Tensor:
+        """The next number of each of these rows: [len(rows)] in float64."""
+        return torch.tensor([torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows], dtype=torch.float64)

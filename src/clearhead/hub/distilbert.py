@@ -1,0 +1,61 @@
+"""DistilBERT: BERT's encoder without segments and without a pooler, under names of its own."""
+
+from __future__ import annotations
+
+from clearhead.hub.architecture import Architecture
+from clearhead.hub.bert import BLOCK, KIND, SPAN, TAGGER
+from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels
+from clearhead.hub.rules import Rule, same
+
+THEIRS = "distilbert.transformer.layer.{i}"
+
+DISTILBERT = Architecture(
+    model_type="distilbert",
+    classes={
+        "DistilBertForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
+        "DistilBertForSequenceClassification": {"head": "classifier", "pooling": "cls", "pooler": "relu", "head_bias": True},
+        "DistilBertForTokenClassification": {"head": "tagger", "head_bias": True},
+        "DistilBertForQuestionAnswering": {"head": "span", "head_bias": True},
+        "DistilBertModel": {"head": "none"},
+    },
+    prefix="distilbert.",
+    config=(
+        Fixed({**KIND, "norm_eps": 1e-12}),  # sinusoidal_pos_embds says how the table began; it is stored like any other
+        Field("vocab_size", "vocab_size", 30522),
+        Field("max_position_embeddings", "max_positions", 512),
+        Field("dim", "d_model", 768),
+        Field("n_layers", "n_layers", 6),
+        Field("n_heads", "n_heads", 12),
+        Field("hidden_dim", "d_ff", 3072),
+        Field("activation", "activation", "gelu", ACTIVATIONS),
+        Field("dropout", "dropout", 0.1),
+        Field("attention_dropout", "attention_dropout", 0.1),
+        Field("initializer_range", "init_std", 0.02),
+        Field("tie_word_embeddings", "tie_embeddings", True),
+        Labels(),
+    ),
+    rules=(
+        Rule("distilbert.embeddings.word_embeddings.weight", ("encoder.embedding.front.tokens.weight",)),
+        Rule("distilbert.embeddings.position_embeddings.weight", ("encoder.positions.table.weight",)),
+        *same(
+            {
+                "distilbert.embeddings.LayerNorm": "encoder.embedding.norm",
+                f"{THEIRS}.attention.q_lin": f"{BLOCK}.attention.q",
+                f"{THEIRS}.attention.k_lin": f"{BLOCK}.attention.k",
+                f"{THEIRS}.attention.v_lin": f"{BLOCK}.attention.v",
+                f"{THEIRS}.attention.out_lin": f"{BLOCK}.attention.out",
+                f"{THEIRS}.sa_layer_norm": f"{BLOCK}.attention_residual.after",
+                f"{THEIRS}.ffn.lin1": f"{BLOCK}.feedforward.up",
+                f"{THEIRS}.ffn.lin2": f"{BLOCK}.feedforward.down",
+                f"{THEIRS}.output_layer_norm": f"{BLOCK}.feedforward_residual.after",
+            }
+        ),
+    ),
+    heads={
+        "mlm": same({"vocab_transform": "head.transform", "vocab_layer_norm": "head.norm", "vocab_projector": "head.out"}),
+        "classifier": same({"pre_classifier": "head.pooler", "classifier": "head.out"}),
+        "tagger": TAGGER,
+        "span": SPAN,
+    },
+    ignored=("distilbert.embeddings.position_ids",),
+)

@@ -1,0 +1,55 @@
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotation of a part of each head, q, k and v as one, head by head."""
+
+from __future__ import annotations
+
+from clearhead.hub.architecture import Architecture
+from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed
+from clearhead.hub.llama import classes, sizes
+from clearhead.hub.rope import Rope
+from clearhead.hub.rules import Rule, SplitHeads, same, split
+
+BLOCK, THEIRS = "decoder.blocks.{i}", "gpt_neox.layers.{i}"
+
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    classes=classes("GPTNeoX"),
+    prefix="gpt_neox.",
+    config=(
+        Fixed({"family": "decoder", "positions": "rope", "norm": "layernorm", "norm_position": "pre"}),
+        *sizes(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64),
+        Field("intermediate_size", "d_ff", 24576),
+        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        Field("layer_norm_eps", "norm_eps", 1e-5),
+        Field("hidden_dropout", "dropout", 0.0),
+        Field("attention_bias", "qkv_bias", True),
+        Field("attention_bias", "attention_out_bias", True),
+        Rope(fraction=0.25, theta_keys=("rotary_emb_base", "rope_theta"), fraction_keys=("rotary_pct", "partial_rotary_factor")),
+        Cases(
+            {"use_parallel_residual": True},
+            (
+                ({"use_parallel_residual": True}, {"parallel": True, "parallel_norms": 2}),
+                ({"use_parallel_residual": False}, {"parallel": False}),
+            ),
+        ),
+    ),
+    rules=(
+        Rule("gpt_neox.embed_in.weight", ("decoder.embedding.front.tokens.weight",)),
+        *split(f"{THEIRS}.attention.query_key_value", [f"{BLOCK}.attention.{x}" for x in "qkv"], SplitHeads()),
+        *same(
+            {
+                f"{THEIRS}.attention.dense": f"{BLOCK}.attention.out",
+                f"{THEIRS}.mlp.dense_h_to_4h": f"{BLOCK}.feedforward.up",
+                f"{THEIRS}.mlp.dense_4h_to_h": f"{BLOCK}.feedforward.down",
+                f"{THEIRS}.input_layernorm": f"{BLOCK}.attention_residual.before",
+                f"{THEIRS}.post_attention_layernorm": f"{BLOCK}.feedforward_residual.before",
+                "gpt_neox.final_layer_norm": "decoder.norm",
+            }
+        ),
+    ),
+    heads={
+        "lm": same({"embed_out": "head.out", "lm_head": "head.out"}),
+        "classifier": same({"score": "head.out"}),
+        "tagger": same({"classifier": "head.out"}),
+    },
+    ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+)

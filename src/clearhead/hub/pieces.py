@@ -1,0 +1,245 @@
+"""SentencePiece `.model` files as `tokenizers.Tokenizer`s.
+
+The file is a protocol buffer of which we need a handful of fields, so it is read here, without the sentencepiece and
+protobuf packages. What a family of models adds (order of the special tokens, spaces, the frame around a text) follows.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram
+
+from clearhead.errors import CheckpointError
+
+SPACE = "▁"
+UNIGRAM, CONTROL, USER_DEFINED = 1, 3, 4  # of the file's enumerations
+Settings = dict[str, Any]
+Scores = list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class PieceModel:
+    """What a SentencePiece file says."""
+
+    pieces: list[tuple[str, float, int]]  # text, score, type
+    unigram: bool = True
+    byte_fallback: bool = False
+    unk_id: int = 0
+    charsmap: bytes = b""  # its normalisation, compiled
+    dummy_prefix: bool = True  # a space before the first word
+    collapse: bool = True  # runs of spaces become one
+
+    @property
+    def scores(self) -> Scores:
+        """Each piece with its score, in the order of the ids."""
+        return [(text, score) for text, score, _ in self.pieces]
+
+
+def read_pieces(path: Path) -> PieceModel:
+    """Read a SentencePiece file."""
+    try:
+        return _model(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (IndexError, ValueError, TypeError, KeyError, AttributeError, struct.error):
+        raise CheckpointError(f"{path} is no SentencePiece model, or is cut short") from None
+
+
+def _model(data: bytes) -> PieceModel:
+    top = list(_fields(data))
+    pieces = []
+    for number, value in top:
+        if number == 1:
+            entry = dict(_fields(value))
+            pieces.append((entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, b"\0\0\0\0"))[0], entry.get(3, 1)))
+    if not pieces:
+        raise ValueError
+    trainer = dict(_fields(next((value for number, value in top if number == 2), b"")))
+    normalizer = dict(_fields(next((value for number, value in top if number == 3), b"")))
+    kind = trainer.get(3, UNIGRAM)
+    if kind not in (UNIGRAM, 2):
+        raise ValueError
+    return PieceModel(
+        pieces=pieces,
+        unigram=kind == UNIGRAM,
+        byte_fallback=bool(trainer.get(35, 0)),
+        unk_id=trainer.get(40, 0),
+        charsmap=normalizer.get(2, b""),
+        dummy_prefix=bool(normalizer.get(3, 1)),
+        collapse=bool(normalizer.get(4, 1)),
+    )
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of one protocol buffer message: number and value, an int or bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _number(data, at)
+        value: Any
+        if tag & 7 == 0:
+            value, at = _number(data, at)
+        else:
+            size, at = _number(data, at) if tag & 7 == 2 else ({5: 4, 1: 8}[tag & 7], at)
+            value, at = data[at : at + size], at + size
+            if len(value) != size:
+                raise ValueError
+        yield tag >> 3, value
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+
+
+# Families -------------------------------------------------------------------------------------------------------------
+
+
+def t5(model: PieceModel, settings: Settings) -> Tokenizer:
+    """T5 and mT5: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
+    sentinels = [f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100)))]
+    known = {text for text, _, _ in model.pieces}
+    sentinels = [token for token in sentinels if token not in known]
+    tokenizer = _words(model, model.scores + [(token, 0.0) for token in sentinels], model.unk_id)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sentinels])
+    return tokenizer
+
+
+def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
+    """XLM-RoBERTa: the first four ids are fairseq's, the pieces follow, the mask is last."""
+    first = ["<s>", "<pad>", "</s>", "<unk>"]
+    return _words(model, [(token, 0.0) for token in first] + model.scores[3:] + [("<mask>", 0.0)], unk_id=3)
+
+
+def albert(model: PieceModel, settings: Settings) -> Tokenizer:
+    """ALBERT: quotes made plain, accents and case removed unless the settings keep them."""
+    before: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    if not settings.get("keep_accents", False):
+        before += [normalizers.NFKD(), normalizers.StripAccents()]
+    if settings.get("do_lower_case", True):
+        before += [normalizers.Lowercase()]
+    return _words(model, model.scores, model.unk_id, before)
+
+
+def llama(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Llama 1 and 2, Mistral: unknown characters become bytes, and spaces are kept as they are."""
+    tokenizer = _bpe(model, model.scores, fallback=True)
+    prefix = settings.get("add_prefix_space")
+    prefix = model.dummy_prefix if prefix is None else prefix
+    scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(_spell(strip=bool(prefix)))
+    return tokenizer
+
+
+def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Gemma: as Llama, without a space before the first word."""
+    tokenizer = _bpe(model, model.scores, fallback=True, unk="<unk>")
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence(_spell(strip=False))
+    return tokenizer
+
+
+def plain(model: PieceModel, settings: Settings) -> Tokenizer:
+    """What the file alone says."""
+    if model.unigram and not model.byte_fallback:
+        return _words(model, model.scores, model.unk_id)
+    tokenizer = (
+        Tokenizer(Unigram(model.scores, model.unk_id, byte_fallback=True))
+        if model.unigram
+        else _bpe(model, model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
+    )
+    steps = [*_charsmap(model), normalizers.Replace(SPACE, " ")]
+    if model.collapse:
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    if model.dummy_prefix:
+        steps += [normalizers.Prepend(" ")]
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(_spell(strip=model.dummy_prefix))
+    return tokenizer
+
+
+FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
+    "T5": t5,
+    "XLMRoberta": xlm_roberta,
+    "Albert": albert,
+    "Llama": llama,
+    "CodeLlama": llama,
+    "Gemma": gemma,
+    "": plain,
+}
+
+
+def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
+    """The tokenizer of a `.model` file, as this family uses it."""
+    model = read_pieces(path)
+    tokenizer = FAMILIES[family](model, settings)
+    known = tokenizer.get_vocab()
+    for text, _, kind in model.pieces:
+        if kind in (CONTROL, USER_DEFINED) and text in known:
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind == CONTROL)])
+    return tokenizer
+
+
+def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: str) -> Tokenizer:
+    """Marian: `source.spm` cuts the text, and `vocab.json`, which also has the target's pieces, numbers what comes out.
+
+    Pieces of the target alone score so low that they are taken for a character which the source does not know, and for
+    nothing else; several such characters in a row are one unknown. Pieces of the source that `vocab.json` lacks are left out.
+    """
+    model = read_pieces(source)
+    scores = dict(model.scores)
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))) or unk not in vocabulary:
+        raise CheckpointError(f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}")
+    never = 100.0 * min(scores.values()) - 1000.0
+    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
+    tokenizer = _words(model, [(text, scores.get(text, never * (len(text) - 0.5))) for text in ordered], vocabulary[unk])
+    strange = "[^" + "".join(re.escape(text) for text in sorted(scores) if len(text) == 1) + "\\s]"
+    unknown = normalizers.Replace(Regex(f"(?<={strange}){strange}|{strange}(?={strange})"), "\ufffe")
+    tokenizer.normalizer = normalizers.Sequence([tokenizer.normalizer, unknown] if model.charsmap else [unknown])
+    return tokenizer
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
+    """A Unigram model that reads word by word, each with a space before it."""
+    tokenizer = Tokenizer(Unigram(scores, unk_id, byte_fallback=False))
+    steps = [*(before or []), *_charsmap(model)]
+    tokenizer.normalizer = normalizers.Sequence(steps) if steps else None
+    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    tokenizer.decoder = decoders.Metaspace(SPACE, "always", split=True)
+    return tokenizer
+
+
+def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = None) -> Tokenizer:
+    """A BPE model; the file has no merges, but the pieces stand in the order in which they were merged."""
+    ids = {text: index for index, (text, _) in enumerate(scores)}
+    merges = []
+    for text, rank in ids.items():
+        halves = [(text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids]
+        merges += [(rank, len(a), len(b), a, b) for a, b in halves]
+    merges.sort(key=lambda merge: merge[:3])
+    return Tokenizer(BPE(ids, [(a, b) for *_, a, b in merges], unk_token=unk, fuse_unk=True, byte_fallback=fallback))
+
+
+def _charsmap(model: PieceModel) -> list[Any]:
+    return [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+
+
+def _spell(strip: bool) -> list[Any]:
+    """Pieces back to text: spaces, bytes, one string, and the space before the first word gone."""
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return steps + [decoders.Strip(" ", 1, 0)] if strip else steps

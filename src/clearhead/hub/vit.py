@@ -1,0 +1,61 @@
+"""ViT: a pre-norm encoder of image patches with a class token. Its patch projection is stored as a convolution."""
+
+from __future__ import annotations
+
+from clearhead.hub.architecture import Architecture
+from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels, Says
+from clearhead.hub.rules import Reshape, Rule, same
+from clearhead.hub.tables import Patches
+
+BLOCK, THEIRS = "encoder.blocks.{i}", "vit.encoder.layer.{i}"
+KERNEL = Reshape(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))
+ROWS = Reshape(lambda config: (1, -1, config.d_model))
+
+VIT = Architecture(
+    model_type="vit",
+    classes={
+        "ViTForImageClassification": {"head": "classifier", "pooling": "cls", "pooler": "none", "head_bias": True},
+        "ViTModel": {"head": "embedding", "pooling": "cls", "pooler": "tanh"},
+    },
+    prefix="vit.",
+    config=(
+        Fixed(
+            {"family": "encoder", "input": "patches", "positions": "learned", "norm": "layernorm", "norm_position": "pre", "init": "bert"}
+        ),
+        Says({"pooler_act": "tanh"}),
+        Patches(image=224, patch=16),
+        Field("num_channels", "n_channels", 3),
+        Field("hidden_size", "d_model", 768),
+        Field("num_hidden_layers", "n_layers", 12),
+        Field("num_attention_heads", "n_heads", 12),
+        Field("intermediate_size", "d_ff", 3072),
+        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        Field("qkv_bias", "qkv_bias", True),
+        Field("layer_norm_eps", "norm_eps", 1e-12),
+        Field("hidden_dropout_prob", "dropout", 0.0),
+        Field("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        Field("initializer_range", "init_std", 0.02),
+        Labels(),
+    ),
+    rules=(
+        Rule("vit.embeddings.cls_token", ("encoder.embedding.front.class_token",), ROWS),
+        Rule("vit.embeddings.position_embeddings", ("encoder.positions.table.weight",), ROWS),
+        Rule("vit.embeddings.patch_embeddings.projection.weight", ("encoder.embedding.front.project.weight",), KERNEL),
+        Rule("vit.embeddings.patch_embeddings.projection.bias", ("encoder.embedding.front.project.bias",)),
+        *same(
+            {
+                f"{THEIRS}.layernorm_before": f"{BLOCK}.attention_residual.before",
+                f"{THEIRS}.attention.attention.query": f"{BLOCK}.attention.q",
+                f"{THEIRS}.attention.attention.key": f"{BLOCK}.attention.k",
+                f"{THEIRS}.attention.attention.value": f"{BLOCK}.attention.v",
+                f"{THEIRS}.attention.output.dense": f"{BLOCK}.attention.out",
+                f"{THEIRS}.layernorm_after": f"{BLOCK}.feedforward_residual.before",
+                f"{THEIRS}.intermediate.dense": f"{BLOCK}.feedforward.up",
+                f"{THEIRS}.output.dense": f"{BLOCK}.feedforward.down",
+                "vit.layernorm": "encoder.norm",
+            }
+        ),
+    ),
+    heads={"classifier": same({"classifier": "head.out"}), "embedding": same({"vit.pooler.dense": "head.pooler"})},
+    carried=("vit.pooler.*",),
+)

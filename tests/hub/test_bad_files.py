@@ -1,0 +1,547 @@
+"""Damaged, hostile and mistaken directories: each is one line, costs no memory, and runs nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import clearhead as ch
+from clearhead.hub import files
+from clearhead.hub.checkpoint import describe
+
+transformers.logging.set_verbosity_error()
+pytestmark = pytest.mark.ledger("L2", "L3")
+
+GPT2 = ch.ModelConfig(vocab_size=17, d_model=8, n_layers=2, n_heads=2, max_positions=16, activation="gelu_tanh")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 17,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    ch.Loaded(ch.Transformer(GPT2).eval()).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(folder: Path, *words: str) -> str:
+    """Loading must fail with one line that has these words; returns it."""
+    with pytest.raises(ch.CheckpointError) as caught:
+        ch.load(folder)
+    line = str(caught.value)
+    assert "\n" not in line, line
+    assert len(line) < 600, line
+    for word in words:
+        assert word in line, f"{word!r} is not in: {line}"
+    return line
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def rebuilt(path: Path, header: Any, body: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 20, -1, -100])
+def test_a_truncated_file(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(folder, "model.safetensors")
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 2**20, 2**40, 2**63, 2**64 - 1])
+def test_a_wrong_header_length_takes_no_memory(folder: Path, claimed: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", claimed) + path.read_bytes()[8:])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(folder, "model.safetensors")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kilobytes
+
+
+def entry_with(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    def apply(header: dict[str, Any]) -> None:
+        change(header["transformer.wpe.weight"])
+
+    return apply
+
+
+def move(by: int) -> Callable[[dict[str, Any]], None]:
+    def apply(entry: dict[str, Any]) -> None:
+        entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+
+    return entry_with(apply)
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "overlapping": (move(-64), "overlaps"),
+    "hole": (move(64), "transformer"),
+    "out of range": (move(10**9), "cut short or damaged"),
+    "negative": (move(-(10**9)), "whole numbers"),
+    "unknown dtype": (entry_with(lambda entry: entry.update(dtype="F4")), "F4"),
+    "dtype of another size": (entry_with(lambda entry: entry.update(dtype="F16")), "does not fill"),
+    "dtype no text": (entry_with(lambda entry: entry.update(dtype=["F32"])), "known are"),
+    "absurd shape": (entry_with(lambda entry: entry.update(shape=[2**40, 2**40])), "does not fill"),
+    "negative shape": (entry_with(lambda entry: entry.update(shape=[-16, -8])), "whole numbers"),
+    "shape no list": (entry_with(lambda entry: entry.update(shape="16x8")), "whole numbers"),
+    "no offsets": (entry_with(lambda entry: entry.pop("data_offsets")), "lacks"),
+    "entry no table": (lambda header: header.update({"transformer.wpe.weight": 7}), "lacks"),
+    "unexpected key": (lambda header: header.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "extra"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_damaged_header(folder: Path, name: str) -> None:
+    change, word = HEADERS[name]
+    header, body = parts(folder / "model.safetensors")
+    change(header)
+    rebuilt(folder / "model.safetensors", header, body)
+    refused(folder, word)
+
+
+def test_a_file_with_bytes_nobody_owns(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0" * 64)
+    refused(folder, "64 bytes after its last tensor")
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"7", b"\xff\xff", b"[" * 100_000, b'{"a":' * 5_000])
+def test_a_header_that_is_no_table(folder: Path, text: bytes) -> None:
+    rebuilt(folder / "model.safetensors", text, b"")
+    refused(folder, "safetensors")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_integer_weights(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(16, 8, dtype=torch.int32)}))
+    refused(folder, "transformer.wpe.weight", "int32", "floating point")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("transformer.wpe.weight", (16, 9)), ("transformer.h.0.attn.c_attn.weight", (8, 25))])
+def test_a_shape_mismatch_names_the_tensor_and_both_shapes(folder: Path, name: str, shape: tuple[int, int]) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(*shape)}))
+    refused(folder, name, str(shape), "needs (")
+
+
+def test_a_missing_and_an_unexpected_tensor(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("transformer.h.1.ln_1.weight"))
+    refused(folder, "blocks.1.attention_residual.before.weight", "incomplete")
+    change_tensors(folder, lambda tensors: tensors.update({"transformer.h.1.ln_9.weight": torch.zeros(8)}))
+    refused(folder, "transformer.h.1.ln_9.weight")
+
+
+# Shards and directories -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    ch.Loaded(ch.Transformer(GPT2).eval()).save(tmp_path / "shards", shard_size=1500)
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
+    return tmp_path / "shards"
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model.safetensors.index.json").read_text())
+
+
+def test_a_missing_shard(shards: Path) -> None:
+    name = sorted(set(index_of(shards)["weight_map"].values()))[1]
+    (shards / name).unlink()
+    refused(shards, name, "missing")
+
+
+@pytest.mark.parametrize("target", ["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", 7, ["a"], None])
+def test_an_index_that_leads_outside(shards: Path, target: Any) -> None:
+    index = index_of(shards)
+    name = next(iter(index["weight_map"]))
+    shutil.copy(shards / index["weight_map"][name], shards.parent / "outside.safetensors")
+    index["weight_map"][name] = target
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(shards, "index.json")
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", '{"weight_map": {"a": "model-00001-of-00009.safetensors"}}']
+)
+def test_a_broken_index(shards: Path, index: str) -> None:
+    (shards / "model.safetensors.index.json").write_text(index)
+    refused(shards)
+
+
+def test_a_link_out_of_the_directory(folder: Path) -> None:
+    outside = folder.parent / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    (folder / "model.safetensors").symlink_to(outside)
+    refused(folder, "link out of the model's directory")
+
+
+def test_the_links_of_a_hub_cache_are_followed(folder: Path) -> None:
+    cache = folder.parent / "models--x"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(cache / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert ch.load(snapshot).config == GPT2
+
+
+def test_no_directory_at_all(folder: Path) -> None:
+    refused(folder / "nothing", "not a directory")
+    refused(folder / "config.json", "not a directory")
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    refused(empty, "config.json does not exist")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "holds no weights")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json"])
+def test_a_file_that_is_a_directory_or_unreadable(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Path.open
+
+    def guarded(self: Path, *args: Any, **options: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return original(self, *args, **options)
+
+    if name not in ("tokenizer.json", "generation_config.json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", guarded)
+            refused(folder, "Permission denied")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    refused(folder, name)
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+def pickled(folder: Path, state: Any) -> Path:
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def test_a_plain_pickle_is_read(folder: Path) -> None:
+    before = ch.load(folder).model(torch.arange(5)[None]).logits
+    pickled(folder, dict(load_file(folder / "model.safetensors")))
+    assert torch.equal(ch.load(folder).model(torch.arange(5)[None]).logits, before)
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.marker, "it ran"))
+
+
+@pytest.mark.parametrize("form", ["torch", "bare pickle", "inside the table"])
+def test_a_pickle_with_code_is_refused_and_not_run(folder: Path, form: str) -> None:
+    marker = folder.parent / "marker"
+    if form == "bare pickle":
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile(marker)))
+    else:
+        state = dict(load_file(folder / "model.safetensors"))
+        pickled(folder, Hostile(marker) if form == "torch" else {**state, "extra": Hostile(marker)})
+    refused(folder, "pytorch_model.bin is refused")
+    assert not marker.exists()
+
+
+def test_a_truncated_pickle_and_one_without_tensors(folder: Path) -> None:
+    path = pickled(folder, dict(load_file(folder / "model.safetensors")))
+    whole = path.read_bytes()
+    for keep in (0, 10, len(whole) // 2, len(whole) - 10):
+        path.write_bytes(whole[:keep])
+        refused(folder, "pytorch_model.bin is refused")
+    pickled(folder, [1, 2])
+    refused(folder, "holds a list")
+    pickled(folder, {"a": 1, 7: torch.zeros(2)})
+    refused(folder)
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "not readable JSON"),
+        ("[1]", "JSON object"),
+        ("null", "JSON object"),
+        ('{"model_type":', "not readable"),
+        ("{}", "model_type None"),
+    ],
+)
+def test_a_config_that_is_no_config(folder: Path, text: str, word: str) -> None:
+    (folder / "config.json").write_text(text)
+    refused(folder, "config.json", word)
+
+
+def test_an_unknown_model_type_lists_the_known(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "gtp2"}')
+    refused(folder, "gtp2", 'did you mean "gpt2"?', "llama")
+
+
+@pytest.mark.parametrize("value", ["big", -8, 0, 8.5, [8], {"a": 8}, True, 10**30, 10**400, 9_999, "8"])
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"])
+def test_wrong_values(folder: Path, key: str, value: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, key: value}))
+    refused(folder)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "rope_scaling", "architectures", "hidden_act"])
+def test_null_and_absent_values_are_the_default_or_one_line(folder: Path, key: str) -> None:
+    absent = {name: value for name, value in LLAMA.items() if name != key}
+    for config in ({**LLAMA, key: None}, absent):
+        (folder / "config.json").write_text(json.dumps(config))
+        refused(folder)  # these weights are another model's in any case
+
+
+# Fuzz: whatever the bytes, the only exception is a ClearheadError --------------------------------------------------------
+
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.integers(-2, 20) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def only_ours(action: Callable[[], Any]) -> None:
+    line = ""
+    try:
+        action()
+    except ch.ClearheadError as error:
+        line = str(error)
+    assert "\n" not in line
+
+
+def read_all(path: Path) -> None:
+    for entry in files.open_safetensors(path).values():
+        entry.read(False)
+        entry.read(True)
+
+
+@QUICK
+@given(data=st.binary(max_size=300))
+def test_any_bytes_as_safetensors(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "model.safetensors"
+        for head in (data, struct.pack("<Q", len(data)) + data):
+            path.write_bytes(head)
+            only_ours(lambda: read_all(path))
+
+
+@QUICK
+@given(value=JSON, where=st.sampled_from(["dtype", "shape", "data_offsets", "entry", "new", "shape.0", "data_offsets.1"]))
+def test_any_change_of_a_header(value: Any, where: str) -> None:
+    header: dict[str, Any] = {
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]},
+    }
+    key, _, index = where.partition(".")
+    if where in ("entry", "new"):
+        header["a" if where == "entry" else "c"] = value
+    elif index:
+        header["a"][key][int(index)] = value
+    else:
+        header["a"][key] = value
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "model.safetensors"
+        rebuilt(path, header, b"\0" * 26)
+        only_ours(lambda: read_all(path))
+
+
+GPT2_JSON = {
+    **{
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 17,
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+    },
+    **{"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "tie_word_embeddings": True},
+    **{"id2label": {"0": "a"}, "num_labels": 2, "scale_attn_weights": True, "initializer_range": 0.02, "attn_pdrop": 0.1},
+}
+
+
+@settings(QUICK, max_examples=300)
+@given(data=st.data(), config=st.sampled_from([GPT2_JSON, LLAMA]))
+def test_any_change_of_a_config(data: st.DataObject, config: dict[str, Any]) -> None:
+    changed = dict(config)
+    for _ in range(data.draw(st.integers(1, 2))):
+        key = data.draw(st.sampled_from([*config, "clearhead", "rope_parameters", "head_dim", "original_max_position_embeddings"]))
+        changed[key] = data.draw(JSON)
+    if data.draw(st.booleans()):
+        kind = data.draw(st.sampled_from(["ForSequenceClassification", "ForTokenClassification"]))
+        changed["architectures"] = [("GPT2" if config is GPT2_JSON else "Llama") + kind]
+    if data.draw(st.booleans()):
+        part = data.draw(st.sampled_from(["factor", "rope_type", "low_freq_factor", "rope_theta", "short_factor", "partial_rotary_factor"]))
+        changed["rope_parameters"] = {"rope_type": data.draw(st.sampled_from(["yarn", "llama3", "longrope"])), part: data.draw(JSON)}
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(changed))
+        only_ours(lambda: describe(Path(place)))
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return ch.load(folder).model(torch.arange(7)[None]).logits
+
+
+@pytest.mark.parametrize("target", ["old", "new"])
+@pytest.mark.parametrize("fault", ["weights", "config", "sync", "second replace", "last replace", "no space for a folder"])
+def test_a_fault_while_saving_changes_nothing(folder: Path, fault: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = folder if target == "old" else folder.parent / "new"
+    if target == "new" and "replace" in fault:
+        fault = "first replace"
+    before = contents(folder)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    calls = {"replace": 0}
+    real_replace = os.replace
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise full
+
+    def replace(source: Any, destination: Any) -> None:
+        calls["replace"] += 1
+        if calls["replace"] == {"first replace": 1, "second replace": 2, "last replace": 3}.get(fault):
+            raise full
+        real_replace(source, destination)
+
+    if fault == "weights":
+        monkeypatch.setattr(files, "save_file", failing)
+    elif fault == "config":
+        monkeypatch.setattr("clearhead.hub.checkpoint.write_json", failing)
+    elif fault == "sync":
+        monkeypatch.setattr(os, "fsync", failing)
+    elif fault == "no space for a folder":
+        monkeypatch.setattr(tempfile, "mkdtemp", failing)
+    else:
+        monkeypatch.setattr(os, "replace", replace)
+    other = ch.Loaded(ch.Transformer(GPT2.replace(n_layers=1)), generation={"top_k": 3})
+    with pytest.raises(ch.CheckpointError, match="No space left on device"):
+        other.save(place, shard_size=3000)
+    monkeypatch.undo()
+    assert contents(folder) == before
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model"]
+
+
+def test_saving_where_a_file_stands(folder: Path) -> None:
+    model = ch.load(folder)
+    with pytest.raises(ch.CheckpointError, match="is a file"):
+        model.save(folder / "config.json")
+    with pytest.raises(ch.CheckpointError, match="cannot write"):
+        model.save(folder / "config.json" / "below")
+
+
+def test_a_read_only_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ch.load(folder)
+
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", denied)  # the suite may run as root, whom no mode stops
+    with pytest.raises(ch.CheckpointError, match="Permission denied"):
+        model.save(folder)
+
+
+def test_saving_over_the_directory_it_came_from(folder: Path) -> None:
+    wanted = logits(folder)
+    (folder / "notes.txt").write_text("mine")
+    loaded = ch.load(folder)  # its weights are still mapped from the file that is about to be replaced
+    for _ in range(2):
+        loaded.save(folder)
+        assert torch.equal(logits(folder), wanted)
+        assert torch.equal(loaded.model(torch.arange(7)[None]).logits, wanted)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_shards_and_one_file_replace_each_other(folder: Path) -> None:
+    wanted = logits(folder)
+    loaded = ch.load(folder)
+    loaded.save(folder, shard_size=1500)
+    assert not (folder / "model.safetensors").exists()
+    assert torch.equal(logits(folder), wanted)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.allclose(again.eval()(torch.arange(7)[None]).logits, wanted, atol=1e-6)
+    ch.load(folder).save(folder)
+    assert not list(folder.glob("model-*"))
+    assert not (folder / "model.safetensors.index.json").exists()
+    assert torch.equal(logits(folder), wanted)
+
+
+def test_labels_settings_and_generation_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=16, id2label={0: "no", 1: "yes", 2: "?"}, pad_token_id=0
+    )
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "theirs")
+    loaded = ch.load(tmp_path / "theirs")
+    assert loaded.labels == ("no", "yes", "?")
+    assert loaded.special["pad"] == 0
+    loaded.generation = {"top_k": 5, "eos_token_id": [1, 2]}
+    loaded.save(tmp_path / "ours")
+    again = ch.load(tmp_path / "ours")
+    assert again.labels == loaded.labels
+    assert again.generation == loaded.generation
+    assert again.stops == (1, 2)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "ours").id2label == {0: "no", 1: "yes", 2: "?"}
+    fresh = ch.Loaded(loaded.model, labels=("a", "b", "c"))
+    fresh.save(tmp_path / "fresh")
+    assert ch.load(tmp_path / "fresh").labels == ("a", "b", "c")

@@ -1,0 +1,137 @@
+"""The harness's encoder part: any class of an encoder, held against the reference that saved it.
+
+Checked: what the head says and every layer's hidden states (padding on either side, segments where there are some), loss
+and the gradient of every tensor, the way back to the reference, and clearhead to clearhead.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.hub.checkpoint import export_state
+from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, close, positions_of
+
+
+def said(output: Any) -> Tensor:
+    """What a reference model says, as one tensor in the shape of our head's answer."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    if "logits" in output:
+        return output.logits
+    return output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
+
+
+def text_inputs(model: Any, side: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A padded batch as the reference takes it and as we do; padding holds the padding id, real tokens never do."""
+    config = model.config
+    ids, mask = batch(config, side=side)
+    ids[~mask] = config.pad_token_id
+    theirs = {"input_ids": ids, "attention_mask": mask.long()}
+    ours = {"ids": ids, "mask": mask}
+    if config.model_type != "roberta":  # which finds out by itself, from the padding id
+        theirs["position_ids"] = positions_of(mask)
+    if getattr(config, "type_vocab_size", 0):
+        types = (ids + positions_of(mask)) % config.type_vocab_size
+        theirs["token_type_ids"], ours["types"] = types, types
+    return theirs, ours
+
+
+def check_text_encoder(model: Any, folder: Path, tmp: Path, **build: Any) -> ch.Loaded:
+    """Everything about one class of a text encoder."""
+    ours = ch.load(folder)
+    for side in ("right", "left"):
+        theirs_in, ours_in = text_inputs(model, side)
+        check_forward(model, ours, theirs_in, ours_in, side)
+    theirs_in, ours_in = text_inputs(model, "right")
+    check_backward(model, ours, theirs_in, ours_in, tmp)
+    check_back(model, ours, tmp, theirs_in, ours_in, **build)
+    return ours
+
+
+def check_forward(model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], side: str) -> None:
+    """Hidden states of every layer and what the head says, wherever there is a real token."""
+    with torch.no_grad():
+        theirs = model(**theirs_in, output_hidden_states=True)
+        with ch.record(ours.model, "blocks.*.resid_pre", "blocks.*.resid_post", "hidden") as seen:
+            out = ours.model(**ours_in)
+        answer = said(theirs)
+        if side == "left" and answer.ndim == 2:  # the reference reads its first slot, which is padding here: give it each row alone
+            answer = torch.cat([said(model(**alone(theirs_in, row))) for row in range(len(answer))])
+    mask = ours_in.get("mask", torch.ones(out.hidden.shape[:2], dtype=torch.bool))
+    real = mask if answer.ndim == 3 else slice(None)
+    assert out.logits.shape == answer.shape
+    close(f"logits, padded {side}", out.logits[real], answer[real], LOGITS)
+    last = ours.config.n_layers - 1
+    layers = [*(seen[f"blocks.{i}.resid_pre"] for i in range(last + 1)), seen[f"blocks.{last}.resid_post"]]
+    for depth, (a, b) in enumerate(zip(layers, theirs.hidden_states, strict=True)):
+        close(f"hidden state {depth}, padded {side}", a[mask], b[mask], HIDDEN)
+    if "last_hidden_state" in theirs:
+        close(f"hidden, padded {side}", seen["hidden"][mask], theirs.last_hidden_state[mask], HIDDEN)
+
+
+def alone(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+    """One row without its padding."""
+    real = inputs["attention_mask"][row].bool()
+    return {name: value[row : row + 1, real] for name, value in inputs.items()}
+
+
+def check_backward(model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], tmp: Path) -> None:
+    """The same loss on both sides, and the gradient of every tensor of the checkpoint.
+
+    The reference's gradients are saved as if they were weights: so they come under the names its files have.
+    """
+    answers = [said(model(**theirs_in)), ours.model(**ours_in).logits]  # B C, or B T C
+    mask = ours_in.get("mask")
+    real = mask if mask is not None and answers[0].ndim == 3 else slice(None)
+    targets = torch.arange(answers[0][real].shape[:-1].numel()) % answers[0].shape[-1]
+    losses = [F.cross_entropy(answer[real].flatten(0, -2), targets) for answer in answers]
+    close("loss", losses[1], losses[0], GRADIENTS)
+    model.zero_grad()
+    ours.model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for mine, original in zip(gradients.parameters(), model.parameters(), strict=True):
+            mine.copy_(torch.zeros_like(original) if original.grad is None else original.grad)
+    gradients.save_pretrained(tmp / "gradients")
+    wanted = load_file(tmp / "gradients" / "model.safetensors")
+    assert ours.description is not None
+    architecture, parameters = ours.description.architecture, dict(ours.model.named_parameters())
+    for name, match in export_state(ours.model, architecture).items():
+        if getattr(model.config, "tie_word_embeddings", False) and name.endswith("decoder.bias"):
+            continue  # another name of the bias beside it
+        mine = [torch.zeros_like(parameters[part]) if parameters[part].grad is None else parameters[part].grad for part in match.ours]
+        given = wanted.pop(name) if name in wanted else wanted.pop(name.removeprefix(architecture.prefix))
+        if not name.endswith(("predictions.bias", "lm_head.bias")) or given.any():  # untied, the reference has that bias and never uses it
+            close(f"gradient of {name}", match.operation.save(mine, ours.config)[0], given, GRADIENTS)
+    assert not wanted, f"without a gradient here: {sorted(wanted)}"
+
+
+def check_back(model: Any, ours: ch.Loaded, tmp: Path, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], **build: Any) -> None:
+    """Saved here, opened there with nothing missing or unexpected and the same answer; opened here bit for bit.
+
+    Both with the config.json it came with and, fresh, from our config alone.
+    """
+    with torch.no_grad():
+        wanted, mine = said(model(**theirs_in)), ours.model(**ours_in).logits
+        for name, loaded in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+            loaded.save(tmp / name)
+            again, info = type(model).from_pretrained(tmp / name, output_loading_info=True, attn_implementation="eager", **build)
+            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+                assert not info[problem], f"{name}: {problem} {info[problem]}"
+            assert again.config.architectures == [type(model).__name__]
+            close(f"reference reads it back, {name}", said(again.eval()(**theirs_in)), wanted, 1e-6)
+            back = ch.load(tmp / name)
+            assert torch.equal(back.model(**ours_in).logits, mine)
+            assert back.config == ours.config
+            assert back.description is not None and ours.description is not None
+            assert back.description.architecture is ours.description.architecture

@@ -1,0 +1,169 @@
+"""The harness for models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
+
+BART and Marian count positions over padding too, so that a row padded on the left is another row to them. There, a row
+padded on the left must be what the reference makes of the row alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.generate.decode import greedy
+from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, close, compare_gradients
+
+START = 3  # what decoding begins with
+
+
+def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, seed: int = 0) -> Any:
+    """A random model of this class, with norms, biases and rows of padding random too, saved to `folder`."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
+    wider = 1.0 if "t5" in config.model_type else 3.0  # fresh weights are so small that attention is nearly uniform; T5's are not
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter.requires_grad:  # all but tables of sines
+                parameter.mul_(wider)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+        for part in model.modules():
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+                part.weight[part.padding_idx].normal_(std=float(part.weight.std()))
+    model.save_pretrained(folder)
+    return model
+
+
+def pair(config: transformers.PretrainedConfig, side: str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Source, its mask, target and its mask: rows of several lengths past 32, the target padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    padding = config.pad_token_id or 0
+    real = [token for token in range(config.vocab_size) if token != padding]
+    written = [token for token in range(getattr(config, "decoder_vocab_size", None) or config.vocab_size) if token != padding]
+    source = torch.tensor(real)[torch.randint(len(real), (3, 47), generator=generator)]
+    target = torch.tensor(written)[torch.randint(len(written), (3, 41), generator=generator)]
+    source_mask, mask = torch.ones_like(source).bool(), torch.ones_like(target).bool()
+    for row in (1, 2):
+        source_mask[row, slice(0, 9 * row) if side == "left" else slice(47 - 9 * row, 47)] = False
+        mask[row, 41 - 6 * row :] = False
+    return source.masked_fill(~source_mask, padding), source_mask, target.masked_fill(~mask, padding), mask
+
+
+def counts_padding(model: Any) -> bool:
+    """Does the reference give padding a position?"""
+    return model.config.model_type in ("bart", "mbart", "marian")
+
+
+def run(model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, **options: Any) -> Any:
+    return model(source, attention_mask=source_mask.long(), decoder_input_ids=target, decoder_attention_mask=mask.long(), **options)
+
+
+def layers(output: Any) -> list[Tensor]:
+    """Every hidden state of the encoder, then of the decoder."""
+    return [*output.encoder_hidden_states, *output.decoder_hidden_states]
+
+
+def expected(model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, side: str) -> tuple[list[Tensor], Tensor]:
+    """What the reference says at the real tokens, row after row: hidden states, then logits (hidden states of a model without)."""
+    if side == "right" or not counts_padding(model):
+        out = run(model, source, source_mask, target, mask, output_hidden_states=True)
+        masks = [source_mask] * len(out.encoder_hidden_states) + [mask] * len(out.decoder_hidden_states)
+        said = getattr(out, "logits", out.last_hidden_state if "last_hidden_state" in out else None)
+        return [state[real] for state, real in zip(layers(out), masks, strict=True)], said[mask]
+    rows = [
+        run(model, s[m][None], m[m][None], t[n][None], n[n][None], output_hidden_states=True)
+        for s, m, t, n in zip(source, source_mask, target, mask)
+    ]
+    states = [torch.cat([state[0] for state in states]) for states in zip(*map(layers, rows), strict=True)]
+    said = [row.logits if "logits" in row else row.last_hidden_state for row in rows]
+    return states, torch.cat([row[0] for row in said])
+
+
+def check_outputs(model: Any, ours: ch.Loaded, side: str) -> tuple[float, float]:
+    """Logits and the hidden states of both stacks; the largest differences of each."""
+    source, source_mask, target, mask = pair(model.config, side)
+    with torch.no_grad(), ch.record(ours.model, "encoder.blocks.*.resid_pre", "encoder.hidden", "blocks.*.resid_pre", "hidden") as seen:
+        out = ours.model(target, mask, source, source_mask)
+        states, said = expected(model, source, source_mask, target, mask, side)
+    close(f"logits, source padded {side}", out.logits[mask], said, LOGITS)
+    assert ours.config.n_encoder_layers is not None
+    names = [*(f"encoder.blocks.{i}.resid_pre" for i in range(ours.config.n_encoder_layers)), "encoder.hidden"]
+    mine = [seen[name][source_mask] for name in names]
+    names += [*(f"blocks.{i}.resid_pre" for i in range(ours.config.n_layers)), "hidden"]
+    mine += [seen[name][mask] for name in names[len(mine) :]]
+    worst = 0.0
+    for name, a, b in zip(names, mine, states, strict=True):
+        close(f"{name}, source padded {side}", a, b, HIDDEN)
+        worst = max(worst, float((a - b).abs().max()))
+    return float((out.logits[mask] - said).abs().max()), worst
+
+
+def check_greedy(model: Any, ours: ch.Loaded, side: str, tokens: int = 30) -> None:
+    """Thirty tokens for a batch of padded sources, from the start token on."""
+    source, source_mask, _, _ = pair(model.config, side)
+    said = model.generate(
+        source,
+        attention_mask=source_mask.long(),
+        decoder_start_token_id=START,
+        max_new_tokens=tokens,
+        num_beams=1,
+        do_sample=False,
+        eos_token_id=None,
+        forced_bos_token_id=None,
+        forced_eos_token_id=None,
+        pad_token_id=model.config.pad_token_id,
+        use_cache=ours.config.n_layers <= (ours.config.n_encoder_layers or 0),  # T5's own has a layer per layer of its encoder
+    )
+    start = torch.full((len(source), 1), START)
+    assert greedy(ours.model, start, tokens, source=source, source_mask=source_mask).tolist() == said[:, 1:].tolist()
+
+
+def check_loss(model: Any, ours: ch.Loaded) -> None:
+    """The reference's own loss, and the gradient of every tensor."""
+    source, source_mask, target, mask = pair(model.config, "right")
+    labels = target.roll(-1, 1)
+    theirs = run(model, source, source_mask, target, mask, labels=labels.masked_fill(~mask, -100))
+    mine = ours.model(target, mask, source, source_mask).logits
+    close("loss", F.cross_entropy(mine[mask], labels[mask]), theirs.loss, GRADIENTS)
+    compare_gradients(model, ours, theirs.logits[mask], mine[mask], labels[mask])
+
+
+def check_saved(model: Any, ours: ch.Loaded, tmp: Path) -> None:
+    """Saved here, the same there with nothing missing or unexpected, with its own config.json and with a fresh one; and here bit for bit."""
+    inputs = pair(model.config, "right")
+    source, source_mask, target, mask = inputs
+
+    def said(opened: Any) -> Tensor:
+        out = run(opened, *inputs)
+        return (out.logits if "logits" in out else out.last_hidden_state)[mask]
+
+    auto = transformers.AutoModel if ours.config.head == "none" else transformers.AutoModelForSeq2SeqLM
+    for name, saved, kind in (("saved", ours, type(model)), ("fresh", ch.Loaded(ours.model), auto)):
+        saved.save(tmp / name)
+        again, info = kind.from_pretrained(tmp / name, output_loading_info=True, attn_implementation="eager")
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], (name, info)
+        with torch.no_grad():
+            close(f"reference reads what was {name}", said(again.eval()), said(model), 1e-6)
+            back = ch.load(tmp / name)
+            assert back.config == ours.config
+            assert torch.equal(back.model(target, mask, source, source_mask).logits, ours.model(target, mask, source, source_mask).logits)
+
+
+def check_encoder_decoder(model: Any, folder: Path, tmp: Path) -> ch.Loaded:
+    """Everything about an encoder-decoder with a language head."""
+    ours = ch.load(folder)
+    for side in ("right", "left"):
+        check_outputs(model, ours, side)
+    check_greedy(model, ours, "right")
+    if not counts_padding(model):
+        check_greedy(model, ours, "left")
+    check_loss(model, ours)
+    check_saved(model, ours, tmp)
+    return ours

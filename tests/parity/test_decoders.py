@@ -1,0 +1,422 @@
+"""Decoders of Llama's kin and of GPT's, each against its reference in transformers."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import clearhead as ch
+from clearhead.errors import CheckpointError
+from clearhead.hub.files import read_json
+from clearhead.hub.registry import ARCHITECTURES
+from clearhead.model.experts import Experts, balance_loss
+from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, check_decoder, close, positions_of, reference
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+ODD = {**SMALL, "vocab_size": 53, "hidden_size": 30, "intermediate_size": 37, "num_attention_heads": 5, "num_key_value_heads": 1}
+DEEP = {**GROUPED, "num_hidden_layers": 7, "head_dim": 8}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+HALF = {"partial_rotary_factor": 0.5}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def config_of(kind, options):
+    options = copy.deepcopy(options)  # the reference writes into the tables it is given
+    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**options)
+
+
+def check(kind, options, tmp_path, fresh=None):
+    """All of `check_decoder`; `fresh` names the architecture of the config alone, where another that is asked first says the same."""
+    config = config_of(kind, options)
+    model = reference(f"{kind}ForCausalLM", config, tmp_path / "reference")
+    check_decoder(model, tmp_path / "reference", tmp_path)
+    assert read_json(tmp_path / "fresh" / "config.json")["model_type"] == (fresh or config.model_type)
+
+
+def options(**cases):
+    return pytest.mark.parametrize("options", cases.values(), ids=cases.keys())
+
+
+@pytest.mark.ledger("L2")
+@options(
+    plain=SMALL,
+    sequential_tied={**SMALL, **TIED, "use_parallel_residual": False, "rotary_pct": 0.5, "hidden_act": "gelu_new"},
+    odd_no_bias={**ODD, "attention_bias": False, "rotary_pct": 0.7, "rotary_emb_base": 700.0},
+    scaled={**SMALL, "rotary_pct": 1.0, "rope_scaling": LINEAR},
+)
+def test_gpt_neox(options, tmp_path):
+    check("GPTNeoX", {key: value for key, value in options.items() if key != "num_key_value_heads"}, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@options(
+    window={**GROUPED, "sliding_window": 7},
+    odd_tied={**ODD, **TIED, "sliding_window": 11, "head_dim": 8},
+    scaled={**GROUPED, "sliding_window": 9, "rope_theta": 500.0, "rope_scaling": LLAMA3, "hidden_act": "gelu"},
+    no_window={**GROUPED, "sliding_window": None},
+)
+def test_mistral(options, tmp_path):
+    check("Mistral", options, tmp_path, fresh=None if options["sliding_window"] else "llama")
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.ledger("L3")
+@options(
+    plain=GROUPED,
+    odd_tied_late_windows={**ODD, **TIED, **WINDOW, "max_window_layers": 1},
+    all_windows={**GROUPED, **WINDOW, "max_window_layers": 0, "rope_theta": 1e6},
+    layer_types={**GROUPED, **WINDOW, "layer_types": KINDS},
+)
+def test_qwen2(options, tmp_path):
+    check("Qwen2", options, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@options(
+    plain={**GROUPED, "head_dim": 8},
+    odd_tied_biases={**ODD, **TIED, "head_dim": 10, "attention_bias": True},
+    windows={**DEEP, **WINDOW, "max_window_layers": 3},
+)
+def test_qwen3(options, tmp_path):
+    check("Qwen3", options, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@options(
+    plain={**GROUPED, "head_dim": 10},
+    odd_untied_biases={**ODD, **UNTIED, "head_dim": 6, "attention_bias": True},
+    said_gelu={**GROUPED, "head_dim": 10, "hidden_act": "gelu", "rope_theta": 500.0, "rope_scaling": LINEAR},
+)
+def test_gemma(options, tmp_path):
+    check("Gemma", options, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@options(
+    plain={**GROUPED, "head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 17},
+    odd_untied_no_cap={**ODD, **UNTIED, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8},
+    tight_cap={**DEEP, "sliding_window": 6, "final_logit_softcapping": None, "attn_logit_softcapping": 1.5, "attention_bias": True},
+    no_window={**GROUPED, "head_dim": 10, "layer_types": ["full_attention"] * 3},
+)
+def test_gemma2(options, tmp_path):
+    check("Gemma2", options, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@options(
+    five_of_six={**DEEP, "sliding_window": 8, "query_pre_attn_scalar": 9},
+    scaled_old_keys={**DEEP, "sliding_window": 6, "rope_scaling": LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 90.0},
+    odd_untied_no_window={**ODD, **UNTIED, "head_dim": 8, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": 4.0},
+    one_base={**DEEP, "sliding_window": 6, "layer_types": [*KINDS, *KINDS, KINDS[0]], "rope_theta": 300.0, "rope_local_base_freq": 300.0},
+)
+def test_gemma3(options, tmp_path):
+    check("Gemma3", options, tmp_path)
+
+
+@pytest.mark.ledger("L3")
+def test_gemma3_reads_the_keys_of_older_files(tmp_path):
+    options = {**DEEP, "sliding_window": 8, "rope_scaling": LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 90.0}
+    reference("Gemma3ForCausalLM", config_of("Gemma3", options), tmp_path)
+    theirs = read_json(tmp_path / "config.json")
+    new = ARCHITECTURES["gemma3_text"].read(theirs)
+    for key in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
+        del theirs[key]
+    old = ARCHITECTURES["gemma3_text"].read(
+        {**theirs, "rope_theta": 5e5, "rope_local_base_freq": 90.0, "rope_scaling": LINEAR, "sliding_window_pattern": 6}
+    )
+    assert old == new
+    assert (new.rope_base, new.rope_local_base, new.rope_scaling.factor) == (5e5, 90.0, 3.0)
+    assert new.window == (8, 8, 8, 8, 8, None, 8)
+
+
+EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}  # the reference's experts want rows of whole 16 bytes
+
+
+@pytest.mark.ledger("L6", "D5")
+@options(
+    two_of_five={**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2},
+    tied_all_of_three={**EVEN, **TIED, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8},
+    one_of_four={**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 10, "rope_theta": 500.0},
+)
+def test_mixtral(options, tmp_path):
+    check("Mixtral", options, tmp_path)
+
+
+@options(
+    plain=SMALL,
+    query_norm_tied={**GROUPED, **TIED, "hidden_size": 40, "partial_rotary_factor": 0.4, "qk_layernorm": True},
+    odd={**ODD, "hidden_act": "relu", "partial_rotary_factor": 1.0, "rope_theta": 900.0},
+)
+def test_phi(options, tmp_path):
+    check("Phi", options, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "fresh"),
+    [
+        (GROUPED, "llama"),
+        ({**ODD, **TIED, "sliding_window": 7}, "mistral"),
+        ({**GROUPED, **HALF}, "phi3"),
+    ],
+    ids=["plain", "odd, tied, window", "partial rotation"],
+)
+def test_phi3(options, fresh, tmp_path):
+    check("Phi3", options, tmp_path, fresh)
+
+
+@options(
+    grouped=GROUPED,
+    odd_tied_biases={**ODD, **TIED, "attention_bias": True},
+    scaled={**SMALL, "rope_theta": 500.0, "rope_scaling": LINEAR, "rms_norm_eps": 1e-3},
+)
+def test_olmo2(options, tmp_path):
+    check("Olmo2", options, tmp_path)
+
+
+@pytest.mark.ledger("L9")
+@options(
+    grouped={**GROUPED, **HALF},
+    parallel_multi_query={**GROUPED, **TIED, "num_key_value_heads": 1, "use_parallel_residual": True},
+    odd_biases={**ODD, "partial_rotary_factor": 1.0, "use_qkv_bias": True, "layer_norm_eps": 1e-3},
+)
+def test_stablelm(options, tmp_path):
+    check("StableLm", options, tmp_path)
+
+
+@options(
+    factors={**GROUPED, "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 7.0},
+    odd_tied_biases={**ODD, **TIED, "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.1},
+    divided={**GROUPED, "logits_scaling": 3.0, "rope_theta": 500.0},
+)
+def test_granite(options, tmp_path):
+    check("Granite", options, tmp_path)
+
+
+@options(
+    every_fourth={**GROUPED, "num_hidden_layers": 5},
+    odd_untied_biases={**ODD, **UNTIED, "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True},
+    windows={**GROUPED, **WINDOW, "no_rope_layer_interval": 2, "rope_theta": 500.0},
+)
+def test_smollm3(options, tmp_path):
+    check("SmolLM3", options, tmp_path)
+
+
+FALCON = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+
+@pytest.mark.ledger("L9")
+@pytest.mark.parametrize(
+    ("options", "fresh"),
+    [
+        (FALCON, None),
+        ({**FALCON, **NEW, **UNTIED, "bias": True}, None),
+        ({**FALCON, **NEW, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 37}, None),
+        ({**FALCON, "multi_query": False}, None),
+        ({**FALCON, "parallel_attn": False, "activation": "relu", "rope_theta": 500.0}, None),
+        ({**FALCON, "multi_query": False, "parallel_attn": False, "bias": True}, "gpt_neox"),
+    ],
+    ids=["multi-query", "new", "new, one norm", "all heads", "sequential, multi-query", "sequential, all heads"],
+)
+def test_falcon(options, fresh, tmp_path):
+    check("Falcon", options, tmp_path, fresh)
+
+
+# Other heads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("L2", "L3", "L6")
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", GROUPED),
+        ("GPTNeoX", SMALL),
+        ("Qwen2", {**GROUPED, **WINDOW, "max_window_layers": 1}),
+        ("Gemma2", {**GROUPED, "head_dim": 10, "sliding_window": 6}),
+        ("Mixtral", {**GROUPED, "num_local_experts": 3}),
+        ("Falcon", FALCON),
+        ("GPT2", {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_classifiers(kind, options, side, tmp_path):
+    """Sequences (read at the last real token) and tokens."""
+    for head in ("ForSequenceClassification", "ForTokenClassification"):
+        folder = tmp_path / head
+        model = reference(kind + head, config_of(kind, {**options, "num_labels": 5}), folder)
+        ours = ch.load(folder)
+        ids, mask = batch(model.config, side=side)
+        ids[~mask] = 0  # the reference finds the last real token by the padding id
+        keep = slice(None) if "Sequence" in head else mask
+
+        def logits(other, ids=ids, mask=mask, keep=keep):
+            return other(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).logits[keep]
+
+        theirs = logits(model)
+        said = ours.model(ids, mask).logits[keep]
+        close(f"{kind}{head}", said, theirs, LOGITS)
+        for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+            save.save(folder / name)
+            again, info = type(model).from_pretrained(folder / name, output_loading_info=True, attn_implementation="eager")
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+            again.config.pad_token_id = 0  # which a config of ours does not know
+            close(f"{name}, read back", logits(again.eval()), theirs, 1e-6)
+            assert torch.equal(ch.load(folder / name).model(ids, mask).logits[keep], said)
+
+
+@pytest.mark.ledger("L2", "L3", "L6")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LlamaModel", GROUPED),
+        ("GPTNeoXModel", SMALL),
+        ("Gemma3TextModel", {**DEEP, "sliding_window": 8}),
+        ("MixtralModel", {**GROUPED, "num_local_experts": 3}),
+        ("FalconModel", {**FALCON, **NEW}),
+        ("PhiModel", SMALL),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_base_models(kind, options, tmp_path):
+    """No head, and names without the prefix that they have under one."""
+    model = reference(kind, getattr(transformers, f"{kind.removesuffix('Model')}Config")(**options), tmp_path / "reference")
+    ours = ch.load(tmp_path / "reference")
+    ids, mask = batch(model.config, side="left")
+    theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]
+    close(kind, ours.model(ids, mask).hidden[mask], theirs, HIDDEN)
+    assert torch.equal(ours.model(ids, mask).logits, ours.model(ids, mask).hidden)
+    for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+        save.save(tmp_path / name)
+        again, info = type(model).from_pretrained(tmp_path / name, output_loading_info=True, attn_implementation="eager")
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        read = again.eval()(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]
+        close(f"{name}, read back", read, theirs, 1e-6)
+
+
+# Files that do not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("L3", "L6")
+@pytest.mark.parametrize(
+    ("kind", "options", "key"),
+    [
+        ("Qwen3", {**GROUPED, "head_dim": 8}, "model.layers.1.self_attn.q_norm.weight"),
+        ("Mixtral", {**GROUPED, "num_local_experts": 3}, "model.layers.2.block_sparse_moe.experts.1.w3.weight"),
+        ("GPTNeoX", SMALL, "gpt_neox.layers.0.attention.query_key_value.bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_missing_and_an_unknown_tensor_are_named(kind, options, key, tmp_path):
+    reference(f"{kind}ForCausalLM", config_of(kind, options), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    value = tensors.pop(key)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = key.split("layers.")[1][0]
+    with pytest.raises(CheckpointError, match=rf"no tensor fills decoder\.blocks\.{layer}\."):
+        ch.load(tmp_path)
+    save_file({**tensors, key: value, key + "_extra": value.clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"reads the tensor {key}_extra"):
+        ch.load(tmp_path)
+    save_file({**tensors, key: value[:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {key} has shape"):
+        ch.load(tmp_path)
+
+
+@pytest.mark.ledger("L3")
+@pytest.mark.parametrize(
+    ("kind", "options", "changes", "said"),
+    [
+        ("Llama", GROUPED, {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor 0.5"),
+        ("Gemma2", {**GROUPED, "head_dim": 10}, {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("StableLm", GROUPED, {"qk_layernorm": True}, "qk_layernorm True"),
+        ("Falcon", FALCON, {"alibi": True}, "alibi True"),
+        ("Falcon", FALCON, {**NEW, "parallel_attn": False}, "not supported together"),
+        ("Mixtral", {**GROUPED, "num_local_experts": 3}, {"num_local_experts": 0}, "num_local_experts 0"),
+    ],
+)
+def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):
+    theirs = {**config_of(kind, options).to_dict(), "architectures": [f"{kind}ForCausalLM"], **changes}
+    with pytest.raises(CheckpointError, match=said):
+        ARCHITECTURES[theirs["model_type"]].read(theirs)
+
+
+# Mixture of experts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    config = config_of("Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True})
+    return reference("MixtralForCausalLM", config, tmp_path / "reference"), tmp_path
+
+
+@pytest.mark.ledger("L6", "D5")
+def test_every_token_visits_the_same_experts(mixtral):
+    model, folder = mixtral
+    ours = ch.load(folder / "reference")
+    ids, mask = batch(model.config, side="left")
+    positions = positions_of(mask)
+    theirs = model(ids, attention_mask=mask.long(), position_ids=positions)
+    with ch.record(ours.model, "blocks.*.feedforward.router") as seen:
+        ours.model(ids, mask)
+    for layer, routed in enumerate(theirs.router_logits):
+        logits = seen[f"blocks.{layer}.feedforward.router"].flatten(0, 1)[mask.flatten()]
+        close(f"router of layer {layer}", logits, routed[mask.flatten()], LOGITS)
+        weights, chosen = ours.model.decoder.blocks[layer].feedforward.choose(logits)
+        top, wanted = routed[mask.flatten()].softmax(-1).topk(2)
+        assert torch.equal(chosen, wanted)
+        close(f"weights of layer {layer}", weights, top / top.sum(-1, keepdim=True), 1e-6)
+
+
+@pytest.mark.ledger("L6", "D5")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balance_loss_and_its_router_gradients(mixtral, padded):
+    model, folder = mixtral
+    ours = ch.load(folder / "reference")
+    ids, mask = batch(model.config)
+    given = mask if padded else None
+    theirs = model(ids, attention_mask=given.long() if padded else None, position_ids=positions_of(mask) if padded else None)
+    ours.model.train()
+    ours.model(ids, given)
+    loss = balance_loss(ours.model, given)
+    close("balance loss", loss, theirs.aux_loss, 1e-5)
+    close("as a function", loss, load_balancing_loss_func(theirs.router_logits, 6, 2, given), 1e-5)
+    loss.backward()
+    theirs.aux_loss.backward()
+    mixtures = [part for part in ours.model.modules() if isinstance(part, Experts)]
+    for layer, part in enumerate(mixtures):
+        wanted = model.model.layers[layer].mlp.gate.weight.grad
+        assert float(wanted.abs().max()) > 0
+        close(f"router gradient of layer {layer}", part.router.weight.grad, wanted, GRADIENTS)
+
+
+@pytest.mark.ledger("L6")
+def test_fused_experts_are_read(mixtral):
+    """Transformers 5 can write its experts as it holds them: one tensor for all."""
+    model, folder = mixtral
+    model.save_pretrained(folder / "fused", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "fused" / "model.safetensors")
+    ids, _ = batch(model.config)
+    plain, fused = ch.load(folder / "reference"), ch.load(folder / "fused")
+    assert torch.equal(plain.model(ids).logits, fused.model(ids).logits)
+    tensors = load_file(folder / "fused" / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file({**tensors, name: tensors[name][:5].clone()}, folder / "fused" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"tensor {name} has shape"):
+        ch.load(folder / "fused")

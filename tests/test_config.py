@@ -1,0 +1,251 @@
+"""ModelConfig: every check speaks, every config survives JSON, and `replace` derives anew what was derived."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import clearhead as ch
+from tests.harness import config
+
+WRONG = {
+    # what is wrong: choices, what the line says
+    "head width": (
+        {"d_model": 100, "n_heads": 12},
+        "d_model 100 is not divisible by n_heads 12: set d_head, .* 1, 2, 4, 5, 10, 20, 25",
+    ),
+    "key/value heads": ({"n_kv_heads": 3}, "n_heads 4 is not divisible by n_kv_heads 3: choose n_kv_heads from 1, 2, 4"),
+    "encoder heads": (
+        {"family": "encoder-decoder", "n_kv_heads": 2, "n_encoder_heads": 3, "d_encoder_head": 4},
+        "n_encoder_heads 3 is not divisible by n_kv_heads 2",
+    ),
+    "encoder head width": ({"family": "encoder-decoder", "n_encoder_heads": 3}, "d_model 16 is not divisible by n_encoder_heads 3"),
+    "no projection": ({"d_embedding": 4, "embedding_projection": False}, "d_embedding 4 needs a projection to d_model 16"),
+    "zero layers": ({"n_layers": 0}, "n_layers 0 must be 1 or more"),
+    "negative width": ({"d_ff": -1}, "d_ff -1 must be 1 or more"),
+    "no table": ({"max_positions": 0}, "max_positions 0 must be 1 or more"),
+    "dropout of one": ({"dropout": 1.0}, "dropout 1.0 is not a probability: choose 0"),
+    "negative dropout": ({"attention_dropout": -0.1}, "attention_dropout -0.1 is not a probability"),
+    "layer drop": ({"layer_drop": 2.0}, "layer_drop 2.0 is not a probability"),
+    "no eps": ({"norm_eps": 0.0}, "norm_eps 0.0 must be above 0"),
+    "rmsnorm bias": ({"norm": "rmsnorm", "norm_bias": True}, "rmsnorm has no bias"),
+    "layer groups": ({"layer_groups": 3}, "layer_groups 3 must lie between 1 and n_layers 2"),
+    "encoder layers of a decoder": ({"n_encoder_layers": 2}, "n_encoder_layers belongs to family encoder-decoder"),
+    "source vocabulary of an encoder": (
+        {"family": "encoder", "source_vocab_size": 2},
+        "source_vocab_size belongs to",
+    ),
+    "parallel cross": ({"family": "encoder-decoder", "parallel": True}, "parallel has no place for cross-attention"),
+    "parallel post": ({"parallel": True, "norm_position": "post"}, "parallel needs norm_position pre or sandwich, not post"),
+    "window list": ({"window": (1, 2, 3)}, "window lists 3 layers and n_layers is 2"),
+    "window list of the encoder": ({"family": "encoder-decoder", "n_encoder_layers": 3, "window": (1, 2)}, "n_encoder_layers is 3"),
+    "window of none": ({"window": 0}, "window 0 must be 1 or more"),
+    "window of none in a list": ({"window": (2, -1)}, "window -1 must be 1 or more"),
+    "no pair": ({"positions": "rope", "rope_fraction": 0.0}, "rope_fraction 0.0 of d_head 4 rotates no pair"),
+    "more than all": ({"positions": "rope", "rope_fraction": 1.5}, "rope_fraction 1.5"),
+    "odd pair": ({"positions": "rope", "d_head": 5}, "rope rotates pairs, and 5 of d_head 5 is odd"),
+    "rope base": ({"rope_base": 0.0}, "rope_base 0.0 must be above 0"),
+    "softcap": ({"attention_softcap": -1.0}, "attention_softcap -1.0 must be above 0"),
+    "logit softcap": ({"logit_softcap": 0.0}, "logit_softcap 0.0 must be above 0"),
+    "buckets": ({"positions": "relative", "relative_buckets": 2}, "relative_buckets 2 must lie between 4 and 255"),
+    "bucket distance": ({"positions": "relative", "relative_max_distance": 8}, "relative_buckets 32 must lie between 4 and 15"),
+    "active experts": ({"n_experts": 2, "n_active_experts": 3}, "n_active_experts 3 must lie between 1 and n_experts 2"),
+    "negative experts": ({"n_experts": -1}, "n_experts -1 must be 0 or more"),
+    "negative types": ({"n_types": -1}, "n_types -1 must be 0 or more"),
+    "negative offset": ({"position_offset": -2}, "position_offset -2 must be 0 or more"),
+    "pruned nobody": (
+        {"pruned_heads": {"blocks.2.attention": (0,)}},
+        'names "blocks.2.attention", which .*did you mean "blocks',
+    ),
+    "pruned twice": ({"pruned_heads": {"blocks.0.attention": (0, 0)}}, r"are \[0, 0\]: name each of the heads 0 to 3 once"),
+    "pruned beyond": ({"pruned_heads": {"blocks.0.attention": (4,)}}, r"are \[4\]: name each of the heads 0 to 3"),
+    "pruned all": ({"pruned_heads": {"blocks.0.attention": (0, 1, 2, 3)}}, "leaves no head"),
+    "pruned half a group": ({"n_kv_heads": 2, "pruned_heads": {"blocks.0.attention": (0, 2)}}, "splits a key/value group"),
+    "pruned and shared": ({"layer_groups": 1, "pruned_heads": {"blocks.0.attention": (0,)}}, "layer_groups shares weights"),
+    "pruned under a norm": ({"qk_norm": "full", "pruned_heads": {"blocks.0.attention": (0,)}}, "qk_norm full"),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size is not set"),
+    "two vocabularies": ({"family": "encoder-decoder", "source_vocab_size": 5}, "source_vocab_size 5 differs from vocab_size 13"),
+    "no image size": ({"family": "encoder", "input": "patches", "n_classes": 2}, "input patches needs image_size"),
+    "broken patches": (
+        {"family": "encoder", "input": "patches", "n_classes": 2, "image_size": (8, 9), "patch_size": 4},
+        "whole number of patches",
+    ),
+    "image too large": (
+        {"family": "encoder", "input": "patches", "n_classes": 2, "image_size": (24, 24), "patch_size": 4, "class_token": True},
+        "max_positions 32 is below the 37 positions of one image",
+    ),
+    "no input width": ({"family": "encoder", "input": "vectors", "n_classes": 2}, "d_input 0 must be 1 or more"),
+    "even kernel": ({"conv_kernel": 4}, "conv_kernel 4 is even"),
+    "words from vectors": ({"input": "vectors", "d_input": 3}, "head lm predicts ids and input is vectors"),
+    "words from patches": (
+        {"family": "encoder", "input": "patches", "image_size": (8, 8), "patch_size": 4},
+        "head mlm predicts ids and input is patches",
+    ),
+    "class token of text": ({"class_token": True}, "class_token belongs to input patches"),
+    "no classes": ({"head": "classifier"}, "head classifier needs n_classes"),
+    "no tags": ({"family": "encoder", "head": "tagger"}, "head tagger needs n_classes"),
+    "masked decoder": ({"head": "mlm"}, "head mlm reads both sides of a mask and family is decoder"),
+    "unknown family": (
+        {"family": "decodr"},
+        'family .decodr. is not allowed: it must be one of .*did you mean "decoder"',
+    ),
+    "unknown norm": ({"norm": "rmsnrm"}, 'did you mean "rmsnorm"'),
+    "text for a number": ({"d_model": "16"}, "d_model '16' is not allowed: it must be a whole number"),
+    "fraction of a layer": ({"n_layers": 2.0}, "n_layers 2.0 is not allowed: it must be a whole number"),
+    "true for a number": ({"n_layers": True}, "n_layers True is not allowed"),
+    "number for true": ({"gated": 1}, "gated 1 is not allowed: it must be true or false"),
+    "list for a tuple": ({"window": [1, 2]}, r"window \[1, 2\] is not allowed: it must be a whole number or a list of"),
+    "three sides": ({"image_size": (1, 2, 3)}, "image_size .* 2 values of a whole number"),
+    "not finite": ({"rope_base": float("inf")}, "rope_base inf is not a finite number"),
+    "norms of parallel": ({"parallel_norms": 3}, "parallel_norms 3 is not allowed: it must be one of 1, 2"),
+    "pruned list": ({"pruned_heads": {"blocks.0.attention": 3}}, "a table of head numbers by attention name"),
+}
+
+
+@pytest.mark.ledger("E5")
+@pytest.mark.parametrize("name", list(WRONG))
+def test_every_cross_check(name):
+    choices, says = WRONG[name]
+    with pytest.raises(ch.ConfigError, match=says) as caught:
+        config(**choices)
+    assert "\n" not in str(caught.value)
+
+
+def test_rope_scaling_checks():
+    with pytest.raises(ch.ConfigError, match="factor 0 must be positive"):
+        ch.RopeScaling(kind="linear", factor=0)
+    with pytest.raises(ch.ConfigError, match="longrope needs short_factor and long_factor"):
+        ch.RopeScaling(kind="longrope", short_factor=(1.0,))
+    with pytest.raises(ch.ConfigError, match='did you mean "linear"'):
+        ch.RopeScaling(kind="liner")
+
+
+def test_derived_values_hold():
+    plain = ch.ModelConfig(vocab_size=9, d_model=48, n_heads=6)
+    expected = {"d_head": 8, "d_value": 8, "d_ff": 192, "n_kv_heads": 6, "attention_scale": 8**-0.5, "head": "lm", "head_bias": False}
+    expected |= {"final_norm": True, "pooling": "last", "head_transform": False, "d_embedding": 48, "norm_bias": True}
+    assert {name: getattr(plain, name) for name in expected} == expected
+    masked = ch.ModelConfig(family="encoder", vocab_size=9, norm="rmsnorm", norm_position="post", bias=False)
+    expected = {"head": "mlm", "head_transform": True, "head_bias": True, "pooling": "cls", "final_norm": False, "norm_bias": False}
+    expected |= {"qkv_bias": False, "feedforward_bias": False, "n_encoder_layers": None}
+    assert {name: getattr(masked, name) for name in expected} == expected
+    assert ch.ModelConfig(vocab_size=9, n_classes=3).head == "classifier"
+    both = ch.ModelConfig(family="encoder-decoder", vocab_size=9, d_ff=100)
+    assert (both.d_encoder_ff, both.n_encoder_layers, both.source_vocab_size) == (100, 6, 9)
+
+
+def test_replace_derives_anew_and_keeps_what_was_set():
+    plain = config()
+    assert plain.replace(d_model=32).d_head == 8
+    assert plain.replace(n_heads=8).n_kv_heads == 8
+    assert plain.replace(n_classes=3).head == "classifier"
+    assert plain.replace(norm_position="post").final_norm is False
+    assert plain.replace(dropout=0.1).attention_dropout == 0.1
+    chosen = config(d_head=8, d_ff=20, head="none", attention_scale=1.0, n_kv_heads=2)
+    again = chosen.replace(dropout=0.1)
+    assert (again.d_head, again.d_ff, again.head, again.attention_scale, again.n_kv_heads) == (8, 20, "none", 1.0, 2)
+    assert again.replace(dropout=0.0) == chosen
+    odd = ch.ModelConfig(vocab_size=9, d_model=10, n_heads=3, d_head=4)
+    assert odd.replace(n_layers=1).d_head == 4
+    both = config(family="encoder-decoder", d_ff=20)
+    assert both.replace(d_ff=40).d_encoder_ff == 40
+    with pytest.raises(ch.ConfigError, match=r'unknown config key "n_layer" .did you mean "n_layers"'):
+        plain.replace(n_layer=3)
+
+
+def test_frozen_and_hashable():
+    one, two = config(pruned_heads={"blocks.0.attention": (1,)}), config(pruned_heads={"blocks.0.attention": (1,)})
+    assert one == two
+    assert hash(one) == hash(two)
+    assert len({one, two, config()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.d_model = 3
+
+
+def test_mistakes_in_json():
+    with pytest.raises(ch.ConfigError, match=r'unknown config key "n_head" .did you mean "n_heads"'):
+        ch.ModelConfig.from_dict({"n_head": 3})
+    with pytest.raises(ch.ConfigError, match="config is not JSON"):
+        ch.ModelConfig.from_json("{")
+    with pytest.raises(ch.ConfigError, match="must be a JSON object, not list"):
+        ch.ModelConfig.from_json("[1]")
+    with pytest.raises(ch.ConfigError, match=r'unknown config key "kinds"'):
+        ch.ModelConfig.from_dict({"vocab_size": 3, "rope_scaling": {"kinds": "linear"}})
+    with pytest.raises(ch.ConfigError, match="missing 1 required keyword-only argument: 'kind'"):
+        ch.ModelConfig.from_dict({"vocab_size": 3, "rope_scaling": {"factor": 2.0}})
+    with pytest.raises(ch.ConfigError, match="is not allowed"):
+        ch.ModelConfig.from_dict({"vocab_size": 3, "rope_scaling": 4})
+
+
+probability = st.floats(0, 0.99)
+CHOICES = {
+    "family": st.sampled_from(["decoder", "encoder", "encoder-decoder"]),
+    "n_layers": st.integers(1, 4),
+    "n_kv_heads": st.sampled_from([None, 1, 2, 4]),
+    "d_head": st.sampled_from([None, 2, 6]),
+    "d_value": st.sampled_from([None, 3]),
+    "d_ff": st.sampled_from([None, 7]),
+    "d_embedding": st.sampled_from([None, 5]),
+    "embedding_scale": st.floats(0.1, 100),
+    "n_types": st.integers(0, 2),
+    "tie_embeddings": st.booleans(),
+    "positions": st.sampled_from(["learned", "sinusoidal", "rope", "alibi", "relative", "none"]),
+    "rope_base": st.floats(1, 1e7),
+    "rope_layout": st.sampled_from(["half", "interleaved"]),
+    "rope_scaling": st.sampled_from(
+        [
+            None,
+            ch.RopeScaling(kind="linear", factor=3.7),
+            ch.RopeScaling(kind="yarn", factor=2.0, mscale=0.7, truncate=False),
+            ch.RopeScaling(kind="longrope", short_factor=(1.0, 1.1), long_factor=(2.5, 1 / 3)),
+        ]
+    ),
+    "window": st.one_of(st.none(), st.integers(1, 9)),
+    "attention_softcap": st.one_of(st.none(), st.floats(0.1, 100)),
+    "attention_scale": st.one_of(st.none(), st.floats(0.01, 1)),
+    "qk_norm": st.sampled_from(["none", "head", "full"]),
+    "bias": st.booleans(),
+    "qkv_bias": st.sampled_from([None, True, False]),
+    "activation": st.sampled_from(["relu", "gelu", "gelu_tanh", "silu", "relu2"]),
+    "gated": st.booleans(),
+    "n_experts": st.sampled_from([0, 2, 5]),
+    "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+    "norm_position": st.sampled_from(["pre", "post", "sandwich", "output"]),
+    "norm_eps": st.floats(1e-12, 1e-3),
+    "final_norm": st.sampled_from([None, True, False]),
+    "dropout": probability,
+    "embedding_dropout": st.one_of(st.none(), probability),
+    "n_classes": st.integers(0, 3),
+    "logit_softcap": st.one_of(st.none(), st.floats(0.1, 100)),
+    "init": st.sampled_from(["xavier", "gpt2", "bert"]),
+}
+
+
+@pytest.mark.ledger("E5")
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries({}, optional=CHOICES))
+def test_json_round_trip_is_exact(choices):
+    """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""
+    there = config(**choices)
+    text = there.to_json()
+    back = ch.ModelConfig.from_json(text)
+    assert back == there
+    assert hash(back) == hash(there)
+    assert back.to_json() == text
+    assert there.replace() == there
+    assert json.loads(text)["family"] == there.family  # always said, so that a reader sees what it is
+
+
+def test_json_of_nested_values():
+    there = config(window=(None, 3), pruned_heads={"blocks.1.attention": (0, 2)})
+    back = ch.ModelConfig.from_json(there.to_json())
+    assert back == there
+    assert back.window == (None, 3)
+    assert back.pruned_heads == {"blocks.1.attention": (0, 2)}
+    image = ch.ModelConfig(family="encoder", input="patches", image_size=(32, 16), n_classes=2)
+    assert ch.ModelConfig.from_json(image.to_json()) == image
+    assert "d_model" not in json.loads(image.to_json())  # what is at its default is left out

@@ -1,0 +1,130 @@
+"""How the code is laid out: imports go one way, the model knows no architecture, its files stay short."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import clearhead
+from clearhead.config import Initialisation
+
+SOURCE = pathlib.Path(clearhead.__file__).parent
+MODEL = sorted((SOURCE / "model").glob("*.py"))
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"model", "presets", "cost", "steps"},
+    {"tokens", "data"},
+    {"generate", "hub", "train", "loaded"},
+    {"inside", "long", "parallel", "report"},
+    {"plot", "explorer", "serve", "lab", "tour"},
+    {"cli", "__main__"},
+]
+ARCHITECTURE = re.compile(
+    r"(?<![a-z])(gpt|bert|albert|llama|mistral|mixtral|qwen|gemma|t5|bart|marian|nllb|m2m|longformer|bigbird|whisper|vit|palm|neox|bloom)(?![a-z])"
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def part_of(path: pathlib.Path) -> str:
+    """The part of the package a file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(path: pathlib.Path) -> list[str]:
+    """The parts of clearhead that a file imports, wherever in the file; imports for type checkers alone do not count."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "clearhead" else [node.module]
+    return [name.split(".")[1] for name in names if name.startswith("clearhead.")]
+
+
+@pytest.mark.ledger("E5")
+def test_imports_go_one_way():
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        mine = part_of(path)
+        if mine == "__init__":
+            continue
+        assert mine in RANK, f"{mine} has no place in LAYERS: say where it stands"
+        for theirs in imported(path):
+            if theirs != mine and (theirs not in RANK or RANK[theirs] > RANK[mine]):
+                wrong.append(f"{path.relative_to(SOURCE)} imports {theirs}")
+    assert not wrong
+
+
+def test_the_model_imports_only_what_is_below_it():
+    for path in MODEL:
+        assert set(imported(path)) <= {"model", "config", "errors"}, path.name
+        assert not {"print", "distributed", "logging"} & set(code_names(path)), path.name
+
+
+def code_names(path: pathlib.Path) -> list[str]:
+    """Identifiers and strings of the code, docstrings and comments left out."""
+    tree = ast.parse(path.read_text())
+    prose = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.add(node.value)
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            names.append(node.value)
+        elif isinstance(node, ast.Name):
+            names.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+    return names
+
+
+@pytest.mark.ledger("E5")
+@pytest.mark.parametrize("path", MODEL, ids=lambda path: path.stem)
+def test_no_family_and_no_architecture_under_model(path):
+    names = code_names(path)
+    assert "family" not in names
+    assert "encoder-decoder" not in names
+    published = {*Initialisation.__args__, "llama3"}  # initialisations and a kind of RoPE scaling that have no other name
+    found = [name for name in names if ARCHITECTURE.search(name.lower()) and name not in published]
+    assert not found
+
+
+@pytest.mark.parametrize("path", MODEL, ids=lambda path: path.stem)
+def test_model_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= 340
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    assert sum(len(path.read_text().splitlines()) for path in MODEL) <= 2500
+
+
+def test_the_reading_order_names_every_file():
+    order = re.findall(r"\w+", (SOURCE / "model" / "__init__.py").read_text().split("Read in this order.")[1])
+    assert [name for name in order if name.islower()] == list(dict.fromkeys(order))
+    assert set(order) == {path.stem for path in MODEL} - {"__init__"}
+
+
+def test_importing_is_quick():
+    """What `import clearhead` costs beyond torch, the best of three: under two seconds, and no heavy library with it."""
+    script = (
+        "import torch, time, sys; start = time.perf_counter(); import clearhead; "
+        "print(time.perf_counter() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro')))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in runs) < 2
+    assert {heavy for _, heavy in runs} == {"False"}

@@ -1,0 +1,390 @@
+"""One harness per kind of part. A name added to a registry is tested here without another line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from torch import nn
+
+import clearhead as ch
+from clearhead.model.attend import KERNELS
+from clearhead.model.experts import Experts
+from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.fronts import FRONTS
+from clearhead.model.heads import HEADS
+from clearhead.model.norms import NORMS
+from clearhead.model.positions import POSITIONS
+from tests.harness import V, build, chunks, config, every_dtype_kept, in_pieces, pad, scramble, some_ids, through_bytes, worst
+
+TOLERANCE = 1e-5
+
+
+def gradcheck(module: nn.Module, run, *inputs: torch.Tensor) -> None:
+    """Analytic against numeric gradients in float64, of the inputs and of every parameter."""
+    module.double().eval()
+    names = [name for name, _ in module.named_parameters()]
+    values = [x.detach().clone().requires_grad_() for _, x in module.named_parameters()]
+    given = [x.double().requires_grad_() for x in inputs]
+
+    def call(*tensors):
+        xs, weights = tensors[: len(given)], dict(zip(names, tensors[len(given) :]))
+        with torch.nn.utils.stateless._reparametrize_module(module, weights, tie_weights=True):
+            return run(*xs)
+
+    assert torch.autograd.gradcheck(call, (*given, *values), fast_mode=True, atol=1e-6)
+
+
+def compiled_equals(model: nn.Module, *inputs, **given) -> None:
+    """The model through torch.compile says what it says without."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours, theirs = model(*inputs, **given), torch.compile(model, backend="aot_eager")(*inputs, **given)
+    if isinstance(ours, ch.Output):
+        ours, theirs = ours.logits, theirs.logits
+    assert worst(theirs, ours) <= TOLERANCE
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+NORM_REFERENCES = {"layernorm": lambda x: (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True, unbiased=False).add(1e-5).sqrt()}
+NORM_REFERENCES["rmsnorm"] = lambda x: x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()
+
+
+@pytest.mark.ledger("D2")
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("name", list(NORMS))
+def test_norm(name, unit_offset):
+    def make() -> nn.Module:
+        return scramble(NORMS[name](12, 1e-5, name == "layernorm", unit_offset))
+
+    norm, x = make(), torch.randn(3, 5, 12) * 4 + 1
+    expected = NORM_REFERENCES[name](x.double()) * (norm.weight.double() + unit_offset)
+    expected = expected + norm.bias.double() if getattr(norm, "bias", None) is not None else expected
+    assert worst(norm(x).double(), expected) <= TOLERANCE
+    fresh = NORMS[name](12, 1e-5, name == "layernorm", unit_offset)
+    assert worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE  # a new norm scales by one
+    module = make()
+    gradcheck(module, module, x[:1, :2])
+    every_dtype_kept(norm, norm, x)
+    assert torch.equal(through_bytes(make(), NORMS[name](12, 1e-5, name == "layernorm", unit_offset))(x), make()(x))
+    compiled_equals(make(), x)
+
+
+@pytest.mark.ledger("D2")
+@pytest.mark.parametrize("name", list(NORMS))
+def test_norm_statistics_are_float32_in_bfloat16(name):
+    """Where bfloat16 sums would be off by several per cent, the answer is the float64 one, rounded once or twice."""
+    norm = NORMS[name](4096, 1e-5, name == "layernorm", False).bfloat16()
+    x = (torch.randn(4, 4096) + 3).bfloat16()
+    expected = NORM_REFERENCES[name](x.double())
+    assert ((norm(x).double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        wide = NORMS[name](4096, 1e-5, name == "layernorm", False)(x)
+    assert ((wide.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("B2", "B3", "B4", "B5", "B6", "B7")
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
+@pytest.mark.parametrize("name", list(POSITIONS))
+def test_positions(name, family):
+    shape = {"family": family, "positions": name, "d_model": 8, "n_heads": 2, "d_ff": 8, "n_layers": 1}
+    shape |= {"tie_embeddings": False, "share_embeddings": False}  # gradcheck moves one tensor at a time
+    model, ids = build(**shape), some_ids(2, 8)
+    given = {"source": some_ids(2, 5)} if family == "encoder-decoder" else {}
+    with torch.no_grad():
+        logits = model(ids, **given).logits
+        assert logits.shape == (2, 8, V)
+        if family != "encoder":
+            for cache in (ch.Cache(), ch.WindowCache(), ch.FixedCache(model.config, 2, 8)):
+                assert worst(in_pieces(model, ids, chunks(8, 3), cache, **given), logits) <= TOLERANCE
+        for where in ("left", "right", "gaps"):
+            padded, mask = pad(ids, where)
+            assert worst(model(padded, mask=mask, **given).logits[mask].view_as(logits), logits) <= TOLERANCE
+        assert torch.equal(through_bytes(model, ch.Transformer(model.config))(ids, **given).logits, logits)
+    if family == "decoder":
+        compiled_equals(model, ids)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert model.to(dtype)(ids, **given).logits.dtype == dtype
+    gradcheck(model, lambda: model(ids[:1, :4], **{key: x[:1] for key, x in given.items()}).logits)
+
+
+# Activations ----------------------------------------------------------------------------------------------------------
+
+ACTIVATION_REFERENCES = {
+    "relu": lambda x: x.clamp(min=0),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+}
+
+
+@pytest.mark.ledger("D1")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_activation(name, gated):
+    shape = config(activation=name, gated=gated, d_model=8)
+    part, x = scramble(FeedForward(shape, 10)), torch.randn(2, 3, 8)
+    up, down = part.up, part.down
+    bent = ACTIVATION_REFERENCES[name]((part.gate if gated else up)(x))
+    assert worst(part(x), down(bent * up(x) if gated else bent)) <= 1e-6
+    gradcheck(scramble(module := FeedForward(shape, 10)), module, x)
+    every_dtype_kept(part, part, x)
+    whole = build(activation=name, gated=gated, n_layers=1)
+    ids = some_ids()
+    with torch.no_grad():
+        assert torch.equal(through_bytes(whole, ch.Transformer(whole.config))(ids).logits, whole(ids).logits)
+    if not gated:
+        compiled_equals(whole, ids)
+
+
+@pytest.mark.ledger("D1")
+def test_feedforward_is_four_times_as_wide_unless_set():
+    assert config(d_ff=None).d_ff == 64
+    assert build(d_ff=None).decoder.blocks[0].feedforward.up.weight.shape == (64, 16)
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("C1", "C5")
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_kernel(name, kv_heads):
+    attend = KERNELS[name]
+    q, k, v = torch.randn(2, 4, 3, 4), torch.randn(2, kv_heads, 5, 4), torch.randn(2, kv_heads, 5, 6)
+    mask = torch.rand(2, 1, 3, 5) > 0.3
+    mask[1, 0, 1] = False
+    assert attend(q, k, v, mask).shape == (2, 4, 3, 6)
+    given = [x.double().requires_grad_() for x in (q, k, v, torch.randn(1, 4, 3, 5))]
+    for choices in ({"mask": mask}, {"causal": True}, {"mask": mask, "scale": 0.3}, {"mask": mask, "softcap": 1.5}):
+        call = lambda q, k, v, b, choices=choices: attend(q, k, v, bias=b, **choices)  # noqa: E731
+        assert torch.autograd.gradcheck(call, given, fast_mode=True)
+    assert attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask).dtype == torch.bfloat16
+    torch._dynamo.reset()
+    assert worst(torch.compile(attend, backend="aot_eager")(q, k, v, mask), attend(q, k, v, mask)) <= 1e-6
+    model, ids = build(n_kv_heads=kv_heads), some_ids()
+    with ch.attending(model, name), torch.no_grad():
+        logits = model(ids).logits
+        assert worst(in_pieces(model, ids, chunks(8, 3), ch.Cache()), logits) <= TOLERANCE
+        padded, where = pad(ids, "gaps")
+        assert worst(model(padded, mask=where).logits[where].view_as(logits), logits) <= TOLERANCE
+
+
+@pytest.mark.ledger("C5")
+def test_kernels_by_name():
+    model = build()
+    with pytest.raises(ch.InputError, match='"flash": choose from eager, fused'), ch.attending(model, "flash"):
+        pass
+    with pytest.raises(ch.InputError), ch.attending(model, "eager"):  # put back even when the forward fails
+        model(torch.full((1, 1), V))
+    assert {block.attention.kernel for block in model.decoder.blocks} == {"fused"}
+
+
+# Heads ----------------------------------------------------------------------------------------------------------------
+
+HEAD_SHAPES = {"lm": (2, 8, V), "mlm": (2, 8, V), "classifier": (2, 5), "tagger": (2, 8, 5), "span": (2, 8, 2)}
+HEAD_SHAPES |= {"embedding": (2, 16), "none": (2, 8, 16)}
+
+
+@pytest.mark.ledger("E1", "E2")
+@pytest.mark.parametrize("family", ["encoder", "decoder"])
+@pytest.mark.parametrize("name", list(HEADS))
+def test_head(name, family):
+    if name == "mlm" and family == "decoder":
+        with pytest.raises(ch.ConfigError, match="head mlm"):
+            config(family=family, head=name)
+        return
+    shape = {"family": family, "head": name, "n_classes": 5, "n_layers": 1}
+    model, ids = build(**shape), some_ids()
+    with torch.no_grad():
+        said = model(ids).logits
+        assert said.shape == HEAD_SHAPES.get(name, said.shape)
+        for where in ("left", "right", "gaps"):
+            padded, mask = pad(ids, where)
+            again = model(padded, mask=mask).logits
+            again = again[mask].view_as(said) if said.ndim == 3 else again
+            assert worst(again, said) <= TOLERANCE
+        assert torch.equal(through_bytes(model, ch.Transformer(model.config))(ids).logits, said)
+    if family == "encoder":
+        compiled_equals(model, ids)
+    head, hidden = build(**shape).head, torch.randn(1, 3, 16)
+    real = torch.tensor([[True, True, False]])
+    gradcheck(head, lambda x: head(x, real), hidden)
+    every_dtype_kept(lambda x: head(x, real), head, hidden)
+
+
+# Fronts ---------------------------------------------------------------------------------------------------------------
+
+INPUTS = {"tokens": some_ids(), "patches": torch.randn(2, 3, 8, 12), "vectors": torch.randn(2, 8, 5), "frames": torch.randn(2, 9, 5)}
+LENGTHS = {"tokens": 8, "patches": 6, "vectors": 8, "frames": 5}
+
+
+@pytest.mark.ledger("E4", "E6")
+@pytest.mark.parametrize("head", ["classifier", "tagger"])
+@pytest.mark.parametrize("name", list(FRONTS))
+def test_front(name, head):
+    shape = {
+        "family": "encoder",
+        "n_layers": 1,
+        "input": name,
+        "head": head,
+        "n_classes": 5,
+        "image_size": (8, 12),
+        "patch_size": 4,
+        "d_input": 5,
+    }
+    model, x = build(**shape), INPUTS[name]
+    with torch.no_grad():
+        said = model(x).logits
+        assert said.shape == ((2, 5) if head == "classifier" else (2, LENGTHS[name], 5))
+        assert torch.equal(through_bytes(model, ch.Transformer(model.config))(x).logits, said)
+    if head == "tagger":
+        compiled_equals(model, x)
+    front = build(**shape).encoder.embedding.front
+    if x.is_floating_point():
+        gradcheck(front, front, x[:1])
+        every_dtype_kept(front, front, x)
+    else:
+        gradcheck(front, lambda: front(x))
+        assert front.bfloat16()(x).dtype == torch.bfloat16
+    if name != "patches":
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        noise = some_ids(2, 3, seed=6) if name == "tokens" else torch.randn(2, 3, 5)
+        padded, mask = torch.cat([x, noise], 1), torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)], 1)
+        again = model(padded, mask=mask).logits
+        assert worst(again if head == "classifier" else again[:, : LENGTHS[name]], said) <= TOLERANCE
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+def experts_by_loops(part: Experts, x: torch.Tensor, order: str, renormalise: bool) -> torch.Tensor:
+    """One token at a time."""
+    out = torch.zeros_like(x)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            logits = part.router(x[b, t])
+            best = sorted(range(len(part.experts)), key=lambda e: -logits[e].item())[: part.n_active]
+            weights = logits[best].softmax(0) if order == "topk_softmax" else logits.softmax(0)[best]
+            if order == "softmax_topk" and renormalise:
+                weights = weights / weights.sum()
+            for weight, expert in zip(weights, best):
+                out[b, t] += weight * part.experts[expert](x[b, t])
+    return out
+
+
+@pytest.mark.ledger("D5")
+@pytest.mark.parametrize("active", [1, 2, 5])
+@pytest.mark.parametrize(("order", "renormalise"), [("topk_softmax", True), ("softmax_topk", True), ("softmax_topk", False)])
+def test_experts_equal_a_loop_over_tokens(order, renormalise, active):
+    shape = config(n_experts=5, n_active_experts=active, router_order=order, router_renormalise=renormalise, gated=True)
+    part, x = scramble(Experts(shape, 8)).eval(), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        assert worst(part(x), experts_by_loops(part, x, order, renormalise)) <= 1e-6
+    module = scramble(Experts(shape.replace(d_model=4, n_heads=2), 5))
+    gradcheck(module, module, torch.randn(1, 4, 4))
+    every_dtype_kept(part, part, x)
+
+
+@pytest.mark.ledger("D5")
+def test_no_token_is_dropped_when_all_want_one_expert():
+    part, x = scramble(Experts(config(n_experts=4, n_active_experts=1), 8)), torch.rand(3, 50, 16) + 0.1
+    part.router.weight.data.zero_()
+    part.router.weight.data[2] = 1.0
+    assert worst(part(x), part.experts[2](x)) <= 1e-6
+    grads = torch.autograd.grad(part(x).sum(), list(part.experts.parameters()))
+    assert all(gradient.isfinite().all() for gradient in grads)  # experts that got no token too
+
+
+@pytest.mark.ledger("D5")
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
+def test_experts_in_a_model(family):
+    model, ids = build(family=family, n_experts=4), some_ids()
+    given = {"source": some_ids(2, 5)} if family == "encoder-decoder" else {}
+    logits = model(ids, **given).logits
+    if family != "encoder":
+        assert worst(in_pieces(model, ids, chunks(8, 3), ch.Cache(), **given), logits) <= TOLERANCE
+    for where in ("left", "right", "gaps"):
+        padded, mask = pad(ids, where)
+        assert worst(model(padded, mask=mask, **given).logits[mask].view_as(logits), logits) <= TOLERANCE
+    assert torch.equal(through_bytes(model, ch.Transformer(model.config))(ids, **given).logits, logits)
+
+
+@pytest.mark.ledger("D5")
+def test_balance_loss():
+    """Against the formula written out, and against the reference implementation; least when all is even."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model, ids = build(n_experts=4, n_active_experts=2).train(), some_ids(2, 8)
+    assert ch.balance_loss(model).item() == 0  # nothing has been routed yet
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, 5:] = False
+    model(ids, mask=mask)
+    routed = [block.feedforward.routed for block in model.decoder.blocks]
+    for given in (None, mask):
+        rows = torch.cat([logits[mask.flatten()] if given is not None else logits for logits in routed])
+        probabilities, share = rows.softmax(-1), torch.zeros(4)
+        for row in rows:
+            for expert in row.topk(2).indices:
+                share[expert] += 1 / len(rows)
+        expected = 4 * sum(share[e] * probabilities[:, e].mean() for e in range(4))
+        assert ch.balance_loss(model, given).item() == pytest.approx(expected.item(), abs=1e-6)
+        theirs = load_balancing_loss_func(tuple(routed), 4, 2, None if given is None else mask.long())
+        assert ch.balance_loss(model, given).item() == pytest.approx(theirs.item(), abs=1e-6)
+    gradient = torch.autograd.grad(ch.balance_loss(model), model.decoder.blocks[0].feedforward.router.weight)[0]
+    assert gradient.any()
+    for block in model.decoder.blocks:
+        block.feedforward.router.weight.data.zero_()
+    model(ids)
+    assert ch.balance_loss(model).item() == pytest.approx(2.0)  # n_active, the least there is
+    model.eval()(ids)
+    assert ch.balance_loss(model).item() == 0
+
+
+# Compiled for real ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("G2", "H5")
+def test_a_compiled_step_with_a_fixed_cache():
+    """The step that generation compiles: the same buffers, the same answers, and no new compilation after the first steps."""
+    model, ids = build(positions="rope", n_kv_heads=2), some_ids(2, 8)
+    cache = ch.FixedCache(model.config, 2, 8)
+    torch._dynamo.reset()
+    step = torch.compile(lambda token: model(token, cache=cache).logits, backend="aot_eager")
+    with torch.no_grad():
+        whole = model(ids).logits
+        said = [step(ids[:, t : t + 1]) for t in range(3)]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            said += [step(ids[:, t : t + 1]) for t in range(3, 8)]
+    assert worst(torch.cat(said, dim=1), whole) <= TOLERANCE
+
+
+@pytest.mark.ledger("H5", "K1")
+def test_taps_work_in_a_compiled_model():
+    model, ids = build(positions="rope", n_layers=1), some_ids()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(ids)
+        with ch.record(model, "blocks.0.attention.pattern") as seen:
+            compiled(ids)
+        with ch.record(model, "blocks.0.attention.pattern") as expected:
+            model(ids)
+        with ch.edit(model, {"blocks.0.attention.z": torch.zeros_like}):
+            assert worst(compiled(ids).logits, model(ids).logits) <= TOLERANCE
+    assert worst(seen["blocks.0.attention.pattern"], expected["blocks.0.attention.pattern"]) <= TOLERANCE
+
+
+@pytest.mark.ledger("H5")
+def test_gradients_survive_compilation():
+    model, ids = build(positions="rope", gated=True, norm="rmsnorm"), some_ids()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    ours = torch.autograd.grad(nnf.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters()))
+    theirs = torch.autograd.grad(nnf.cross_entropy(compiled(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters()))
+    assert max(map(worst, ours, theirs)) <= TOLERANCE
