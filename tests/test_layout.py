@@ -125,6 +125,10 @@ def test_importing_is_quick():
         "import torch, time, sys; start = time.perf_counter(); import clearhead; "
         "print(time.perf_counter() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro')))"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
-    assert min(float(seconds) for seconds, _ in runs) < 2
-    assert {heavy for _, heavy in runs} == {"False"}
+    fastest, heavy = float("inf"), ""
+    for _ in range(3):
+        if fastest >= 2:  # the machine may be busy: try again
+            found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+            fastest, heavy = min(fastest, float(found[0])), found[1]
+    assert fastest < 2
+    assert heavy == "False"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -103,7 +104,7 @@ def convert(
     _print(body, json, lambda console: console.print(f"saved {target} as {saved_as}{': ' + note if note else ''}", highlight=False))
 
 
-COMMANDS = {"demo": demo, "cost": cost, "check": check, "convert": convert}
+COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "cost": cost, "check": check, "convert": convert}
 
 
 def main(arguments: list[str] | None = None) -> None:

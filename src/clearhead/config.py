@@ -35,7 +35,7 @@ class RopeScaling:
     """How rotary angles are stretched beyond the length a model was trained on."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    factor: float = 1.0
+    factor: float = 1.0  # longrope: 1 stands for max_positions / original_positions
     original_positions: int | None = None  # trained length; None: the model's max_positions
     low_frequency_factor: float = 1.0  # llama3: wavelengths longer than original / low are divided by factor
     high_frequency_factor: float = 4.0  # llama3: wavelengths shorter than original / high are kept
@@ -518,7 +518,7 @@ def _check_names(values: Mapping[str, Any], cls: type) -> None:
 
 def _check_types(config: Any) -> None:
     """Hold every field against its annotation, so that a wrong value is named before it is used."""
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
         if not _fits(value, hint):
             raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
@@ -526,9 +526,7 @@ def _check_types(config: Any) -> None:
             raise ConfigError(f"{name} {value} is not a finite number")
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -77,8 +77,8 @@ class _Walk:
         parameters, values = width * (1 + bool(self.config.norm_bias)), rows * groups * width
         if self.config.norm == "layernorm":
             return Step(name, "norms", parameters, kept=values * self.size * (not input_kept) + 2 * rows * groups * 4)
-        if self.size < self.wide:  # the input is widened twice, and what is kept is the copies
-            return Step(name, "norms", parameters, kept=3 * values * self.wide + rows * groups * self.wide)
+        if self.size < self.wide:  # the input is widened, and what is kept is the copy
+            return Step(name, "norms", parameters, kept=2 * values * self.wide + rows * groups * self.wide)
         return Step(name, "norms", parameters, kept=values * self.size * (2 - input_kept) + rows * groups * self.size)
 
     def stack(self, plan: StackPlan, length: int, memory: int = 0, shared_front: bool = False) -> Iterator[Step]:

@@ -362,8 +362,8 @@ def only_ours(action: Callable[[], Any]) -> None:
 
 def read_all(path: Path) -> None:
     for entry in files.open_safetensors(path).values():
-        entry.read(False)
-        entry.read(True)
+        entry.read()
+        entry.release()
 
 
 @QUICK

@@ -39,7 +39,9 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
     return model
 
 
-def batch(config: transformers.PretrainedConfig, rows: int = 3, length: int = 40, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:
+def batch(
+    config: transformers.PretrainedConfig, rows: int = 3, length: int = 40, side: str = "right", seed: int = 1
+) -> tuple[Tensor, Tensor]:
     """Random ids and a padding mask: rows of different lengths, padding on one side."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, config.vocab_size, (rows, length), generator=generator)
@@ -77,7 +79,9 @@ def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) 
             close(f"hidden state {depth}, padded {side}", a[mask], b[mask], HIDDEN)
     if greedy_tokens:
         ids = ids[:1, :9]
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=greedy_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=greedy_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         assert greedy(ours.model, ids, greedy_tokens).tolist() == theirs[:, 9:].tolist()
     check_gradients(model, ours, ids, ids)
     check_round_trip(model, ours, tmp, lambda other: other(ids).logits, lambda mine: mine(ids).logits)

@@ -1,6 +1,7 @@
 """Decoders of Llama's kin and of GPT's, each against its reference in transformers."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -38,11 +39,11 @@ def config_of(kind, options):
     return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**options)
 
 
-def check(kind, options, tmp_path, fresh=None):
+def check(kind, options, tmp_path, fresh=None, greedy_tokens=30):
     """All of `check_decoder`; `fresh` names the architecture of the config alone, where another that is asked first says the same."""
     config = config_of(kind, options)
     model = reference(f"{kind}ForCausalLM", config, tmp_path / "reference")
-    check_decoder(model, tmp_path / "reference", tmp_path)
+    check_decoder(model, tmp_path / "reference", tmp_path, greedy_tokens)
     assert read_json(tmp_path / "fresh" / "config.json")["model_type"] == (fresh or config.model_type)
 
 
@@ -107,11 +108,14 @@ def test_gemma(options, tmp_path):
     check("Gemma", options, tmp_path)
 
 
+TIGHT = {**DEEP, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}  # so that most scores feel the cap
+
+
 @pytest.mark.ledger("L3")
 @options(
     plain={**GROUPED, "head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 17},
     odd_untied_no_cap={**ODD, **UNTIED, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8},
-    tight_cap={**DEEP, "sliding_window": 6, "final_logit_softcapping": None, "attn_logit_softcapping": 1.5, "attention_bias": True},
+    tight_cap={**TIGHT, "sliding_window": 6, "final_logit_softcapping": None, "attention_bias": True},
     no_window={**GROUPED, "head_dim": 10, "layer_types": ["full_attention"] * 3},
 )
 def test_gemma2(options, tmp_path):
@@ -129,20 +133,30 @@ def test_gemma3(options, tmp_path):
     check("Gemma3", options, tmp_path)
 
 
-@pytest.mark.ledger("L3")
-def test_gemma3_reads_the_keys_of_older_files(tmp_path):
-    options = {**DEEP, "sliding_window": 8, "rope_scaling": LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 90.0}
-    reference("Gemma3ForCausalLM", config_of("Gemma3", options), tmp_path)
-    theirs = read_json(tmp_path / "config.json")
-    new = ARCHITECTURES["gemma3_text"].read(theirs)
-    for key in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
-        del theirs[key]
-    old = ARCHITECTURES["gemma3_text"].read(
-        {**theirs, "rope_theta": 5e5, "rope_local_base_freq": 90.0, "rope_scaling": LINEAR, "sliding_window_pattern": 6}
-    )
+NEOX_KEYS = {"rotary_pct": 0.5, "rotary_emb_base": 700.0}
+QWEN_KEYS = {**WINDOW, "max_window_layers": 2, "rope_theta": 5e5}
+GEMMA3_KEYS = {"rope_theta": 5e5, "rope_local_base_freq": 90.0, "rope_scaling": LINEAR, "sliding_window_pattern": 3, "sliding_window": 8}
+
+
+@pytest.mark.ledger("L2", "L3")
+@pytest.mark.parametrize(
+    ("kind", "options", "keys", "expected"),
+    [
+        ("GPTNeoX", SMALL, NEOX_KEYS, {"rope_fraction": 0.5, "rope_base": 700.0}),
+        ("Qwen2", GROUPED, QWEN_KEYS, {"window": (None, None, 6), "rope_base": 5e5}),
+        ("Gemma2", {**GROUPED, "head_dim": 10}, {"sliding_window": 8}, {"window": (8, None, 8), "logit_softcap": 30.0}),
+        ("Gemma3", {**DEEP}, GEMMA3_KEYS, {"window": (8, 8, None, 8, 8, None, 8), "rope_base": 5e5, "rope_local_base": 90.0}),
+    ],
+    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3"],
+)
+def test_keys_of_older_files(kind, options, keys, expected):
+    config = config_of(kind, {**options, **keys})
+    architecture = ARCHITECTURES[config.model_type]
+    theirs = json.loads(config.to_json_string())
+    new = architecture.read(theirs)
+    old = architecture.read({**{key: value for key, value in theirs.items() if key not in ("rope_parameters", "layer_types")}, **keys})
     assert old == new
-    assert (new.rope_base, new.rope_local_base, new.rope_scaling.factor) == (5e5, 90.0, 3.0)
-    assert new.window == (8, 8, 8, 8, 8, None, 8)
+    assert {name: getattr(new, name) for name in expected} == expected
 
 
 EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}  # the reference's experts want rows of whole 16 bytes
@@ -178,6 +192,13 @@ def test_phi(options, tmp_path):
 )
 def test_phi3(options, fresh, tmp_path):
     check("Phi3", options, tmp_path, fresh)
+
+
+@pytest.mark.parametrize("factor", [{}, {"factor": 6.0}, {"attention_factor": 1.2}], ids=["by length", "factor", "attention factor"])
+def test_phi3_beyond_its_trained_length(factor, tmp_path):
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0], **factor}
+    options = {**GROUPED, "rope_scaling": scaling, "original_max_position_embeddings": 32}
+    check("Phi3", options, tmp_path, "llama", greedy_tokens=0)  # the reference's cached keys keep the angles of a shorter length
 
 
 @options(
@@ -420,3 +441,8 @@ def test_fused_experts_are_read(mixtral):
     save_file({**tensors, name: tensors[name][:5].clone()}, folder / "fused" / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"tensor {name} has shape"):
         ch.load(folder / "fused")
+
+
+def test_layers_that_skip_the_rotation_must_exist():
+    with pytest.raises(ch.ConfigError, match="rope_skips names layer 3, and there are layers 0 to 2"):
+        ch.ModelConfig(vocab_size=7, n_layers=3, positions="rope", rope_skips=(0, 3))

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 import clearhead as ch
@@ -150,6 +151,39 @@ def test_a_file_without_the_bias_on_logits(tmp_path):
         assert (model(target, source=source).logits - said).abs().max() <= 1e-6
     back = ch.load(tmp_path / "saved")
     assert back.config == config
+
+
+@pytest.mark.ledger("L4", "L5")
+def test_older_files(tmp_path):
+    """Every alias of one table in the file; or, from earlier releases, one table beside an output layer of its own."""
+    config = transformers.BartConfig(**BART, tie_word_embeddings=False)
+    model = reference("BartForConditionalGeneration", config, tmp_path / "reference")
+    with torch.no_grad():
+        for stack in (model.model.encoder, model.model.decoder):
+            stack.embed_tokens.weight.copy_(model.model.shared.weight)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
+    save_file(state, tmp_path / "reference" / "model.safetensors", {"format": "pt"})
+    check_outputs(model, ch.load(tmp_path / "reference"), "right")
+
+    model = reference("T5ForConditionalGeneration", transformers.T5Config(**T5), tmp_path / "aliases")
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "aliases" / "model.safetensors")
+    ours = ch.load(tmp_path / "aliases")
+    assert ours.config.tie_embeddings
+    check_outputs(model, ours, "right")
+
+
+@pytest.mark.ledger("E3")
+def test_an_original_transformer_with_sines_first_is_marian(tmp_path):
+    config = preset("transformer-base").replace(vocab_size=61, n_layers=2, bias=True, norm_eps=1e-5, sinusoid_layout="half")
+    config = config.replace(qkv_bias=True, attention_out_bias=True, d_model=24, n_heads=3, d_ff=40, embedding_scale=24**0.5)
+    model = ch.Transformer(config).eval()
+    ch.Loaded(model).save(tmp_path / "saved")
+    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert type(again).__name__ == "MarianMTModel" and not info["missing_keys"] and not info["unexpected_keys"]
+    source, target = torch.randint(61, (2, 40)), torch.randint(61, (2, 37))
+    with torch.no_grad():
+        assert (model(target, source=source).logits - again.eval()(source, decoder_input_ids=target).logits).abs().max() <= 2e-5
+    assert ch.load(tmp_path / "saved").config == config
 
 
 @pytest.mark.ledger("E3")

@@ -86,8 +86,8 @@ def _penalise(logits: Tensor, tokens: Sequence[int], new: Sequence[int], options
         values = logits[index]
         logits[index] = torch.where(values > 0, values / options.repetition_penalty, values * options.repetition_penalty)
     if new and (options.presence_penalty or options.frequency_penalty):
-        index, counts = torch.tensor(list(new), device=logits.device).unique(return_counts=True)
-        logits[index] -= options.presence_penalty + options.frequency_penalty * counts
+        counts = torch.bincount(torch.tensor(list(new), device=logits.device), minlength=logits.shape[-1])
+        logits -= options.presence_penalty * (counts > 0) + options.frequency_penalty * counts
 
 
 def repeated(tokens: Sequence[int], n: int) -> list[int]:
@@ -175,4 +175,6 @@ class Dice:
 
     def roll(self, rows: Sequence[int]) -> Tensor:
         """The next number of each of these rows: [len(rows)] in float64."""
-        return torch.tensor([torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows], dtype=torch.float64)
+        return torch.tensor(
+            [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows], dtype=torch.float64
+        )

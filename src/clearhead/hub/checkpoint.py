@@ -84,7 +84,7 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
     _check_complete(parameters, chosen, unused, architecture, folder)
     for match in chosen:
         shapes = [tuple(parameters[name].shape) for name in match.ours]
-        theirs = entries[match.theirs].read(match.operation.copies)
+        theirs = entries[match.theirs].read()
         try:
             ours = match.operation.load([theirs], shapes, description.config)
         except RuntimeError:
@@ -97,6 +97,8 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
             if not tensor.is_floating_point():
                 raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
             _put(model, name, tensor if dtype is None else tensor.to(dtype))
+        if match.operation.copies or dtype not in (None, theirs.dtype):
+            entries[match.theirs].release()
     model.tie()
     return model.eval(), dataclasses.replace(description, carried=carried)
 
@@ -126,7 +128,7 @@ def _as_stored(description: Description, entries: dict[str, Entry]) -> Descripti
         return description
     table = stored("decoder.embedding.front.tokens.weight", "encoder.embedding.front.tokens.weight")
     out = stored("head.out.weight")
-    if config.tie_embeddings and table is not None and out is not None and not torch.equal(table.read(False), out.read(False)):
+    if config.tie_embeddings and table is not None and out is not None and not torch.equal(table.read(), out.read()):
         config = config.replace(tie_embeddings=False)
     if config.head_bias and "head_bias" in architecture.open and stored("head.out.bias") is None:
         config = config.replace(head_bias=False)
@@ -241,7 +243,7 @@ def save_model(
     def make(name: str) -> Tensor:
         name = architecture.prefix + name if base else name
         if name in carried:
-            return carried[name].read(False).to(kind)  # mapped: the file at that path may have been replaced since
+            return carried[name].read().to(kind)
         match = made[name]
         tensor = match.operation.save([parameters[ours].detach().to(kind).cpu() for ours in match.ours], model.config)[0]
         return tensor.clone() if match.copy else tensor  # the format has no place for two names of the same bytes

@@ -300,7 +300,7 @@ class Labels:
 def count_labels(theirs: Json) -> int:
     """How many classes config.json states. Old files keep two placeholder names beside another num_labels: that counts."""
     names, stated = theirs.get("id2label"), theirs.get("num_labels")
-    placeholders = bool(names) and all(name == f"LABEL_{index}" for index, name in names.items())
+    placeholders = names is not None and all(name == f"LABEL_{index}" for index, name in names.items())
     if names and not (placeholders and isinstance(stated, int)):
         return len(names)
     return int(theirs.get("num_labels", 2))

@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
-import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +49,8 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[bool], Tensor]  # argument: make a copy (True), or map the file's own bytes (False)
+    read: Callable[[], Tensor]  # the file's own bytes, mapped: writing to them changes no file
+    release: Callable[[], None] = lambda: None  # give back the memory that reading took, once what was read is copied
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -141,16 +142,17 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
     mapped = _map(path) if end else None
 
     def entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, stop: int) -> Entry:
-        def read(copy: bool) -> Tensor:
+        def read() -> Tensor:
             if start == stop or mapped is None:
                 return torch.empty(shape, dtype=dtype)
-            if copy:
-                return _read_bytes(path, body + start, stop - start, dtype).view(shape)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the mapping is private: writing to it changes no file
-                return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
+            return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
 
-        return Entry(shape, dtype, read)
+        def release() -> None:
+            if start < stop and mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                page = (body + start) // mmap.PAGESIZE * mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, page, body + stop - page)
+
+        return Entry(shape, dtype, read, release)
 
     return {name: entry(dtype, shape, start, stop) for name, dtype, shape, start, stop in spans}
 
@@ -177,20 +179,11 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _read_bytes(path: Path, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    """A fresh tensor with these bytes of the file, which are not mapped: so a changed copy never costs memory twice."""
-    data = torch.empty(count // dtype.itemsize, dtype=dtype)
-    with path.open("rb") as file:
-        file.seek(offset)
-        if file.readinto(data.view(torch.uint8).numpy().data) != count:
-            raise CheckpointError(f"{path} became shorter while it was read")
-    return data
-
-
 def open_pickle(path: Path) -> dict[str, Entry]:
     """The tensors of a PyTorch file, read with `weights_only=True`: a pickle that would run code is refused."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read whole
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{path} is refused: it is damaged, or a pickle that holds more than tensors ({first[:160]})") from None
@@ -199,7 +192,7 @@ def open_pickle(path: Path) -> dict[str, Entry]:
     tensors = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
     def entry(tensor: Tensor) -> Entry:
-        return Entry(tuple(tensor.shape), tensor.dtype, lambda copy: tensor.clone() if copy else tensor)
+        return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     return {name: entry(tensor) for name, tensor in tensors.items()}
 

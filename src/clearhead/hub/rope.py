@@ -131,7 +131,7 @@ def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None)
         value = getattr(scaling, SCALING_KEYS[key])
         if key == "original_max_position_embeddings" and value is None:
             value = config.max_positions
-        if value is not None:
+        if value is not None and not (key == "factor" and scaling.kind == "longrope" and value == 1):
             values[key] = list(value) if isinstance(value, tuple) else value
     return values
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def checks_for(model: Transformer) -> Iterator[tuple[str, str, Callable[[], floa
             yield (
                 f"padded = unpadded ({side})",
                 "real tokens with padding of random content among them",
-                lambda s=side: _padded(inputs, s, per_token),
+                partial(_padded, inputs, side, per_token),
             )
     if plan.causal:
         yield "past = whole", "logits of the past when the future is another one", lambda: _causal(inputs, per_token)
@@ -107,7 +108,7 @@ def checks_for(model: Transformer) -> Iterator[tuple[str, str, Callable[[], floa
             for name, form in forms.items():
                 for chunk in (1, 3):
                     what = f"{chunk} token{'s' * (chunk > 1)} at a time through the cache with one pass over all"
-                    yield f"cached = recomputed ({name}, {chunk})", what, lambda f=form, c=chunk: _cached(inputs, f(), c)
+                    yield f"cached = recomputed ({name}, {chunk})", what, partial(_cached, inputs, form, chunk)
     yield "saved = loaded", "a copy written to disk and read back", lambda: _saved(inputs)
 
 
@@ -177,8 +178,9 @@ def _causal(inputs: Inputs, per_token: bool) -> float:
     return _gap(inputs.run(changed)[:, :cut], inputs.run()[:, :cut])
 
 
-def _cached(inputs: Inputs, cache: Cache, chunk: int) -> float:
-    pieces = [inputs.run(piece, cache=cache) for piece in inputs.main.split(chunk, dim=1)]
+def _cached(inputs: Inputs, form: Callable[[], Cache], chunk: int) -> float:
+    cache = form()
+    pieces = [inputs.run(piece, cache=cache) for piece in torch.split(inputs.main, chunk, dim=1)]
     return _gap(torch.cat(pieces, dim=1), inputs.run())
 
 

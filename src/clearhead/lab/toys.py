@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.config import Family, ModelConfig
 from clearhead.errors import ConfigError, nearest
 from clearhead.generate.decode import greedy
-from clearhead.model.transformer import Transformer
+from clearhead.model.transformer import Output, Transformer
 
 N_SYMBOLS = 10
 BEGIN, END, PLUS = N_SYMBOLS, N_SYMBOLS + 1, N_SYMBOLS + 2
@@ -111,10 +111,9 @@ def toy_config(task: Task, family: Family) -> ModelConfig:
         n_layers=2,
         n_heads=4,
         max_positions=32,
-        positions="learned" if family == "encoder-decoder" else "rope",
+        activation="relu",
         n_classes=task.labels,
         pooling="mean" if task.labels else None,
-        init="xavier",
     )
 
 
@@ -140,7 +139,8 @@ def answer(model: Transformer, task: Task, source: Tensor, length: int) -> Tenso
     """What the model says: labels [B], or ids [B, length] with `>` at the end."""
     if task.labels:
         with torch.inference_mode():
-            return model(source).logits.argmax(-1)
+            out: Output = model(source)
+            return out.logits.argmax(-1)
     begin = torch.full((source.shape[0], 1), BEGIN)
     if model.encoder is not None:
         return greedy(model, begin, length, source=source)
@@ -187,7 +187,7 @@ def learn(
     name: str,
     family: Family,
     steps: int = 3000,
-    batch: int = 128,
+    batch: int = 64,
     seed: int = 0,
     every: int = 100,
     enough: float = 0.998,
@@ -198,7 +198,7 @@ def learn(
     torch.manual_seed(seed)
     model = Transformer(toy_config(task, family))
     examples, trial = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
@@ -207,7 +207,7 @@ def learn(
         model.train()
         loss = loss_of(model, task, *draw(task, batch, examples, held_out=False))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

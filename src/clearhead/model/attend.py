@@ -103,9 +103,12 @@ def fused(
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
     if T == 1 and K < H and not causal and (mask is None or mask.shape[1] == 1):
         # One query per head: the heads of a group become the queries of one head, and no key is copied.
-        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale)
-        return out.view(B, H, 1, v.shape[-1])
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H)
+        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale).view(B, H, 1, -1)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H)
+    if mask is not None and mask.dtype == torch.bool and q.is_cuda:
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)  # one of the GPU's kernels gives such rows a mean, not zeros
+    return out
 
 
 KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused}

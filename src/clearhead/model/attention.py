@@ -38,30 +38,29 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.d_model, self.n_kv_heads * self.d_value, bias=bool(config.qkv_bias))
         self.out = nn.Linear(self.n_heads * self.d_value, config.d_model, bias=bool(config.attention_out_bias))
         self.norm_over = config.qk_norm
-        if config.qk_norm != "none":
-            whole = config.qk_norm == "full"
-            self.q_norm = make_norm(config, self.q.out_features if whole else self.d_head)
-            self.k_norm = make_norm(config, self.k.out_features if whole else self.d_head)
+        each, whole = config.qk_norm == "head", config.qk_norm == "full"
+        self.q_norm = make_norm(config, self.q.out_features if whole else self.d_head) if each or whole else None
+        self.k_norm = make_norm(config, self.k.out_features if whole else self.d_head) if each or whole else None
 
     def forward(
         self, x: Tensor, view: View, memory: Tensor | None = None, cache: LayerKeys | CrossKeys | None = None, tap: Tap = SILENT
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
         B, T, _ = x.shape
-        q = self._queries(x)  # B H T E
-        if view.rotary is not None:
-            q = rotate(q, view.rotary, self.layout)
-        q = tap("q", q)
         if isinstance(cache, CrossKeys) and cache.filled:
-            k, v = cache.read()
-            k, v = tap("k", k), tap("v", v)
+            q, (k, v) = self._heads(self.q(x), self.n_heads, self.q_norm), cache.read()
+            update = None
         else:
-            k, v = self._keys_values(x if memory is None else memory)  # B K S E
-            if view.rotary is not None:
-                k = rotate(k, view.rotary, self.layout)
-            k, v = tap("k", k), tap("v", v)
-            if cache is not None:
-                k, v = cache.update(k, v)
+            q, k, v = self.project(x, x if memory is None else memory)
+            q = self._heads(q, self.n_heads, self.q_norm)  # B H T E
+            k = self._heads(k, self.n_kv_heads, self.k_norm)  # B K S E
+            v = self._heads(v, self.n_kv_heads, None)
+            update = cache.update if cache is not None else None
+        if view.rotary is not None:
+            q, k = rotate(q, view.rotary, self.layout), rotate(k, view.rotary, self.layout)
+        q, k, v = tap("q", q), tap("k", k), tap("v", v)
+        if update is not None:
+            k, v = update(k, v)
 
         watched = tap.wants("scores", "pattern")
         attend = KERNELS["eager" if watched else self.kernel]
@@ -73,21 +72,15 @@ class Attention(nn.Module):
         z = tap("z", z)  # B H T E
         return tap("out", self.out(z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        q = self.q(x)
-        if self.norm_over == "full":
-            q = self.q_norm(q)
-        q = q.unflatten(-1, (self.n_heads, self.d_head))
-        if self.norm_over == "head":
-            q = self.q_norm(q)
-        return q.transpose(1, 2)  # type: ignore[no-any-return]  # B H T E
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x [B, T, D], keys and values of `source` [B, S, D], heads still side by side: [B, T, H·E] and so on."""
+        return self.q(x), self.k(source), self.v(source)
 
-    def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.k(source), self.v(source)
-        if self.norm_over == "full":
-            k = self.k_norm(k)
-        k = k.unflatten(-1, (self.n_kv_heads, self.d_head))
-        if self.norm_over == "head":
-            k = self.k_norm(k)
-        v = v.unflatten(-1, (self.n_kv_heads, self.d_value))
-        return k.transpose(1, 2), v.transpose(1, 2)  # B K S E
+    def _heads(self, x: Tensor, n_heads: int, norm: nn.Module | None) -> Tensor:
+        """Split heads, with the norm over all of them or over each: [B, T, heads·width] -> [B, heads, T, width]."""
+        if norm is not None and self.norm_over == "full":
+            x = norm(x)
+        x = x.unflatten(-1, (n_heads, x.shape[-1] // n_heads))  # type: ignore[no-untyped-call]
+        if norm is not None and self.norm_over == "head":
+            x = norm(x)
+        return x.transpose(1, 2)

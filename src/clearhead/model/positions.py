@@ -156,8 +156,8 @@ def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_p
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
-    stretch = max(max_positions / trained, 1.0)  # longrope: one divisor per pair, by length
-    factor = scaling.attention_factor or (1.0 if stretch == 1 else math.sqrt(1 + math.log(stretch) / math.log(trained)))
+    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained  # longrope: one divisor per pair, by length
+    factor = scaling.attention_factor or (1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained)))
     short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
     long = torch.tensor(scaling.long_factor, dtype=torch.float64, device=positions.device)
     return plain / torch.where(positions.max() + 1 > trained, long, short), factor

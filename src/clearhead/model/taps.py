@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig
@@ -85,6 +86,8 @@ _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("clearhead_listeners",
 
 def tap_for(model: object) -> Tap:
     """The tap for one forward pass of `model`: silent unless somebody listens to this very model."""
+    if torch.compiler.is_compiling():
+        return SILENT  # see `_listening`: while somebody listens, nothing is compiled
     mine = tuple(listener for listener in _listeners.get() if listener.model is model)
     return LiveTap(mine) if mine else SILENT
 
@@ -154,7 +157,8 @@ def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) 
 def _listening(listener: Listener) -> Iterator[None]:
     token = _listeners.set((*_listeners.get(), listener))
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):  # a compiled model runs uncompiled while it is watched
+            yield
     finally:
         _listeners.reset(token)
 

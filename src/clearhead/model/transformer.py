@@ -25,7 +25,7 @@ from clearhead.model.heads import HEADS, LanguageHead
 from clearhead.model.initialise import initialise
 from clearhead.model.masks import Tokens, View, compose, tokens_from
 from clearhead.model.norms import make_norm
-from clearhead.model.positions import POSITIONS, PositionScheme
+from clearhead.model.positions import POSITIONS
 from clearhead.model.taps import SILENT, Tap, tap_for
 
 
@@ -78,7 +78,7 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Inputs of B rows and their T `tokens` -> [B, T, D]."""
         dtype = self.dtype
-        where = cast(PositionScheme, self.positions).embed(tokens.positions, dtype)
+        where = self.positions.embed(tokens.positions, dtype)
         x = tap("embedding", self.embedding(inputs, types, where, input_mask))  # B T D
         if cache is not None:
             cache.begin(tokens)
@@ -104,7 +104,7 @@ class Stack(nn.Module):
         self, tokens: Tokens, cache: Cache | None, prefix: Tensor | None, bias: Tensor | None, dtype: torch.dtype
     ) -> dict[int | None, View]:
         """What attention may see, for each window that some layer has: made once, used by all of its layers."""
-        scheme = cast(PositionScheme, self.positions)
+        scheme = self.positions
         views = {}
         for window in set(self.plan.windows):
             keys = tokens if cache is None else cache.visible(window)
