@@ -12,6 +12,7 @@ from common import alternate, report, save
 
 import clearhead as ch
 from clearhead.generate.decode import greedy
+from clearhead.generate.prepare import prepared
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     config = ch.ModelConfig(vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh")
-    model = ch.Transformer(config).eval()
+    model = prepared(ch.Transformer(config))
 
     from transformers import GPT2Config, GPT2LMHeadModel, logging
 

@@ -1,0 +1,123 @@
+"""A copy of a model that runs faster here and computes the same: projections fused, and on a CPU weights packed.
+
+The copy shares the model's own weights and adds what it packs or fuses; the model itself is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.model.attention import Attention
+from clearhead.model.block import Block
+from clearhead.model.feedforward import FeedForward
+from clearhead.model.taps import SILENT, Tap
+from clearhead.model.transformer import Transformer
+
+# With one row, a product reads each weight once and packing gains nothing; with many, the plain product packs as it goes.
+PACKED_ROWS = range(2, 65)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that keeps its weight a second time, laid out for a few rows at once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.packed: Tensor | None = None  # made when first used
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] not in PACKED_ROWS:
+            return nnf.linear(x, self.weight, self.bias)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class FusedAttention(Attention):
+    """Self-attention whose queries, keys and values come from one product."""
+
+    qkv: nn.Module
+    widths: list[int]
+
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] -> [B, T, H·E], [B, T, K·E], [B, T, K·E]."""
+        q, k, v = torch.split(self.qkv(x), self.widths, dim=-1)
+        return q, k, v
+
+
+class FusedFeedForward(FeedForward):
+    """A gated feed-forward whose gate and up come from one product."""
+
+    both: nn.Module
+
+    def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        pre, up = self.both(x).chunk(2, dim=-1)
+        post = tap("post", self.activation(tap("pre", pre)) * up)
+        return tap("out", self.down(post))
+
+
+def prepared(model: Transformer) -> Transformer:
+    """The copy: in eval mode, for inference only, valid until the model's weights change."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    fast = copy.deepcopy(model, shared).eval()
+    weight = next(fast.parameters())
+    packs = weight.device.type == "cpu" and weight.dtype == torch.float32 and _can_pack()
+    for stack in (fast.encoder, fast.decoder):
+        for block in stack.blocks if stack is not None else ():
+            assert isinstance(block, Block)
+            _fuse_attention(block.attention)
+            if isinstance(block.feedforward, FeedForward) and block.feedforward.gate is not None:
+                _fuse_feedforward(block.feedforward, block.feedforward.gate)
+    if packs:
+        for part in list(fast.modules()):
+            for name, child in part.named_children():
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, PackedLinear(child.weight, child.bias))
+    return fast
+
+
+def _fuse_attention(attention: Attention) -> None:
+    layers = [attention.q, attention.k, attention.v]
+    attention.__class__ = FusedAttention
+    assert isinstance(attention, FusedAttention)
+    attention.widths, attention.qkv = [layer.out_features for layer in layers], _joined(*layers)
+    del attention.q, attention.k, attention.v
+
+
+def _fuse_feedforward(feedforward: FeedForward, gate: nn.Linear) -> None:
+    both = _joined(gate, feedforward.up)
+    feedforward.__class__ = FusedFeedForward
+    assert isinstance(feedforward, FusedFeedForward)
+    feedforward.both = both
+    del feedforward.gate, feedforward.up
+
+
+def _joined(*layers: nn.Linear) -> nn.Linear:
+    """One linear layer that gives what these give, side by side."""
+    joined = nn.Linear(1, 1, bias=False, device="meta")
+    joined.in_features, joined.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
+    joined.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]
+    return joined
+
+
+@functools.cache
+def _can_pack() -> bool:
+    """Does this build of PyTorch have the packed product, and does it give the plain one's answer?"""
+    try:
+        layer = nn.Linear(16, 8)
+        x = torch.randn(3, 16)
+        return torch.allclose(PackedLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
