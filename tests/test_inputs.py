@@ -182,3 +182,17 @@ def test_every_error_is_a_value_error_too():
     assert issubclass(ch.InputError, ValueError)
     assert issubclass(ch.ConfigError, ValueError)
     assert issubclass(ch.MissingExtraError, ImportError)
+
+
+def test_packed_cache_wants_to_know_which_document_goes_on():
+    model = ch.Transformer(ch.preset("micro-decoder")).eval()
+    ids, documents = torch.randint(50, (1, 6)), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    for cache in (ch.Cache(), ch.WindowCache(), ch.FixedCache(model.config, 1, 8)):
+        model(ids, cache=cache, documents=documents)
+        with pytest.raises(ch.InputError, match="give documents"):
+            model(ids[:, :1], cache=cache)
+
+
+def test_unknown_logits_choice():
+    with pytest.raises(ch.InputError, match="all, last or none"):
+        ch.Transformer(ch.preset("micro-decoder"))(torch.zeros(1, 2, dtype=torch.long), logits="lats")

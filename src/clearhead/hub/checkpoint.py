@@ -84,23 +84,33 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
     _check_complete(parameters, chosen, unused, architecture, folder)
     for match in chosen:
         shapes = [tuple(parameters[name].shape) for name in match.ours]
-        theirs = entries[match.theirs].read()
-        try:
-            ours = match.operation.load([theirs], shapes, description.config)
-        except RuntimeError:
-            ours = [theirs]
+        ours = _read(entries[match.theirs], match, shapes, description.config, dtype)
         for name, tensor, shape in zip(match.ours, ours, shapes):
             if tuple(tensor.shape) != shape:
+                theirs = entries[match.theirs].shape
                 raise CheckpointError(
-                    f"{folder}: tensor {match.theirs} has shape {tuple(theirs.shape)} and {name} needs {shape}: config.json does not fit"
+                    f"{folder}: tensor {match.theirs} has shape {theirs} and {name} needs {shape}: config.json does not fit"
                 )
             if not tensor.is_floating_point():
                 raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
-            _put(model, name, tensor if dtype is None else tensor.to(dtype))
-        if match.operation.copies or dtype not in (None, theirs.dtype):
-            entries[match.theirs].release()
+            _put(model, name, tensor)
     model.tie()
     return model.eval(), dataclasses.replace(description, carried=carried)
+
+
+def _read(entry: Entry, match: Match, shapes: list[tuple[int, ...]], config: ModelConfig, dtype: torch.dtype | None) -> list[Tensor]:
+    """One tensor of the file as ours; where that makes copies, the file's pages are given back at once."""
+    theirs = entry.read()
+    if not theirs.is_floating_point():
+        return [theirs]
+    try:
+        ours = match.operation.load([theirs], shapes, config)
+    except RuntimeError:  # it cannot be cut into those shapes
+        return [theirs]
+    ours = ours if dtype is None else [tensor.to(dtype) for tensor in ours]
+    if match.operation.copies or dtype not in (None, theirs.dtype):
+        entry.release()
+    return ours
 
 
 def _without_pooler(description: Description, entries: dict[str, Entry]) -> Description:

@@ -71,6 +71,7 @@ class Cache:
         self.reserve = reserve
         self.length = 0  # slots filled, padding included
         self.tokens: Tokens | None = None  # what stands in them
+        self.packed = False  # do the tokens belong to several documents?
         self.source: Tokens | None = None  # what cross-attention reads
         self.layers: dict[int, LayerKeys] = {}
         self.cross: dict[int, CrossKeys] = {}
@@ -97,6 +98,7 @@ class Cache:
 
     def begin(self, tokens: Tokens) -> None:
         """Make ready for new tokens, before any layer has seen them."""
+        self.packed = self.packed or tokens.documents is not None
         self._visible = tokens if self.tokens is None else self._join(self.tokens, tokens)
 
     def _join(self, before: Tokens, tokens: Tokens) -> Tokens:
@@ -202,7 +204,7 @@ class FixedCache(Cache):
 
     def begin(self, tokens: Tokens) -> None:
         """Write what the new tokens are into the buffers."""
-        slots = self.tokens
+        slots, self.packed = self.tokens, self.packed or tokens.documents is not None
         assert slots is not None and slots.real is not None and slots.documents is not None
         if not torch.compiler.is_compiling() and self.length + tokens.length > self.capacity:
             raise InputError(

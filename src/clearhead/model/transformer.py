@@ -187,6 +187,8 @@ class Transformer(nn.Module):
         memory = None
         if not torch.compiler.is_compiling():
             self._check(ids, mask, positions, cache, types, documents, prefix)
+            if logits not in ("all", "last", "none"):
+                raise InputError(f'logits "{logits}" is not known: choose all, last or none')
         if self.encoder is not None and self.decoder is not None:
             memory = self._encode(source, source_mask, source_documents, cache, ids.shape[0], tap)
         elif source is not None:
@@ -258,6 +260,8 @@ class Transformer(nn.Module):
             raise InputError("a cache was given to a model without a decoder: its tokens all see each other, so call it without")
         if cache is not None and cache.rows not in (None, batch):
             raise InputError(f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache")
+        if cache is not None and cache.packed and documents is None:
+            raise InputError("the cache holds packed documents and this call names none: give documents, so that it is known which goes on")
 
     def _check_tokens(
         self, stack: Stack, x: Tensor, mask: Tensor | None, positions: Tensor | None, documents: Tensor | None, name: str

@@ -1,0 +1,130 @@
+"""Each filter against the exact distribution it promises."""
+
+import pytest
+import torch
+
+from clearhead.errors import InputError
+from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw, min_p, repeated, top_k, top_p, typical
+
+PROBABILITIES = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+
+
+def kept(logits):
+    return logits.isfinite().nonzero().flatten().tolist()
+
+
+@pytest.mark.ledger("G1")
+def test_each_filter_keeps_what_it_says():
+    logits = PROBABILITIES.log()
+    assert kept(top_k(logits, 2)) == [0, 1]
+    assert kept(top_p(torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), 0.6)) == [0, 1]
+    assert kept(top_p(logits, 0.5)) == [0]
+    assert kept(top_p(logits, 0.81)) == [0, 1, 2]
+    assert kept(min_p(logits, 0.19)) == [0, 1, 2]
+    assert kept(min_p(logits, 1.0)) == [0]
+    assert kept(typical(logits, 0.25)) == [1]  # nearest to the entropy, not the most probable
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_smallest_p_keeps_the_best_token(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits = (torch.randn(1, 1000, generator=generator) * 3).to(dtype)
+        for filtered in (top_p(logits, 1e-8), min_p(logits, 1.0), top_k(logits, 1)):
+            assert filtered[0, logits[0].argmax()] == logits.amax()
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.15}, {"typical_p": 0.6}, {"temperature": 0.5, "top_k": 8, "top_p": 0.9}],
+    ids=str,
+)
+def test_draws_follow_the_exact_distribution(options):
+    """A chi-squared test of 200,000 draws, at odds of one in a million of failing by chance."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(20, generator=generator) * 1.5
+    sampling = Sampling(**{"temperature": 1.0, **options})
+    exact = reference(logits, sampling)
+    n = 200_000
+    uniform = torch.rand(n, generator=generator, dtype=torch.float64)
+    counts = draw(distribution(logits[None], sampling).expand(n, -1), uniform).bincount(minlength=20).double()
+    assert counts[exact == 0].sum() == 0
+    support = exact > 0
+    statistic = ((counts - n * exact)[support] ** 2 / (n * exact[support])).sum()
+    freedom = int(support.sum()) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 12
+
+
+def reference(logits, sampling):
+    """The same filters, written as loops over sorted lists."""
+    scores = [value / sampling.temperature for value in logits.double().tolist()]
+    kept = set(range(len(scores)))
+
+    def normalised():
+        weights = {i: torch.tensor(scores[i], dtype=torch.float64).exp().item() for i in kept}
+        return {i: w / sum(weights.values()) for i, w in weights.items()}
+
+    if sampling.top_k:
+        kept = set(sorted(kept, key=lambda i: -scores[i])[: sampling.top_k])
+    for limit, key in ((sampling.top_p, lambda p: lambda i: -p[i]), (None, None), (sampling.typical_p, "typical")):
+        if limit is None:
+            if sampling.min_p:
+                p = normalised()
+                kept = {i for i in kept if p[i] >= sampling.min_p * max(p.values())}
+            continue
+        if limit >= 1:
+            continue
+        p = normalised()
+        if key == "typical":
+            surprise = {i: -torch.tensor(p[i], dtype=torch.float64).log().item() for i in kept}
+            entropy = sum(p[i] * surprise[i] for i in kept)
+            order = sorted(kept, key=lambda i: abs(surprise[i] - entropy))
+        else:
+            order = sorted(kept, key=key(p))
+        total, chosen = 0.0, set()
+        for i in order:
+            chosen.add(i)
+            total += p[i]
+            if total >= limit:
+                break
+        kept = chosen
+    out = torch.zeros(len(scores), dtype=torch.float64)
+    for i, value in normalised().items():
+        out[i] = value
+    return out
+
+
+def test_temperature_zero_is_greedy():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(distribution(logits, Sampling()).argmax(-1), logits.argmax(-1))
+    assert distribution(logits, Sampling()).max() == 1
+
+
+def test_a_row_draws_the_same_alone_or_in_a_batch():
+    alone = Dice([7])
+    together = Dice([1, 7, 3])
+    assert [alone.roll([0]).item() for _ in range(5)] == [together.roll([0, 1, 2])[1].item() for _ in range(5)]
+
+
+def test_penalties_and_repeats():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
+    out = adjust(logits, Sampling(repetition_penalty=2.0), [[0, 1]], [2])
+    assert out.tolist() == [[1.0, -4.0, 1.0, 0.5]]
+    out = adjust(logits, Sampling(presence_penalty=0.5, frequency_penalty=0.25), [[0, 2, 2, 3]], [1])
+    assert out.tolist() == [[2.0, -2.0, 0.0, -0.25]]
+    assert repeated([1, 2, 3, 1, 2], 3) == [3]
+    assert repeated([1, 2], 3) == []
+    assert kept(adjust(logits, Sampling(no_repeat_ngram=2), [[0, 3, 0]], [0])[0]) == [0, 1, 2]
+    assert kept(adjust(logits, Sampling(banned=(0,), allowed=(0, 1, 2)))[0]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}, {"min_p": 2.0}, {"top_k": -1}, {"repetition_penalty": 0.0}, {"allowed": (1,), "banned": (1,)}],
+    ids=str,
+)
+def test_bad_options_are_one_line(options):
+    with pytest.raises(InputError) as error:
+        Sampling(**options)
+    assert "\n" not in str(error.value)

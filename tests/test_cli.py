@@ -1,0 +1,143 @@
+"""The command line as a user meets it: help, JSON, exit codes, one line for a mistake."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead import cli
+from clearhead.model.cache import GrowingKeys
+
+
+def run(*arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "clearhead.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
+
+
+def inside(*arguments, capsys):
+    """The same without a new process: exit code, stdout, stderr."""
+    try:
+        cli.main([str(argument) for argument in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    ch.Loaded(ch.Transformer(ch.preset("micro-decoder"))).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_examples(command, capsys):
+    code, out, _ = inside(command, "--help", capsys=capsys)
+    assert code in (0, None)
+    assert f"clearhead {command}" in out.split("For example:")[1]
+
+
+@pytest.mark.ledger("I1")
+def test_cost_as_json_and_as_a_table(capsys, folder):
+    code, out, _ = inside("cost", "gpt2", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["parameters"]["total"] == 124_439_808
+    code, out, _ = inside("cost", folder, capsys=capsys)
+    assert code == 0
+    assert f"{sum(p.numel() for p in ch.load(folder).model.parameters()):,}" in out
+
+
+def test_cost_of_a_config_file(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(ch.preset("nano").to_json())
+    code, out, _ = inside("cost", tmp_path / "config.json", "--json", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["parameters"]["total"] == ch.cost("nano").parameters.total
+
+
+def test_check_passes_and_fails(capsys, folder, monkeypatch):
+    code, out, _ = inside("check", folder, "--json", capsys=capsys)
+    body = json.loads(out)
+    assert code == 0
+    assert body["passed"]
+    assert len(body["checks"]) >= 10
+    right = GrowingKeys.update
+
+    def backwards(self, k, v):  # a cache whose values come back in the wrong order
+        k, v = right(self, k, v)
+        return k, v.flip(2)
+
+    monkeypatch.setattr(GrowingKeys, "update", backwards)
+    code, out, _ = inside("check", folder, "--json", capsys=capsys)
+    failed = [row["name"] for row in json.loads(out)["checks"] if not row["passed"]]
+    assert code == 1
+    assert failed
+    assert all("cached" in name for name in failed)
+
+
+@pytest.mark.ledger("L2")
+def test_check_against_the_reference(capsys, tmp_path):
+    config = ch.ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_positions=64, activation="gelu_tanh")
+    ch.Loaded(ch.Transformer(config)).save(tmp_path / "gpt2")
+    code, out, _ = inside("check", tmp_path / "gpt2", "--reference", "--json", capsys=capsys)
+    rows = {row["name"]: row for row in json.loads(out)["checks"]}
+    assert code == 0
+    assert rows["clearhead = transformers"]["difference"] <= 1e-4
+    assert rows["greedy tokens = transformers"]["difference"] == 0
+
+
+def test_convert(capsys, folder, tmp_path):
+    code, out, _ = inside("convert", folder, tmp_path / "half", "--dtype", "bfloat16", "--shard-size", "20KB", capsys=capsys)
+    assert code == 0
+    assert "saved" in out
+    assert len(list((tmp_path / "half").glob("*.safetensors"))) > 1
+    model = ch.load(tmp_path / "half").model
+    assert next(model.parameters()).dtype == torch.bfloat16
+    code, _, err = inside("convert", folder, tmp_path / "half", capsys=capsys)
+    assert code == 2
+    assert "--overwrite" in err
+
+
+def test_convert_explains_why_nothing_is_exact(capsys, tmp_path):
+    ch.Loaded(ch.Transformer(ch.preset("micro-decoder").replace(positions="alibi", activation="relu2"))).save(tmp_path / "own")
+    code, out, _ = inside("convert", tmp_path / "own", tmp_path / "out", "--json", capsys=capsys)
+    body = json.loads(out)
+    assert code == 0
+    assert body["architecture"] == "clearhead"
+    assert "alibi" in body["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cost", "gpt22"], "gpt2"),
+        (["cost", "gpt2", "--length", "5000"], "1024"),
+        (["check", "/nowhere/at/all"], "directory"),
+        (["convert", "MODEL", "OUT", "--shard-size", "many"], "500MB"),
+    ],
+    ids=["unknown preset", "too long", "no directory", "size"],
+)
+def test_a_mistake_is_one_line_and_code_2(arguments, words, capsys, folder, tmp_path):
+    given = [str(folder) if a == "MODEL" else str(tmp_path / "out") if a == "OUT" else a for a in arguments]
+    code, out, err = inside(*given, capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_real_process(folder):
+    done = run("cost", folder, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["length"]
+    shutil.rmtree(folder)
+    done = run("check", folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert run("nonsense").returncode == 2

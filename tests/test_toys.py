@@ -1,0 +1,32 @@
+"""Learning works end to end: toy tasks, from random weights to inputs never seen."""
+
+import time
+
+import pytest
+import torch
+
+from clearhead.lab.toys import TASKS, accuracy, draw, learn
+
+LEARNERS = [("majority", "encoder"), *((task, family) for family in ("decoder", "encoder-decoder") for task in ("copy", "reverse", "sort", "add"))]
+
+
+@pytest.mark.ledger("E1", "E2", "E3")
+@pytest.mark.parametrize(("name", "family"), LEARNERS, ids=["-".join(pair) for pair in LEARNERS])
+def test_toy_task_is_learned(name, family):
+    start = time.monotonic()
+    learned = learn(name, family)
+    exact = accuracy(learned.model, learned.task, torch.Generator().manual_seed(99), batches=16)
+    took = time.monotonic() - start
+    print(f"{name} {family}: {exact:.2%} exact after {learned.history[-1].step} steps, {took:.0f} s")
+    assert exact >= 0.99
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_held_out_input_is_trained_on(name):
+    seen = {side: set() for side in (True, False)}
+    for held_out, rows in seen.items():
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(50):
+            rows.update(map(tuple, draw(TASKS[name], 64, generator, held_out)[0].tolist()))
+    assert seen[True]
+    assert not seen[True] & seen[False]
