@@ -42,17 +42,17 @@ def _digits(n: int, generator: torch.Generator, low: int, high: int, symbols: in
 
 
 def _copy(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 8)
+    source = _digits(n, generator, 3, 6)
     return source, source
 
 
 def _reverse(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 8)
+    source = _digits(n, generator, 3, 6)
     return source, source.flip(1)
 
 
 def _sort(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 8)
+    source = _digits(n, generator, 3, 6)
     return source, source.sort(1).values
 
 
@@ -74,9 +74,9 @@ def _majority(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 TASKS = {
     task.name: task
     for task in (
-        Task("copy", _copy, "3 to 8 digits"),
-        Task("reverse", _reverse, "3 to 8 digits"),
-        Task("sort", _sort, "3 to 8 digits"),
+        Task("copy", _copy, "3 to 6 digits"),
+        Task("reverse", _reverse, "3 to 6 digits"),
+        Task("sort", _sort, "3 to 6 digits"),
         Task("add", _add, "two numbers below 100"),
         Task("majority", _majority, "11 to 19 bits", labels=2),
     )
