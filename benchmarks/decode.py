@@ -1,6 +1,6 @@
 """Greedy decoding on the CPU with the cache, 124M GPT-2 shape, float32: clearhead and transformers, in turn.
 
-    python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
+python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The core on a GPU: device = CPU, masked rows, bad ids before any kernel, compiled = not, and the taps' cost.
 
-    PYTHONPATH=src python benchmarks/gpu_core.py [OUT.json]
+PYTHONPATH=src python benchmarks/gpu_core.py [OUT.json]
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ def device_equals_cpu() -> None:
     for family, positions, kv, window in itertools.product(families, schemes, (4, 1), (None, 5)):
         torch.manual_seed(0)
         config = ch.ModelConfig(
-            family=family, vocab_size=50, d_model=64, n_layers=2, n_heads=4, n_kv_heads=kv, positions=positions, window=window, max_positions=64
+            family=family,
+            vocab_size=50,
+            d_model=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=kv,
+            positions=positions,
+            window=window,
+            max_positions=64,
         )
         model = ch.Transformer(config).eval()
         ids, mask = torch.randint(50, (3, 20)), torch.ones(3, 20, dtype=torch.bool)

@@ -1,6 +1,6 @@
 """One CPU training step of a small GPT: clearhead, transformers' GPT-2 and a hand-written minimal GPT, in turn.
 
-    python benchmarks/train_step.py [--rounds 12] [--save]
+python benchmarks/train_step.py [--rounds 12] [--save]
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH))
 
-    config = ch.ModelConfig(
-        vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh"
-    )
+    config = ch.ModelConfig(vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh")
     ours, minimal = ch.Transformer(config), MinimalGPT()
     models: dict[str, tuple[nn.Module, object]] = {
         "clearhead": (ours, lambda: ours(ids).logits),
@@ -65,7 +63,9 @@ def main() -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         peer = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+            GPT2Config(
+                vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            )
         )
         models["transformers GPT-2"] = (peer, lambda: peer(ids, use_cache=False).logits)
     except ImportError:

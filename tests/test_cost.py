@@ -131,7 +131,7 @@ def owned(model: Transformer, name: str) -> list[nn.Parameter]:
         part, name = getattr(model, first), rest
     pieces = name.split(".")
     if pieces[0] == "blocks":
-        part, pieces = part.block(int(pieces[1])), pieces[2:]
+        part, pieces = part.layers()[int(pieces[1])], pieces[2:]
     if "experts" in pieces:
         return [p for expert in part.feedforward.experts for p in getattr(expert, pieces[-1]).parameters()]
     for piece in pieces:

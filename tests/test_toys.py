@@ -7,7 +7,10 @@ import torch
 
 from clearhead.lab.toys import TASKS, accuracy, draw, learn
 
-LEARNERS = [("majority", "encoder"), *((task, family) for family in ("decoder", "encoder-decoder") for task in ("copy", "reverse", "sort", "add"))]
+LEARNERS = [
+    ("majority", "encoder"),
+    *((task, family) for family in ("decoder", "encoder-decoder") for task in ("copy", "reverse", "sort", "add")),
+]
 
 
 @pytest.mark.ledger("E1", "E2", "E3")

@@ -121,7 +121,15 @@ def test_penalties_and_repeats():
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_p": 0.0}, {"top_p": 1.5}, {"temperature": -1.0}, {"min_p": 2.0}, {"top_k": -1}, {"repetition_penalty": 0.0}, {"allowed": (1,), "banned": (1,)}],
+    [
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"temperature": -1.0},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"allowed": (1,), "banned": (1,)},
+    ],
     ids=str,
 )
 def test_bad_options_are_one_line(options):

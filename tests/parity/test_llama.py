@@ -3,7 +3,14 @@ from transformers import LlamaConfig
 
 from tests.parity.harness import check_decoder, reference
 
-SMALL = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 
 
 @pytest.mark.ledger("L3")
@@ -41,5 +48,7 @@ SMALL = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidd
 )
 def test_llama(options, tmp_path):
     model = reference("LlamaForCausalLM", LlamaConfig(**options), tmp_path / "reference")
-    stretched = "dynamic" in str(options) or "longrope" in str(options)  # there, the reference's cached keys keep the angles of a shorter length
+    stretched = "dynamic" in str(options) or "longrope" in str(
+        options
+    )  # there, the reference's cached keys keep the angles of a shorter length
     check_decoder(model, tmp_path / "reference", tmp_path, greedy_tokens=0 if stretched else 30)

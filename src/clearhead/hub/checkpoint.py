@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from clearhead.hub.registry import architecture_of, nearest_to
 from clearhead.hub.rules import Match, Rule, Same, matches
 from clearhead.model.transformer import Transformer
 
+READERS = 2  # more would hold more copies at once than they gain
 SECTION = "clearhead"  # of config.json: our own config, where no architecture says all of it
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names
 
@@ -82,9 +84,11 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
     carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}
     unused -= set(carried)
     _check_complete(parameters, chosen, unused, architecture, folder)
-    for match in chosen:
-        shapes = [tuple(parameters[name].shape) for name in match.ours]
-        ours = _read(entries[match.theirs], match, shapes, description.config, dtype)
+    wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
+    with ThreadPoolExecutor(READERS) as readers:  # a copy per reader at a time; mapped tensors cost none
+        read = readers.map(lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype), chosen, wanted)
+        tensors = list(read)
+    for match, shapes, ours in zip(chosen, wanted, tensors):
         for name, tensor, shape in zip(match.ours, ours, shapes):
             if tuple(tensor.shape) != shape:
                 theirs = entries[match.theirs].shape

@@ -74,7 +74,8 @@ class Split:
     def load(self, theirs: list[Tensor], shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
         """Cut apart."""
         whole = theirs[0].t() if self.transposed and theirs[0].ndim == 2 else theirs[0]
-        return [part.contiguous() for part in torch.split(whole, [shape[0] for shape in shapes])]
+        whole = whole.contiguous() if self.transposed else whole.clone()  # copied once: the parts are rows of it
+        return list(torch.split(whole, [shape[0] for shape in shapes]))
 
     def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
         """Joined."""

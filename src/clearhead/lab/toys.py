@@ -111,7 +111,9 @@ def toy_config(task: Task, family: Family) -> ModelConfig:
         n_layers=2,
         n_heads=4,
         max_positions=32,
+        d_ff=128,
         activation="relu",
+        init="xavier",
         n_classes=task.labels,
         pooling="mean" if task.labels else None,
     )

@@ -80,7 +80,7 @@ class Attention(nn.Module):
         """Split heads, with the norm over all of them or over each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":
             x = norm(x)
-        x = x.unflatten(-1, (n_heads, x.shape[-1] // n_heads))  # type: ignore[no-untyped-call]
+        x = x.view(*x.shape[:2], n_heads, -1)
         if norm is not None and self.norm_over == "head":
             x = norm(x)
         return x.transpose(1, 2)

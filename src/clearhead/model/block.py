@@ -13,8 +13,6 @@ Shapes: B batch, T query length, S key length, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
@@ -62,10 +60,6 @@ class Residual(nn.Module):
         kept = torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip
         return y * kept / (1 - self.skip)
 
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The stream after `sublayer`: [B, T, D] -> [B, T, D]."""
-        return self.add(x, sublayer(self.read(x)))
-
 
 class Block(nn.Module):
     """One layer. An encoder's and a decoder's differ by what the view lets them see, and by having cross-attention."""
@@ -96,12 +90,14 @@ class Block(nn.Module):
         x = tap("resid_pre", x)
         if self.parallel:
             return tap("resid_post", self._both(x, view, keys, tap))
-        x = self.attention_residual(x, lambda y: self.attention(y, view, None, keys, tap.inside("attention")))
+        residual = self.attention_residual
+        x = residual.add(x, self.attention(residual.read(x), view, None, keys, tap.inside("attention")))
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
-            cross, seen = self.cross, cross_view
-            x = self.cross_residual(x, lambda y: cross(y, seen, memory, cross_keys, tap.inside("cross")))
+            residual = self.cross_residual
+            x = residual.add(x, self.cross(residual.read(x), cross_view, memory, cross_keys, tap.inside("cross")))
         x = tap("resid_mid", x)
-        x = self.feedforward_residual(x, lambda y: self.feedforward(y, tap.inside("feedforward")))
+        residual = self.feedforward_residual
+        x = residual.add(x, self.feedforward(residual.read(x), tap.inside("feedforward")))
         return tap("resid_post", x)
 
     def _both(self, x: Tensor, view: View, keys: LayerKeys | None, tap: Tap) -> Tensor:

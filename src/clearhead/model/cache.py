@@ -159,8 +159,9 @@ class GrowingKeys:
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)
         self.k, self.v = _with_room(self.k, k, start, room), _with_room(self.v, v, start, room)
-        self.k[:, :, start:stop], self.v[:, :, start:stop] = k.detach(), v.detach()
-        return self.k[:, :, :stop], self.v[:, :, :stop]
+        self.k.narrow(2, start, stop - start).copy_(k.detach())
+        self.v.narrow(2, start, stop - start).copy_(v.detach())
+        return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i be what row `rows[i]` was."""

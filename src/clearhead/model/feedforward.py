@@ -52,5 +52,7 @@ class FeedForward(nn.Module):
         post = self.activation(pre)
         if self.gate is not None:
             post = post * self.up(x)
-        post = nnf.dropout(tap("post", post), self.dropout, self.training)
+        post = tap("post", post)
+        if self.training:
+            post = nnf.dropout(post, self.dropout)
         return tap("out", self.down(post))  # B T D

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
@@ -26,7 +25,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         scale = 1 + self.weight if self.unit_offset else self.weight
-        return F.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # its statistics are float32 inside
+        return torch.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # its statistics are float32 inside
 
 
 class RMSNorm(nn.Module):

@@ -60,9 +60,10 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, plan, name) for name in names[:groups])
         self.norm = make_norm(config) if config.final_norm else None
 
-    def block(self, layer: int) -> Block:
-        """The block at a depth; with shared layers, several depths have the same one."""
-        return cast(Block, self.blocks[layer * len(self.blocks) // self.plan.n_layers])
+    def layers(self) -> list[Block]:
+        """The block at each depth; with shared layers, several depths have the same one."""
+        blocks = list(self.blocks)
+        return [cast(Block, blocks[layer * len(blocks) // self.plan.n_layers]) for layer in range(self.plan.n_layers)]
 
     def forward(
         self,
@@ -86,8 +87,8 @@ class Stack(nn.Module):
         cross_view = None
         if memory is not None:
             cross_view = View(mask=compose(tokens, memory.tokens)[0])
-        for layer, window in enumerate(self.plan.windows):
-            x = self.block(layer)(
+        for layer, (block, window) in enumerate(zip(self.layers(), self.plan.windows)):
+            x = block(
                 x,
                 views[window] if layer not in self.rope_skips else replace(views[window], rotary=None),
                 memory.hidden if memory is not None else None,
