@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import alternate, report, save
 
 import clearhead as ch
 from clearhead.generate.decode import greedy
 from clearhead.generate.prepare import prepared
+from common import alternate, report, save
 
 
 def main() -> None:

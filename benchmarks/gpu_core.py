@@ -69,7 +69,7 @@ def masked_rows() -> None:
         out = KERNELS[kernel](q, k, v, mask, bias)
         out.float().square().sum().backward()
         finite = all(bool(x.grad.isfinite().all()) for x in (q, k, v)) and bool(out.isfinite().all())
-        gap = float(out[:, :, 3].abs().max()) if finite else float("inf")
+        gap = float(out[:, :, 3].detach().abs().max()) if finite else float("inf")
         note(f"masked row is zero, gradients finite, {kernel}, {dtype}, bias {biased}", gap, 0.0)
 
 
@@ -82,8 +82,8 @@ def bad_ids() -> None:
     except ch.InputError as error:
         print("     ", error)
         caught = 0.0
-    alive = float(not torch.ones(4, device="cuda").sum().item() == 4)
-    note("id outside the vocabulary is refused before any kernel, context alive", caught + alive, 0.0)
+    dead = float(torch.ones(4, device="cuda").sum().item() != 4)
+    note("id outside the vocabulary is refused before any kernel, context alive", caught + dead, 0.0)
 
 
 def suites() -> None:

@@ -9,10 +9,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from common import alternate, report, save
 from torch import Tensor, nn
 
 import clearhead as ch
+from common import alternate, report, save
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 6, 6, 384, 256, 8, 65
 

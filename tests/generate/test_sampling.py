@@ -1,5 +1,7 @@
 """Each filter against the exact distribution it promises."""
 
+import math
+
 import pytest
 import torch
 
@@ -62,33 +64,31 @@ def reference(logits, sampling):
     kept = set(range(len(scores)))
 
     def normalised():
-        weights = {i: torch.tensor(scores[i], dtype=torch.float64).exp().item() for i in kept}
+        weights = {i: math.exp(scores[i]) for i in kept}
         return {i: w / sum(weights.values()) for i, w in weights.items()}
 
-    if sampling.top_k:
-        kept = set(sorted(kept, key=lambda i: -scores[i])[: sampling.top_k])
-    for limit, key in ((sampling.top_p, lambda p: lambda i: -p[i]), (None, None), (sampling.typical_p, "typical")):
-        if limit is None:
-            if sampling.min_p:
-                p = normalised()
-                kept = {i for i in kept if p[i] >= sampling.min_p * max(p.values())}
-            continue
-        if limit >= 1:
-            continue
-        p = normalised()
-        if key == "typical":
-            surprise = {i: -torch.tensor(p[i], dtype=torch.float64).log().item() for i in kept}
-            entropy = sum(p[i] * surprise[i] for i in kept)
-            order = sorted(kept, key=lambda i: abs(surprise[i] - entropy))
-        else:
-            order = sorted(kept, key=key(p))
+    def until(order, share, limit):
         total, chosen = 0.0, set()
         for i in order:
             chosen.add(i)
-            total += p[i]
+            total += share[i]
             if total >= limit:
                 break
-        kept = chosen
+        return chosen
+
+    if sampling.top_k:
+        kept = set(sorted(kept, key=lambda i: -scores[i])[: sampling.top_k])
+    if sampling.top_p < 1:
+        share = normalised()
+        kept = until(sorted(kept, key=lambda i: -share[i]), share, sampling.top_p)
+    if sampling.min_p:
+        share = normalised()
+        kept = {i for i in kept if share[i] >= sampling.min_p * max(share.values())}
+    if sampling.typical_p < 1:
+        share = normalised()
+        surprise = {i: -math.log(share[i]) for i in kept}
+        entropy = sum(share[i] * surprise[i] for i in kept)
+        kept = until(sorted(kept, key=lambda i: abs(surprise[i] - entropy)), share, sampling.typical_p)
     out = torch.zeros(len(scores), dtype=torch.float64)
     for i, value in normalised().items():
         out[i] = value
