@@ -3,6 +3,8 @@
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.cost import Cost, cost
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError
+from clearhead.generate.sampling import Sampling
+from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
 from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
@@ -22,6 +24,7 @@ __all__ = [
     "ConfigError",
     "Cost",
     "FixedCache",
+    "Generation",
     "InputError",
     "Loaded",
     "MissingExtraError",
@@ -29,6 +32,8 @@ __all__ = [
     "Output",
     "Recording",
     "RopeScaling",
+    "Sampling",
+    "Score",
     "Transformer",
     "WindowCache",
     "attending",

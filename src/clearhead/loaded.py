@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -12,7 +14,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest
+from clearhead.generate.prepare import prepared
+from clearhead.generate.sampling import Sampling
+from clearhead.generate.text import Generation, OnText, Score
+from clearhead.generate.text import generate as generate_text
+from clearhead.generate.text import score as score_ids
 from clearhead.hub.checkpoint import Description, describe, exported_config, load_model, save_model
 from clearhead.hub.files import read_json, whole_folder, write_json
 from clearhead.hub.sentences import Sentences, read_sentences, write_sentences
@@ -36,6 +43,7 @@ class Loaded:
     settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
     labels: tuple[str, ...] = ()  # names of the classes, for a head that has them
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
+    _copy: tuple[object, Transformer] | None = field(default=None, repr=False)
 
     @property
     def config(self) -> ModelConfig:
@@ -83,6 +91,88 @@ class Loaded:
             pooled = pool(hidden, mask.to(device), how.pooling).float()  # B D
             vectors[chosen] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
         return vectors
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 50,
+        *,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        logprobs: bool = False,
+        alternatives: int = 0,
+        on_text: OnText | None = None,
+        seconds: float | None = None,
+        **sampling: Any,
+    ) -> Generation | list[Generation]:
+        """Continue a prompt, or, with an encoder, answer it; a list of prompts gives a list.
+
+        Args:
+            prompt: text, or ids; or a list of either. In a batch each row comes out as it would alone.
+            max_new_tokens: where each row ends at the latest.
+            seed: of the draws of each row.
+            stop: text that ends a row; it is not part of the result.
+            logprobs: report the log-probability of each new token.
+            alternatives: report this many of the best tokens at each step.
+            on_text: called with the row's number and its new text as soon as that is sure.
+            seconds: stop every row after this time.
+            sampling: `Sampling`'s fields: temperature (0, greedy, unless given), top_k, top_p, min_p, penalties, ...
+        """
+        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts = [self._prompt(one) for one in cast(Sequence[str | Sequence[int]], [prompt] if single else prompt)]
+        known = [entry.name for entry in dataclasses.fields(Sampling)]
+        for name in sampling:
+            if name not in known:
+                raise InputError(f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}')
+        made = generate_text(
+            self._fast(),
+            self.tokenizer,
+            prompts,
+            max_new_tokens,
+            Sampling(**sampling),
+            stop_ids=self.stops,
+            stop=[stop] if isinstance(stop, str) else stop,
+            seeds=[seed] * len(prompts),
+            start=self._start(),
+            alternatives=alternatives,
+            logprobs=logprobs,
+            on_text=on_text,
+            seconds=seconds,
+        )
+        return made[0] if single else made
+
+    def score(self, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
+        """Log-probability of each token of a text, and its perplexity; given `source`, where there is an encoder."""
+        both = self.config.family == "encoder-decoder"
+        if both != (source is not None):
+            raise InputError("score needs a source for this encoder-decoder" if both else "score takes a source only with an encoder")
+        ids = self._prompt(text) if isinstance(text, str) else list(text)
+        return score_ids(self.model, ids, None if source is None else self._prompt(source), self._start() if both else ())
+
+    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Ids of a prompt; what a tokenizer puts at the end of a whole text does not belong to one that goes on."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids = self.encode([prompt])[0]
+        if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
+            ids = ids[:-1]
+        if not ids and "bos" in self.special:
+            ids = [self.special["bos"]]
+        return ids
+
+    def _start(self) -> list[int]:
+        """What the decoder of an encoder-decoder begins with."""
+        if self.config.family != "encoder-decoder":
+            return []
+        start = next((self.special[role] for role in ("decoder_start", "bos", "pad") if role in self.special), 0)
+        return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
+
+    def _fast(self) -> Transformer:
+        """The model's fast copy, made when first needed and again when its weights have changed."""
+        state = tuple((id(parameter), parameter._version) for parameter in self.model.parameters())
+        if self._copy is None or self._copy[0] != state:
+            self._copy = (state, prepared(self.model))
+        return self._copy[1]
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""

@@ -9,6 +9,7 @@ from rich.text import Text
 from torch import Tensor
 
 from clearhead.cost import Cost
+from clearhead.generate.text import Score
 from clearhead.inside.checks import Check
 
 SHADES = " .:-=+*#%@"
@@ -63,6 +64,17 @@ def check_table(rows: Sequence[Check]) -> Table:
     for row in rows:
         verdict = Text("equal", style="green") if row.passed else Text("DIFFERS", style="bold red")
         table.add_row(row.name, row.compared, f"{row.difference:.1e}", f"{row.tolerance:.0e}", verdict, f"{row.seconds * 1000:.0f}")
+    return table
+
+
+def score_table(result: Score, words: Sequence[str]) -> Table:
+    """One line per token with its log-probability, then the total and the perplexity."""
+    table = Table(title=f"log-probability {result.total:.3f}, perplexity {result.perplexity:.3f}", title_justify="left")
+    table.add_column("token")
+    table.add_column("id", justify="right")
+    table.add_column("log-probability", justify="right")
+    for word, token, value in zip(words, result.ids, result.logprobs):
+        table.add_row(Text(word), str(token), "" if value is None else f"{value:.4f}")
     return table
 
 

@@ -1,0 +1,188 @@
+"""Text in, text out: a batch is its rows, streaming is not streaming, and stops stop."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import clearhead as ch
+from clearhead import cli
+from clearhead.generate.decode import decode
+from clearhead.generate.sampling import Sampling
+from clearhead.generate.stream import TextStream
+
+SHAPES = {
+    "learned, full": ch.preset("micro-decoder"),
+    "rope, grouped": ch.preset("micro-decoder").replace(n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False),
+    "windows, soft-caps": ch.preset("micro-decoder").replace(
+        positions="rope", norm="rmsnorm", norm_position="sandwich", window=(5, None), attention_softcap=20.0, logit_softcap=10.0, bias=False
+    ),
+    "relative, two stacks": ch.preset("micro-encoder-decoder").replace(positions="relative", attention_scale=1.0),
+    "learned, two stacks": ch.preset("micro-encoder-decoder").replace(positions="learned"),
+}
+TEXTS = [
+    "plain words",
+    "naïve café",
+    "日本語のテキスト",
+    "family 👨‍👩‍👧‍👦 and flag 🇩🇪",
+    "e\u0301\u0323 combining",
+    "שלום עולם",
+    "a\tb\n\nc  d",
+    "🤖" * 5,
+]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def model_of(name, seed=0, vocab_size=256):
+    torch.manual_seed(seed)
+    model = ch.Transformer(SHAPES[name].replace(vocab_size=vocab_size, init_std=0.3, max_positions=128)).eval()
+    return model
+
+
+@pytest.mark.ledger("G3")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_batch_is_its_rows(name):
+    """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone, greedy and sampled."""
+    m = ch.Loaded(model_of(name))
+    prompts = [torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (1, 2, 7, 19, 40)]
+    m.special = {"eos": 17, "decoder_start": 3}
+    for options in ({}, {"temperature": 0.9, "top_k": 50, "seed": 5}):
+        together = m.generate(prompts, max_new_tokens=25, **options)
+        for prompt, made in zip(prompts, together):
+            alone = m.generate(prompt, max_new_tokens=25, **options)
+            assert made.ids == alone.ids
+            assert made.stop_reason == alone.stop_reason
+
+
+@pytest.mark.ledger("G2")
+def test_cached_is_recomputed():
+    model = model_of("windows, soft-caps")
+    rows = decode(model, [[1, 2, 3], [4] * 9], 20)
+    for row in rows:
+        ids = list(row.prompt)
+        for token in row.ids:
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+
+
+@pytest.mark.ledger("G4")
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_text_is_the_whole_text(text, byte_tokenizer):
+    """Every token is one byte here, so each character of more than one byte comes in pieces."""
+    ids = byte_tokenizer.encode(text).ids
+    stream = TextStream(byte_tokenizer)
+    pieces = [stream.push(token) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == byte_tokenizer.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 2
+
+
+@pytest.mark.ledger("G4")
+def test_a_stop_string_may_straddle_tokens(byte_tokenizer):
+    ids = byte_tokenizer.encode("one END two").ids
+    stream = TextStream(byte_tokenizer, stop=["END"])
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.stopped_by:
+            break
+    assert "".join(pieces) == stream.text == "one "
+    assert stream.stopped_by == "END"
+    held = TextStream(byte_tokenizer, stop=["END"])
+    pieces = [held.push(token) for token in byte_tokenizer.encode("the EN").ids]
+    assert "".join(pieces) == "the "  # it may yet become END
+    assert held.finish() == "EN"
+
+
+@pytest.mark.ledger("G4")
+def test_streaming_changes_nothing(byte_tokenizer):
+    m = ch.Loaded(model_of("rope, grouped"), byte_tokenizer)
+    seen = {0: "", 1: ""}
+
+    def add(number, text):
+        seen[number] += text
+
+    prompts = ["hello", "日本"]
+    streamed = m.generate(prompts, 40, temperature=1.0, seed=3, on_text=add)
+    plain = m.generate(prompts, 40, temperature=1.0, seed=3)
+    assert [row.ids for row in streamed] == [row.ids for row in plain]
+    assert [seen[0], seen[1]] == [row.text for row in plain]
+
+
+@pytest.mark.ledger("G5")
+def test_logprobs_equal_a_teacher_forced_score():
+    m = ch.Loaded(model_of("learned, full"))
+    made = m.generate([5, 6, 7], 12, temperature=0.8, seed=1, logprobs=True, alternatives=3)
+    scored = m.score([5, 6, 7, *made.ids])
+    assert scored.logprobs[0] is None
+    assert max(abs(a - b) for a, b in zip(made.logprobs, scored.logprobs[3:])) <= 1e-5
+    assert all(len(best) == 3 and best[0][1] >= best[1][1] for best in made.alternatives)
+    logits = m.model(torch.tensor([scored.ids])).logits[0, :-1].double().log_softmax(-1)
+    exact = -logits.detach()[torch.arange(len(scored.ids) - 1), scored.ids[1:]].mean()
+    assert abs(scored.perplexity - float(exact.exp())) <= 1e-5 * float(exact.exp())
+
+
+def test_score_with_a_source():
+    m = ch.Loaded(model_of("learned, two stacks"), special={"decoder_start": 3})
+    scored = m.score([8, 9], source=[1, 2, 4])
+    logits = m.model(torch.tensor([[3, 8]]), source=torch.tensor([[1, 2, 4]])).logits[0].log_softmax(-1)
+    assert scored.logprobs == pytest.approx([float(logits[0, 8]), float(logits[1, 9])], abs=1e-6)
+
+
+def test_the_fast_copy_follows_the_weights():
+    m = ch.Loaded(model_of("learned, full"))
+    before = m.generate([1, 2], 20).ids
+    with torch.no_grad():
+        for parameter in m.model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert m.generate([1, 2], 20).ids == [row.ids for row in decode(m.model, [[1, 2]], 20)][0] != before
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m.generate([], 5), "empty"),
+        (lambda m: m.generate([1] * 200, 5), "positions"),
+        (lambda m: m.generate([1], 0), "max_new_tokens"),
+        (lambda m: m.generate([1], top_p=2.0), "top_p"),
+        (lambda m: m.generate([1], temprature=1.0), "temperature"),
+        (lambda m: m.generate("text"), "tokenizer"),
+        (lambda m: m.generate([1], stop="x"), "tokenizer"),
+        (lambda m: m.score([1]), "two tokens"),
+        (lambda m: ch.Loaded(ch.Transformer(ch.preset("micro-encoder"))).generate([1]), "head"),
+    ],
+)
+def test_mistakes_are_one_line(call, words):
+    with pytest.raises(ch.InputError, match=words) as error:
+        call(ch.Loaded(model_of("learned, full")))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.ledger("G1")
+def test_penalties_reach_the_loop():
+    model = model_of("learned, full")
+    plain = decode(model, [[1, 2, 3]], 30)[0].ids
+    without = decode(model, [[1, 2, 3]], 30, Sampling(no_repeat_ngram=1))[0].ids
+    assert len(set(without) | {1, 2, 3}) == 33
+    assert len(set(plain)) < 30
+
+
+def test_commands(byte_tokenizer, tmp_path, capsys):
+    m = ch.Loaded(model_of("rope, grouped"), byte_tokenizer)
+    m.save(tmp_path / "model")
+    wanted = m.generate("hello", 12)
+    cli.main(["generate", str(tmp_path / "model"), "hello", "--max-new-tokens", "12", "--json"])
+    assert json.loads(capsys.readouterr().out)["ids"] == wanted.ids
+    cli.main(["generate", str(tmp_path / "model"), "hello", "--max-new-tokens", "12", "--stream"])
+    assert capsys.readouterr().out.rstrip("\n") == ("hello" + wanted.text).rstrip("\n")
+    cli.main(["score", str(tmp_path / "model"), "hello", "--json"])
+    assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(m.score("hello").perplexity, rel=1e-6)
