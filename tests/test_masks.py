@@ -54,7 +54,7 @@ def test_compose_equals_a_loop_over_pairs(seed):
                     assert bool(found[row, 0, q, k]) == allowed, (row, q, k)
 
 
-@pytest.mark.ledger("C2", "H6")
+@pytest.mark.ledger("C2")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("positions", EVERY_POSITION)
 @pytest.mark.parametrize("family", ["decoder", "encoder"])

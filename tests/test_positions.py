@@ -161,7 +161,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.ledger("B4", "J3")
+@pytest.mark.ledger("B4")
 @pytest.mark.parametrize("length", [100, 256, 300, 2_000])
 @pytest.mark.parametrize("name", list(SCALINGS))
 def test_scaled_frequencies_equal_the_reference(name, length):

@@ -208,7 +208,7 @@ def prune(weights: dict, pruned: dict, n_heads: int, n_kv_heads: int, width: int
     return weights
 
 
-@pytest.mark.ledger("K7", "C4")
+@pytest.mark.ledger("C4")
 @every_family
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi", "relative"])
