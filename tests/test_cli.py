@@ -141,3 +141,12 @@ def test_a_real_process(folder):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert run("nonsense").returncode == 2
+
+
+def test_the_tour_does_what_it_says(capsys):
+    code, out, _ = inside("demo", capsys=capsys)
+    assert code == 0
+    assert "314159  becomes  951413" in out
+    assert "14 of 14 equal" in out
+    share = int(out.split("% of its attention")[0].split()[-1])
+    assert share >= 60
