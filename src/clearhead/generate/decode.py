@@ -127,7 +127,7 @@ def _choose(logits: Tensor, sampling: Sampling, rows: list[Row], dice: Dice | No
         adjusted = adjust(logits, sampling)
     if dice is None:
         return adjusted.argmax(-1)
-    return draw(distribution(adjusted, sampling), dice.roll(running).to(logits.device))
+    return draw(distribution(adjusted, sampling), dice.roll(running)).to(logits.device)
 
 
 def _report(logits: Tensor, chosen: Tensor, rows: list[Row], alternatives: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.model.norms import wide
+from clearhead.model.norms import precise, wide
 
 REMOVED = float("-inf")
 
@@ -151,7 +151,7 @@ def distribution(logits: Tensor, options: Sampling) -> Tensor:
     """Steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64; greedy gives a single 1."""
     if options.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits.double() / options.temperature
+    logits = precise(logits) / options.temperature
     logits = typical(min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p)
     return logits.softmax(-1)
 

@@ -23,6 +23,7 @@ from clearhead.errors import InputError, MissingExtraError
 from clearhead.generate.decode import greedy
 from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.norms import precise
 from clearhead.model.transformer import Transformer, attending
 from clearhead.model.window_cache import WindowCache
 
@@ -134,7 +135,7 @@ def check(m: Loaded | Transformer, reference: bool = False) -> list[Check]:
 def _gap(ours: Tensor, theirs: Tensor) -> float:
     """Largest difference; relative where values are above 1."""
     scale = max(1.0, float(theirs.abs().max()))
-    return float((ours.double() - theirs.double()).abs().max()) / scale
+    return float((precise(ours) - precise(theirs)).abs().max()) / scale
 
 
 def _kind(model: Transformer) -> tuple[torch.dtype, torch.device]:

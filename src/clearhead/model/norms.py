@@ -13,6 +13,11 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def precise(x: Tensor) -> Tensor:
+    """`x` in float64; on the CPU where its own device has no such numbers."""
+    return x.cpu().double() if x.device.type == "mps" else x.double()
+
+
 class LayerNorm(nn.Module):
     """Subtract the mean, divide by the standard deviation, scale, shift: [..., width] -> [..., width]."""
 

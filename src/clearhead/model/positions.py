@@ -18,7 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, RopeScaling, StackPlan, rotated_width
-from clearhead.model.norms import wide
+from clearhead.model.norms import precise, wide
 
 
 class Rotary(NamedTuple):
@@ -68,14 +68,14 @@ class SinusoidalPositions(PositionScheme):
         config, width = self.config, self.plan.d_embedding
         positions = positions + config.position_offset
         if self.plan.input != "patches":
-            return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(dtype)
+            return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(positions.device, dtype)
         assert config.image_size is not None
         columns = config.image_size[1] // config.patch_size
         patch = (positions - int(config.class_token)).clamp(min=0)
         row = sinusoid(patch // columns, width // 2, config.sinusoid_layout, config.sinusoid_ends)
         column = sinusoid(patch % columns, width - width // 2, config.sinusoid_layout, config.sinusoid_ends)
         is_patch = (positions >= config.class_token)[..., None]  # the class token stands nowhere
-        return (torch.cat([row, column], dim=-1) * is_patch).to(dtype)
+        return torch.cat([row, column], dim=-1).to(positions.device, dtype) * is_patch
 
 
 def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
@@ -85,9 +85,10 @@ def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: b
     slowest wave is exactly 10,000 long, as in some translation models; there, an odd last column is zero.
     """
     pairs = width // 2 if ends else (width + 1) // 2
+    positions = precise(positions)
     steps = torch.arange(pairs, dtype=torch.float64, device=positions.device)
     exponent = steps / max(pairs - 1, 1) if ends else steps * 2 / width
-    angles = positions[..., None].double() * torch.pow(10_000.0, -exponent)
+    angles = positions[..., None] * torch.pow(10_000.0, -exponent)
     if layout == "half":
         waves = torch.cat([angles.sin(), angles.cos()[..., : width // 2]], dim=-1)
     else:
@@ -103,14 +104,14 @@ class RopePositions(PositionScheme):
         config = self.config
         local = window is not None and config.rope_local_base is not None
         base = config.rope_local_base if local and config.rope_local_base else config.rope_base
-        width = rotated_width(self.plan.d_head, config.rope_fraction)
-        frequencies, factor = rope_frequencies(width, base, None if local else config.rope_scaling, config.max_positions, positions)
-        angles = positions[:, None, :, None].double() * frequencies  # B 1 T R/2
+        width, where, device = rotated_width(self.plan.d_head, config.rope_fraction), precise(positions), positions.device
+        frequencies, factor = rope_frequencies(width, base, None if local else config.rope_scaling, config.max_positions, where)
+        angles = where[:, None, :, None] * frequencies  # B 1 T R/2
         if config.rope_layout == "half":
             angles = torch.cat([angles, angles], dim=-1)  # B 1 T R
         else:
             angles = angles.repeat_interleave(2, dim=-1)
-        return Rotary((angles.cos() * factor).float(), (angles.sin() * factor).float())
+        return Rotary((angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device))
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -195,7 +196,7 @@ class AlibiPositions(PositionScheme):
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
-        slopes = alibi_slopes(self.plan.n_heads).to(queries.device)
+        slopes = alibi_slopes(self.plan.n_heads).to(queries.device, torch.promote_types(dtype, torch.float32))
         return (-slopes[:, None, None] * distance[:, None]).to(dtype)
 
 
