@@ -249,3 +249,10 @@ def test_json_of_nested_values():
     image = ch.ModelConfig(family="encoder", input="patches", image_size=(32, 16), n_classes=2)
     assert ch.ModelConfig.from_json(image.to_json()) == image
     assert "d_model" not in json.loads(image.to_json())  # what is at its default is left out
+
+
+@pytest.mark.parametrize("factors", [(1.0,), (1.0, 2.0, 3.0)])
+def test_longrope_wants_one_factor_for_each_pair(factors):
+    scaling = ch.RopeScaling(kind="longrope", short_factor=factors, long_factor=factors)
+    with pytest.raises(ch.ConfigError, match="2 pairs"):
+        ch.ModelConfig(vocab_size=9, d_model=16, n_heads=4, positions="rope", rope_scaling=scaling)

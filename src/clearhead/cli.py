@@ -129,9 +129,11 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     live = stream and not json
+    loaded = load(folder)
+    lead = "" if loaded.config.family == "encoder-decoder" else text  # what the answer goes on from
     if live:
-        print(text, end="", flush=True)
-    made = load(folder).generate(
+        print(lead, end="", flush=True)
+    made = loaded.generate(
         text,
         max_new_tokens,
         seed=seed,
@@ -145,7 +147,7 @@ def generate(
     )
     assert not isinstance(made, list)
     body = {"prompt": text, "text": made.text, "ids": made.ids, "stop_reason": made.stop_reason}
-    shown = "" if live else f"{text}{made.text}"
+    shown = "" if live else f"{lead}{made.text}"
     _print(body, json, lambda console: print(shown))
 
 

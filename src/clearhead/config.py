@@ -237,7 +237,7 @@ class ModelConfig:
         }
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed; fields that had been derived are derived anew."""
+        """A copy with some fields changed; what stands at its derived value is derived anew, unless it is named."""
         _check_names(changes, ModelConfig)
         derived = {name: None for name, value in self._derived().items() if getattr(self, name) == value}
         return dataclasses.replace(self, **{**derived, **changes})
@@ -363,6 +363,7 @@ class ModelConfig:
                 raise ConfigError(
                     f"rope rotates pairs, and {rotated} of d_head {d_head} is odd: choose an even d_head or another rope_fraction"
                 )
+            self._check_scaling(rotated // 2)
         for layer in self.rope_skips:
             if not 0 <= layer < self.n_layers:
                 raise ConfigError(f"rope_skips names layer {layer}, and there are layers 0 to {self.n_layers - 1}")
@@ -372,6 +373,16 @@ class ModelConfig:
         if self.n_experts and not 1 <= self.n_active_experts <= self.n_experts:
             raise ConfigError(f"n_active_experts {self.n_active_experts} must lie between 1 and n_experts {self.n_experts}")
         self._check_pruned()
+
+    def _check_scaling(self, pairs: int) -> None:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if scaling.kind == "dynamic" and pairs < 2:
+            raise ConfigError("rope scaling dynamic needs two rotated pairs at least: choose a wider d_head or another kind")
+        for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            if scaling.kind == "longrope" and factors is not None and len(factors) != pairs:
+                raise ConfigError(f"rope scaling {name} lists {len(factors)} numbers, and {pairs} pairs are rotated: give one for each")
 
     def _check_pruned(self) -> None:
         plans = [plan for plan in (self.encoder, self.decoder) if plan is not None]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -24,8 +24,10 @@ from clearhead.hub.checkpoint import Description, describe, exported_config, loa
 from clearhead.hub.files import read_json, whole_folder, write_json
 from clearhead.hub.sentences import Sentences, read_sentences, write_sentences
 from clearhead.hub.tokenizer import encode, load_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
+from clearhead.model.attention import Attention
 from clearhead.model.heads import pool
-from clearhead.model.transformer import Transformer
+from clearhead.model.taps import SILENT, tap_for
+from clearhead.model.transformer import Transformer, evaluating
 
 SHARD_SIZE = 5_000_000_000
 
@@ -71,7 +73,7 @@ class Loaded:
         return encode(self.tokenizer, texts, max_length)
 
     @torch.inference_mode()
-    def embed(self, texts: list[str], batch_size: int = 32) -> Tensor:
+    def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
         """One vector per text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json), else by
@@ -79,6 +81,7 @@ class Loaded:
         """
         if self.config.family == "encoder-decoder":
             raise InputError("embed needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder")
+        texts = [texts] if isinstance(texts, str) else texts
         how = self.sentences or Sentences(normalise=self.config.head == "embedding" and self.config.normalise)
         rows = self.encode(list(texts), self.max_length)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
@@ -87,7 +90,8 @@ class Loaded:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             ids, mask = _padded([rows[row] for row in chosen], self.special.get("pad", 0))
-            hidden = self.model(ids.to(device), mask.to(device), logits="none").hidden  # B T D
+            with evaluating(self.model):
+                hidden = self.model(ids.to(device), mask.to(device), logits="none").hidden  # B T D
             pooled = pool(hidden, mask.to(device), how.pooling).float()  # B D
             vectors[chosen] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
         return vectors
@@ -118,27 +122,31 @@ class Loaded:
             seconds: stop every row after this time.
             sampling: `Sampling`'s fields: temperature (0, greedy, unless given), top_k, top_p, min_p, penalties, ...
         """
-        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts = [self._prompt(one) for one in cast(Sequence[str | Sequence[int]], [prompt] if single else prompt)]
+        given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array of ids
+        single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
+        prompts = [self._prompt(one) for one in ([given] if single else given)]
+        if not isinstance(seed, int):
+            raise InputError(f"seed {seed!r} must be a whole number")
         known = [entry.name for entry in dataclasses.fields(Sampling)]
         for name in sampling:
             if name not in known:
                 raise InputError(f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}')
-        made = generate_text(
-            self._fast(),
-            self.tokenizer,
-            prompts,
-            max_new_tokens,
-            Sampling(**sampling),
-            stop_ids=self.stops,
-            stop=[stop] if isinstance(stop, str) else stop,
-            seeds=[seed] * len(prompts),
-            start=self._start(),
-            alternatives=alternatives,
-            logprobs=logprobs,
-            on_text=on_text,
-            seconds=seconds,
-        )
+        with evaluating(self.model):
+            made = generate_text(
+                self._runner(),
+                self.tokenizer,
+                prompts,
+                max_new_tokens,
+                Sampling(**sampling),
+                stop_ids=self.stops,
+                stop=[stop] if isinstance(stop, str) else stop,
+                seeds=[seed] * len(prompts),
+                start=self._start(),
+                alternatives=alternatives,
+                logprobs=logprobs,
+                on_text=on_text,
+                seconds=seconds,
+            )
         return made[0] if single else made
 
     def score(self, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
@@ -146,13 +154,19 @@ class Loaded:
         both = self.config.family == "encoder-decoder"
         if both != (source is not None):
             raise InputError("score needs a source for this encoder-decoder" if both else "score takes a source only with an encoder")
-        ids = self._prompt(text) if isinstance(text, str) else list(text)
-        return score_ids(self.model, ids, None if source is None else self._prompt(source), self._start() if both else ())
+        ids, start = self._prompt(text), self._start()
+        if len(start) > 1 and ids[:1] != start[1:]:
+            ids = [*start[1:], *ids]  # what every answer begins with is part of it
+        with evaluating(self.model):
+            return score_ids(self.model, ids, None if source is None else self._prompt(source), start[:1])
 
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Ids of a prompt; what a tokenizer puts at the end of a whole text does not belong to one that goes on."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+            if not all(isinstance(token, int) for token in ids):
+                raise InputError(f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers")
+            return ids
         ids = self.encode([prompt])[0]
         if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
             ids = ids[:-1]
@@ -167,10 +181,16 @@ class Loaded:
         start = next((self.special[role] for role in ("decoder_start", "bos", "pad") if role in self.special), 0)
         return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
 
-    def _fast(self) -> Transformer:
-        """The model's fast copy, made when first needed and again when its weights have changed."""
-        state = tuple((id(parameter), parameter._version) for parameter in self.model.parameters())
-        if self._copy is None or self._copy[0] != state:
+    def _runner(self) -> Transformer:
+        """The model's fast copy; the model itself while somebody watches it, through taps, hooks or a chosen kernel."""
+        parts = list(self.model.modules())
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
+        if hooked or chosen or tap_for(self.model) is not SILENT:
+            return self.model
+        weights = list(self.model.parameters())
+        state = [(id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version) for w in weights]
+        if self._copy is None or self._copy[0] != state:  # made when first needed, and again when the weights have changed
             self._copy = (state, prepared(self.model))
         return self._copy[1]
 
@@ -213,8 +233,12 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cp
     defaults = path / "generation_config.json"
     generation = read_json(defaults) if defaults.exists() else {}
     tokenizer, settings = load_tokenizer(path), read_settings(path)
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return Loaded(
-        model.to(device),
+        model,
         tokenizer,
         generation,
         description,

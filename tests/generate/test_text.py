@@ -158,6 +158,13 @@ def test_the_fast_copy_follows_the_weights():
         (lambda m: m.generate("text"), "tokenizer"),
         (lambda m: m.generate([1], stop="x"), "tokenizer"),
         (lambda m: m.score([1]), "two tokens"),
+        (lambda m: m.score([1, 999]), "999"),
+        (lambda m: m.generate([1.5]), "whole numbers"),
+        (lambda m: m.generate([1], banned=(999,)), "vocabulary"),
+        (lambda m: m.generate([1], banned=tuple(range(256))), "no token"),
+        (lambda m: m.generate([1], alternatives=999), "alternatives"),
+        (lambda m: m.generate([1], temperature="warm"), "temperature"),
+        (lambda m: m.generate([1], seed=None), "seed"),
         (lambda m: ch.Loaded(ch.Transformer(ch.preset("micro-encoder"))).generate([1]), "head"),
     ],
 )
@@ -165,6 +172,65 @@ def test_mistakes_are_one_line(call, words):
     with pytest.raises(ch.InputError, match=words) as error:
         call(ch.Loaded(model_of("learned, full")))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.ledger("K1")
+def test_what_watches_a_model_sees_it_generate():
+    m = ch.Loaded(model_of("rope, grouped"))
+    plain = m.generate([1, 2, 3], 6).ids
+    with ch.record(m.model, "blocks.0.resid_post") as seen:
+        assert m.generate([1, 2, 3], 6).ids == plain
+    assert len(seen.calls("blocks.0.resid_post")) == 6
+    with ch.edit(m.model, {"logits": torch.zeros_like}):
+        assert m.generate([1, 2, 3], 6).ids == [0] * 6
+    with ch.attending(m.model, "eager"):
+        assert m.generate([1, 2, 3], 6).ids == plain
+    called = []
+    hook = m.model.register_forward_hook(lambda *_: called.append(1))
+    m.generate([1, 2, 3], 6)
+    hook.remove()
+    assert len(called) == 6
+    assert m.generate([1, 2, 3], 6).ids == plain
+
+
+def test_a_model_in_training_is_used_without_dropout_and_goes_on_training():
+    config = ch.preset("micro-decoder").replace(vocab_size=256, n_experts=4, dropout=0.5)
+    m = ch.Loaded(ch.Transformer(config).train())
+    m.model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert m.score([1, 2, 3, 4]) == m.score([1, 2, 3, 4])
+    assert m.generate([1, 2], 5).ids == m.generate([1, 2], 5).ids
+    assert m.model.training
+
+
+def test_the_fast_copy_follows_dtype():
+    m = ch.Loaded(model_of("learned, full"))
+    ids = m.generate([1, 2], 8).ids
+    m.model.double()
+    assert m.generate([1, 2], 8).ids == ids
+
+
+def test_a_forced_first_token_is_scored_once():
+    m = ch.Loaded(model_of("learned, two stacks"), special={"decoder_start": 2, "forced_bos": 0})
+    logits = m.model(torch.tensor([[2, 0, 5]]), source=torch.tensor([[3, 4]])).logits[0].log_softmax(-1)
+    wanted = [logits[0, 0].item(), logits[1, 5].item(), logits[2, 6].item()]
+    assert m.score([0, 5, 6], [3, 4]).logprobs == pytest.approx(wanted, abs=1e-5)
+    assert m.score([5, 6], [3, 4]).logprobs == pytest.approx(wanted, abs=1e-5)
+
+
+def test_generating_leaves_the_global_generator_alone():
+    m = ch.Loaded(model_of("learned, full"))
+    torch.manual_seed(0)
+    m.generate([1, 2], 4, temperature=1.0)
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_prompts_may_be_tensors():
+    m = ch.Loaded(model_of("learned, full"))
+    wanted = m.generate([1, 2, 3], 4).ids
+    assert m.generate(torch.tensor([1, 2, 3]), 4).ids == wanted
+    assert [made.ids for made in m.generate(torch.tensor([[1, 2, 3]] * 2), 4)] == [wanted] * 2
 
 
 @pytest.mark.ledger("G1")

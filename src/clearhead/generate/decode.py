@@ -1,7 +1,7 @@
 """The decode loop: prompts in one pass, then one token at a time with the cache, each row until it ends.
 
 Prompts of unequal length are padded on the left; a row that has ended leaves the batch. What comes out of a batch is
-what each row gives alone.
+what each row gives alone; only rotary scalings that go by length (dynamic, longrope) look at the longest row of a call.
 
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
@@ -52,7 +52,6 @@ def decode(
     logprobs: bool = False,
     on_token: OnToken | None = None,
     deadline: float | None = None,
-    cache: Cache | None = None,
 ) -> list[Row]:
     """Continue each prompt by up to `max_new_tokens`.
 
@@ -69,16 +68,15 @@ def decode(
         logprobs: report log-probabilities.
         on_token: see `OnToken`.
         deadline: a `time.monotonic()` at which to stop.
-        cache: to decode into; None: a growing one with room for all.
     """
-    _check(model, prompts, max_new_tokens)
     sampling = sampling or Sampling()
+    _check(model, prompts, max_new_tokens, sampling, alternatives)
     device = next(model.parameters()).device
     rows = [Row(list(prompt)) for prompt in prompts]
     running = list(range(len(rows)))
     dice = Dice(seeds if seeds is not None else [0] * len(rows)) if sampling.temperature > 0 else None
     longest = max(len(row.prompt) for row in rows)
-    cache = Cache(reserve=longest + max_new_tokens) if cache is None else cache
+    cache = Cache(reserve=longest + max_new_tokens)
     logits = prefill(model, [row.prompt for row in rows], cache, source, source_mask)
     stops = set(stop_ids)
     for step in range(max_new_tokens):
@@ -109,9 +107,12 @@ def prefill(
     if any(len(prompt) < longest for prompt in prompts):
         starts = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         mask = torch.arange(longest, device=device) >= starts[:, None]
+    scaling = model.config.rope_scaling
+    by_length = scaling is not None and scaling.kind in ("dynamic", "longrope")  # angles depend on the length of the whole call
+    chunk = longest if by_length else PREFILL_CHUNK
     out = None
-    for start in range(0, longest, PREFILL_CHUNK):
-        piece = slice(start, start + PREFILL_CHUNK)
+    for start in range(0, longest, chunk):
+        piece = slice(start, start + chunk)
         given = (source, source_mask) if start == 0 else (None, None)
         wanted = "last" if piece.stop >= longest else "none"
         out = model(ids[:, piece], None if mask is None else mask[:, piece], *given, cache=cache, logits=wanted)
@@ -156,11 +157,17 @@ def _goes_on(number: int, row: Row, token: int, stops: set[int], on_token: OnTok
     return reason is None
 
 
-def _check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, alternatives: int) -> None:
     if model.config.head != "lm":
         raise InputError(f"this model's head is {model.config.head}: only a language model (head lm) generates")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens} must be 1 or more")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens!r} must be a whole number, 1 or more")
+    vocabulary = model.config.vocab_size
+    for name, tokens in (("allowed", sampling.allowed or ()), ("banned", sampling.banned)):
+        if any(not 0 <= token < vocabulary for token in tokens):
+            raise InputError(f"{name} names a token outside the vocabulary: ids go from 0 to {vocabulary - 1}")
+    if not 0 <= alternatives <= vocabulary:
+        raise InputError(f"alternatives {alternatives} must lie between 0 and vocab_size {vocabulary}")
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("a prompt is empty: give one token at least, such as the beginning-of-text token")
     longest = max(map(len, prompts))

@@ -66,7 +66,7 @@ class FusedFeedForward(FeedForward):
 
 
 def prepared(model: Transformer) -> Transformer:
-    """The copy: in eval mode, for inference only, valid until the model's weights change."""
+    """The copy: in eval mode, for inference only, without the model's hooks, valid until its weights change."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     fast = copy.deepcopy(model, shared).eval()
     weight = next(fast.parameters())
@@ -83,7 +83,7 @@ def prepared(model: Transformer) -> Transformer:
                 if isinstance(child, nn.Linear):
                     setattr(part, name, PackedLinear(child.weight, child.bias))
     for part in fast.modules():
-        part._compiled_call_impl = part.forward  # a copy has no hooks: calling a part is running its forward
+        part._compiled_call_impl = part.forward  # a copy runs no hooks: calling a part is running its forward
         part.__dict__.update({**part._modules, **part._parameters})  # and its parts are found without a search
     return fast
 
@@ -118,8 +118,10 @@ def _joined(*layers: nn.Linear) -> nn.Linear:
 def _can_pack() -> bool:
     """Does this build of PyTorch have the packed product, and does it give the plain one's answer?"""
     try:
-        layer = nn.Linear(16, 8)
-        x = torch.randn(3, 16)
+        layer = nn.Linear(16, 8, device="meta").to_empty(device="cpu")
+        nn.init.constant_(layer.weight, 0.3)
+        nn.init.constant_(layer.bias, 0.1)
+        x = torch.linspace(-1, 1, 48).view(3, 16)
         return torch.allclose(PackedLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False

@@ -6,13 +6,15 @@
     4  temperature                                        0 means greedy
     5  top-k, top-p, min-p, typical                       each keeps a set of tokens; what is left is renormalised
 
-Every filter sets what it removes to -inf and never removes a row's best token.
+What is removed is set to -inf. The filters of step 5 never remove a row's best token.
 
 Shapes: B rows, V vocabulary, N tokens so far.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ from clearhead.errors import InputError
 from clearhead.model.norms import precise, wide
 
 REMOVED = float("-inf")
+GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,10 @@ class Sampling:
     banned: tuple[int, ...] = ()  # never these tokens
 
     def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(entry.default, int | float) and (not isinstance(value, int | float) or not math.isfinite(value)):
+                raise InputError(f"{entry.name} {value!r} is not a number: {entry.default} is its default")
         for name, low, high in (("top_p", 0.0, 1.0), ("typical_p", 0.0, 1.0)):
             if not low < getattr(self, name) <= high:
                 raise InputError(f"{name} {getattr(self, name)} is outside (0, 1]: 1 keeps every token")
@@ -55,6 +62,11 @@ class Sampling:
             raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
         if self.allowed is not None and not set(self.allowed) - set(self.banned):
             raise InputError("allowed minus banned leaves no token to choose from")
+
+    @property
+    def restricts(self) -> bool:
+        """May a row be left without any token?"""
+        return self.allowed is not None or bool(self.banned or self.no_repeat_ngram)
 
     @property
     def looks_back(self) -> bool:
@@ -76,6 +88,8 @@ def adjust(logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = ()
         logits = only(logits, options.allowed)
     if options.banned:
         logits = logits.index_fill(-1, torch.tensor(options.banned, device=logits.device), REMOVED)
+    if options.restricts and bool((logits.amax(-1) == REMOVED).any()):
+        raise InputError("no token is left to choose from: loosen allowed, banned or no_repeat_ngram")
     return logits
 
 
@@ -149,7 +163,7 @@ def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
     """Steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64; greedy gives a single 1."""
-    if options.temperature == 0:
+    if options.temperature < GREEDY:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = precise(logits) / options.temperature
     logits = typical(min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p)

@@ -18,6 +18,7 @@ from clearhead.errors import InputError
 from clearhead.generate.decode import Row, decode
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.stream import TextStream
+from clearhead.model.inputs import check_stack_input
 from clearhead.model.transformer import Transformer
 
 # Called with the row's number and the text that is new and sure.
@@ -127,6 +128,7 @@ def score(model: Transformer, ids: Sequence[int], source: Sequence[int] | None =
     if len(fed) < 2:
         raise InputError("a score needs two tokens at least: the first has nothing before it")
     row = torch.tensor([fed], device=device)
+    check_stack_input(row, model.main.plan, model.config, "ids")  # the last id is asked about, and not fed
     more = {} if source is None else {"source": torch.tensor([list(source)], device=device)}
     logits = model(row[:, :-1], **more).logits[0].float()  # T-1 V
     values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()

@@ -249,23 +249,24 @@ def save_model(
     carried = carried or {}
     made = dict(export_state(model, architecture))
     parameters = dict(model.named_parameters())
-    kind = dtype or next(iter(parameters.values())).dtype
-    sizes = {name: sum(parameters[ours].numel() for ours in match.ours) * kind.itemsize for name, match in made.items()}
-    sizes |= {name: math.prod(entry.shape) * kind.itemsize for name, entry in carried.items()}
+    kinds = {name: dtype or parameters[match.ours[0]].dtype for name, match in made.items()}
+    kinds |= {name: dtype or entry.dtype for name, entry in carried.items()}
+    sizes = {name: sum(parameters[ours].numel() for ours in match.ours) * kinds[name].itemsize for name, match in made.items()}
+    sizes |= {name: math.prod(entry.shape) * kinds[name].itemsize for name, entry in carried.items()}
     base = bool(architecture.prefix) and model.config.head in ("none", "embedding")
 
     def make(name: str) -> Tensor:
         name = architecture.prefix + name if base else name
         if name in carried:
-            return carried[name].read().to(kind)
+            return carried[name].read().to(kinds[name])
         match = made[name]
-        tensor = match.operation.save([parameters[ours].detach().to(kind).cpu() for ours in match.ours], model.config)[0]
+        tensor = match.operation.save([parameters[ours].detach().to(kinds[name]).cpu() for ours in match.ours], model.config)[0]
         return tensor.clone() if match.copy else tensor  # the format has no place for two names of the same bytes
 
     if base:
         sizes = {name.removeprefix(architecture.prefix): size for name, size in sizes.items()}
     write_weights(folder, sizes, make, shard_size)
-    write_json(folder / "config.json", {**theirs, "dtype": str(kind).removeprefix("torch.")})
+    write_json(folder / "config.json", {**theirs, "dtype": str(next(iter(kinds.values()))).removeprefix("torch.")})
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Match]:

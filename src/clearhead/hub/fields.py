@@ -6,7 +6,7 @@ Each part reads some keys of theirs into some fields of ours and writes them bac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from clearhead.config import ModelConfig
@@ -131,21 +131,6 @@ class Says:
     def write(self, config: ModelConfig) -> Json:
         """The value, where it must be spelled out."""
         return dict(self.values) if self.write_them else {}
-
-
-@dataclass(frozen=True)
-class Writes:
-    """Keys that other readers need and nothing of ours depends on: their own defaults fit the published sizes alone."""
-
-    values: Json
-
-    def read(self, theirs: Json) -> Json:
-        """Nothing."""
-        return {}
-
-    def write(self, config: ModelConfig) -> Json:
-        """The keys."""
-        return dict(self.values)
 
 
 @dataclass(frozen=True)
@@ -282,11 +267,8 @@ class Windows:
 class Labels:
     """The number of classes, as id2label or num_labels; written with names, so that other tools show them."""
 
-    default: int = 2
-    values: Json = field(default_factory=dict)
-
     def read(self, theirs: Json) -> Json:
-        """Nothing by itself: heads that need it ask `count`."""
+        """Nothing by itself: heads that need it ask `count_labels`."""
         return {}
 
     def write(self, config: ModelConfig) -> Json:
@@ -303,4 +285,4 @@ def count_labels(theirs: Json) -> int:
     placeholders = names is not None and all(name == f"LABEL_{index}" for index, name in names.items())
     if names and not (placeholders and isinstance(stated, int)):
         return len(names)
-    return int(theirs.get("num_labels", 2))
+    return 2 if stated is None else int(stated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bart import BART_LIKE, BLOCKS, HEAD, OLD, SHAPE, SHARED, SOURCE, TARGET, classes
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed, Scaled, Writes
+from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed, Scaled, Written
 from clearhead.hub.rules import Rule
 
 SHARE, TIE = "share_encoder_decoder_embeddings", "tie_word_embeddings"
@@ -31,7 +31,7 @@ MARIAN = Architecture(
                 ({SHARE: True, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),  # as in BART's TYING
             ),
         ),
-        Writes({"pad_token_id": None, "decoder_start_token_id": 0}),
+        Written({"pad_token_id": None, "decoder_start_token_id": 0}),
     ),
     rules=(
         SHARED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import Cases, Depths, Field, Fixed, Json, Part, Scaled, Writes
+from clearhead.hub.fields import Cases, Depths, Field, Fixed, Json, Part, Scaled, Written
 from clearhead.hub.rules import Rule, same
 
 PARTS = {"q": "q", "k": "k", "v": "v", "o": "out"}
@@ -34,7 +34,7 @@ SHAPE: tuple[Part, ...] = (
     Field("dropout_rate", "dropout", 0.1),
     Field("dropout_rate", "feedforward_dropout", 0.1),
     Field("tie_word_embeddings", "tie_embeddings", True),
-    Writes({"decoder_start_token_id": 0}),
+    Written({"decoder_start_token_id": 0}),
 )
 # "gelu" is the tanh formula behind a gate, and the exact one without.
 BENDS = (

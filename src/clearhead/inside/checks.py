@@ -24,7 +24,7 @@ from clearhead.generate.decode import greedy
 from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.norms import precise
-from clearhead.model.transformer import Transformer, attending
+from clearhead.model.transformer import Transformer, attending, evaluating
 from clearhead.model.window_cache import WindowCache
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -116,19 +116,16 @@ def checks_for(model: Transformer) -> Iterator[tuple[str, str, Callable[[], floa
 def check(m: Loaded | Transformer, reference: bool = False) -> list[Check]:
     """Run the suite. `reference` adds rows that compare with transformers, for a model loaded from its directory."""
     model = m.model if isinstance(m, Loaded) else m
-    training = model.training
-    model.eval()
-    tolerance = TOLERANCE[next(model.parameters()).dtype]
+    dtype = next(model.parameters()).dtype
+    if dtype not in TOLERANCE:
+        raise InputError(f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}")
     rows = []
-    try:
-        with torch.no_grad():
-            for name, compared, run in checks_for(model):
-                start = time.perf_counter()
-                rows.append(Check(name, compared, run(), tolerance, time.perf_counter() - start))
-            if reference:
-                rows += _reference(m)
-    finally:
-        model.train(training)
+    with torch.no_grad(), evaluating(model):
+        for name, compared, run in checks_for(model):
+            start = time.perf_counter()
+            rows.append(Check(name, compared, run(), TOLERANCE[dtype], time.perf_counter() - start))
+        if reference:
+            rows += _reference(m)
     return rows
 
 

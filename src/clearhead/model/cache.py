@@ -142,7 +142,7 @@ class Cache:
         """Forget all but the first `length` slots."""
         if not 0 <= length <= self.length:
             raise InputError(f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}")
-        self.length = length
+        self.length, self.packed = length, self.packed and length > 0
         self.tokens = _first(self.tokens, length) if length else None
 
 
@@ -242,7 +242,7 @@ class FixedCache(Cache):
         assert self.tokens is not None and self.tokens.real is not None
         self.tokens.real[:, length:] = False
         self.cursor.fill_(length)
-        self.length = length
+        self.length, self.packed = length, self.packed and length > 0
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """As in `Cache`, in place: the number of rows must stay."""

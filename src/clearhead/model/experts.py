@@ -28,6 +28,10 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(FeedForward(config, d_ff) for _ in range(config.n_experts))
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy is made of: not what the latest pass left behind."""
+        return {**self.__dict__, "routed": None}
+
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])  # N D

@@ -1,7 +1,7 @@
 """Initialisation by name. Biases begin at 0 and norms at 1 in all of them; what differs is the spread of the weights.
 
 xavier      uniform within sqrt(6 / (in + out)); tables normal with deviation d_model^-1/2
-gpt2        normal with init_std; what writes to the residual stream, divided by sqrt(number of such writes)
+gpt2        normal with init_std; what writes to the residual stream, divided by sqrt(number of such writes of its stack)
 bert        normal with init_std
 """
 
@@ -32,8 +32,11 @@ def initialise(model: nn.Module, config: ModelConfig) -> None:
         elif isinstance(part, PatchFront) and part.class_token is not None:
             nn.init.normal_(part.class_token, std=config.init_std)
     if config.init == "gpt2":
-        writers = [
-            part.out if isinstance(part, Attention) else part.down for part in model.modules() if isinstance(part, Attention | FeedForward)
-        ]
-        for writer in writers:
-            nn.init.normal_(writer.weight, std=config.init_std / math.sqrt(2 * config.n_layers))
+        for plan, stack in ((config.encoder, model.encoder), (config.decoder, model.decoder)):
+            if plan is None or not isinstance(stack, nn.Module):
+                continue
+            writes = plan.n_layers * (3 if plan.cross else 2)
+            for part in stack.modules():
+                if isinstance(part, Attention | FeedForward):
+                    writer = part.out if isinstance(part, Attention) else part.down
+                    nn.init.normal_(writer.weight, std=config.init_std / math.sqrt(writes))

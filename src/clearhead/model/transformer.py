@@ -291,6 +291,18 @@ def _last(hidden: Tensor, real: Tensor | None) -> Tensor:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the length of a `with` block; every part goes back to the mode it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
 def attending(model: nn.Module, kernel: str) -> Iterator[None]:
     """Let every attention of `model` use one kernel, "eager" or "fused", for the length of a `with` block."""
     if kernel not in KERNELS:
