@@ -11,7 +11,7 @@ demo: $(CORE)
 	$(BIN)/clearhead demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 12
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
     unused -= set(carried)
     _check_complete(parameters, chosen, unused, architecture, folder)
     wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
-    with ThreadPoolExecutor(READERS) as readers:  # a copy per reader at a time; mapped tensors cost none
+    with ThreadPoolExecutor(READERS if dtype is None else 1) as readers:  # each holds a copy of one tensor, of another size if converted
         read = readers.map(lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype), chosen, wanted)
         tensors = list(read)
     for match, shapes, ours in zip(chosen, wanted, tensors):
