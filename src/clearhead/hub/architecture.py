@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,14 @@ class Architecture:
             return None
         names = [entry.name for entry in dataclasses.fields(ModelConfig) if entry.name not in (*WITHOUT_EFFECT, *self.open)]
         return [f"{name} {getattr(config, name)!r}" for name in names if not _alike(getattr(config, name), getattr(back, name))]
+
+    def names_all(self, names: Iterable[str]) -> bool:
+        """Could each of these tensors be one of this architecture's, with the base model's prefix or without?"""
+        rules = [*self.rules, *(rule for head in self.heads.values() for rule in head)]
+        pattern = re.compile("|".join(re.sub(r"\\{\w\\}", r"\\d+", re.escape(rule.theirs)) for rule in rules))
+        bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in names)
+        full = [self.prefix + name if bare else name for name in names]
+        return all(pattern.fullmatch(name) or self.is_ignored(name) or self.is_carried(name) for name in full)
 
     def is_ignored(self, name: str) -> bool:
         """May a file hold this tensor though the model has no use for it?"""

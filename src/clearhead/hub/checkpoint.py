@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clearhead.config import ModelConfig
-from clearhead.errors import CheckpointError, ConfigError, nearest
+from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes
 from clearhead.hub.files import Entry, open_weights, read_json, write_json, write_weights
-from clearhead.hub.registry import architecture_of, nearest_to
+from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Match, Rule, Same, matches
 from clearhead.model.transformer import Transformer
 
@@ -41,8 +41,10 @@ class Description:
 
 
 def describe(folder: Path) -> Description:
-    """Read config.json alone."""
+    """Read config.json; where it does not name a class, as old files do not, the tensors tell."""
     theirs = read_json(folder / "config.json")
+    if SECTION not in theirs and not (theirs.get("model_type") and theirs.get("architectures")):
+        theirs = _recognise(folder, theirs)
     section = theirs.get(SECTION)
     architecture = OWN if theirs.get("model_type") == SECTION else architecture_of(theirs)
     if section is None and architecture is not OWN:
@@ -67,7 +69,39 @@ class _Undrawn(TorchFunctionMode):
 
 def load_model(folder: Path, description: Description, dtype: torch.dtype | None = None) -> tuple[Transformer, Description]:
     """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise; and what its weights add."""
-    entries = open_weights(folder)
+    plan = _plan(folder, description, open_weights(folder))
+    description, entries, model, chosen = plan.description, plan.entries, plan.model, plan.chosen
+    parameters = dict(model.named_parameters())
+    wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
+    with ThreadPoolExecutor(READERS if dtype is None else 1) as readers:  # each holds a copy of one tensor, of another size if converted
+        read = readers.map(lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype), chosen, wanted)
+        tensors = list(read)
+    for match, shapes, ours in zip(chosen, wanted, tensors):
+        for name, tensor, shape in zip(match.ours, ours, shapes):
+            if tuple(tensor.shape) != shape:
+                theirs = entries[match.theirs].shape
+                raise CheckpointError(
+                    f"{folder}: tensor {match.theirs} has shape {theirs} and {name} needs {shape}: config.json does not fit"
+                )
+            if not tensor.is_floating_point():
+                raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
+            _put(model, name, tensor)
+    model.tie()
+    return model.eval(), description
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the tensors of a file fill a model that is still empty."""
+
+    description: Description
+    entries: dict[str, Entry]
+    model: Transformer
+    chosen: list[Match]
+
+
+def _plan(folder: Path, description: Description, entries: dict[str, Entry]) -> _Plan:
+    """Which tensor fills which parameter; an error when one is left over on either side."""
     architecture = description.architecture
     if architecture.prefix and not any(name.startswith(architecture.prefix) for name in entries):
         entries = {architecture.prefix + name: entry for name, entry in entries.items()}  # saved from the bare base model
@@ -84,22 +118,29 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
     carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}
     unused -= set(carried)
     _check_complete(parameters, chosen, unused, architecture, folder)
-    wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
-    with ThreadPoolExecutor(READERS if dtype is None else 1) as readers:  # each holds a copy of one tensor, of another size if converted
-        read = readers.map(lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype), chosen, wanted)
-        tensors = list(read)
-    for match, shapes, ours in zip(chosen, wanted, tensors):
-        for name, tensor, shape in zip(match.ours, ours, shapes):
-            if tuple(tensor.shape) != shape:
-                theirs = entries[match.theirs].shape
-                raise CheckpointError(
-                    f"{folder}: tensor {match.theirs} has shape {theirs} and {name} needs {shape}: config.json does not fit"
-                )
-            if not tensor.is_floating_point():
-                raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
-            _put(model, name, tensor)
-    model.tie()
-    return model.eval(), dataclasses.replace(description, carried=carried)
+    return _Plan(dataclasses.replace(description, carried=carried), entries, model, chosen)
+
+
+def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the class added whose rules read every tensor of the file; as it is, where none or several kinds do."""
+    stated = theirs.get("model_type")
+    known = [ARCHITECTURES[kind] for kind in ARCHITECTURES if stated in (None, kind)]
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    try:
+        entries = open_weights(folder)
+    except CheckpointError:
+        return theirs
+    for architecture in known:
+        for name in architecture.classes if architecture.names_all(entries) else ():
+            guess = {**theirs, "model_type": architecture.model_type, "architectures": [name]}
+            try:
+                plan = _plan(folder, Description(guess, architecture.read(guess), architecture), entries)
+            except ClearheadError:
+                continue
+            found.append((len(plan.description.carried), len(found), guess))
+    if len({guess["model_type"] for _, _, guess in found}) != 1:
+        return theirs
+    return min(found)[2]  # the class that leaves the fewest tensors aside
 
 
 def _read(entry: Entry, match: Match, shapes: list[tuple[int, ...]], config: ModelConfig, dtype: torch.dtype | None) -> list[Tensor]:
