@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -47,9 +48,10 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
     return {"title": title, "device": device_name(), "torch": torch.__version__, "rows": rows}
 
 
-def save(name: str, command: str, results: list[dict[str, object]]) -> None:
-    """Write results under benchmarks/results/ with the command and the date."""
+def save(name: str, results: list[dict[str, object]]) -> None:
+    """Write results under benchmarks/results/ with the command that is running, options included, and the date."""
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     body = {"command": command, "date": date.today().isoformat(), "results": results}
     (folder / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")

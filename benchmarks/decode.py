@@ -48,7 +48,7 @@ def main() -> None:
         title = f"CPU greedy decode, GPT-2 124M float32, batch {batch}, {options.prompt} + {options.new} tokens"
         results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
     if options.save:
-        save("cpu_decode", "python benchmarks/decode.py --save", results)
+        save("cpu_decode", results)
 
 
 if __name__ == "__main__":

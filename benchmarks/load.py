@@ -102,7 +102,7 @@ def main() -> None:
             print(f"   peak {row['peak_over_weights']:.2f} x the weights   clearhead is {row['ours_over_this']:.2f} x as fast")
         results.append({"title": title, "device": DEVICE, "rows": rows})
     if options.save:
-        save("load", "python benchmarks/load.py --save", results)
+        save("load", results)
 
 
 if __name__ == "__main__":

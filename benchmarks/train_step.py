@@ -84,7 +84,7 @@ def main() -> None:
     jobs = {name: step(*pair) for name, pair in models.items()}
     result = report(f"CPU training step, GPT {LAYERS} x {WIDTH}, T {LENGTH}, B {BATCH}", alternate(jobs, options.rounds), BATCH * LENGTH)
     if options.save:
-        save("cpu_train_step", "python benchmarks/train_step.py --save", [result])
+        save("cpu_train_step", [result])
 
 
 if __name__ == "__main__":
