@@ -20,9 +20,10 @@ LAYERS = [
     {"config"},
     {"model", "presets", "cost", "steps"},
     {"tokens", "data"},
-    {"generate", "hub", "train", "loaded"},
+    {"generate", "hub", "train", "loaded", "tasks"},
     {"inside", "long", "parallel", "report"},
     {"plot", "explorer", "serve", "lab", "tour"},
+    {"commands"},
     {"cli", "__main__"},
 ]
 ARCHITECTURE = re.compile(
