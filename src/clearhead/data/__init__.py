@@ -1,0 +1,1 @@
+"""Data: files to examples, examples to batches."""

@@ -1,0 +1,35 @@
+"""The recipe's section `[data]`: what is learned from, and how it becomes batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Task = Literal["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image"]
+Format = Literal["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """Where examples come from and how they are laid out."""
+
+    paths: tuple[str, ...] = ()  # files, folders, globs, or the name of an embedded corpus
+    task: Task | None = None  # None: guessed from the data, and said
+    format: Format | None = None  # None: guessed from names and content, and said
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)  # role = column, such as {text = "sentence", label = "stars"}
+    header: bool | None = None  # tsv, csv: does the first line name the columns? None: guessed, and said
+    pattern: str | None = None  # lines: a regular expression with named groups such as source and target
+    lowercase: bool = False  # lower every letter before anything else
+    validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
+    validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
+    max_examples: int | None = None  # read no more than this
+    max_length: int | None = None  # tokens of a row; None: what the model takes
+    packing: Literal["stream", "isolated"] = "stream"  # lm: do rows run across documents, or does each document see itself alone?
+    batch_size: int = 32  # rows of a batch
+    batch_tokens: int | None = None  # pairs: tokens of a batch, padding and both sides included, in place of batch_size
+    mask_share: float = 0.15  # mlm: tokens to be guessed; denoise: tokens in spans
+    span_length: float = 3.0  # denoise: mean length of a span
+    augment: tuple[Literal["flip", "shift", "erase"], ...] = ()  # image: changes drawn anew each time
+    stride: int = 64  # answer: tokens by which windows of a long context overlap
+    cache: str | None = None  # folder of the encoded ids; None: beside the output

@@ -1,0 +1,19 @@
+"""The recipe's section `[tokens]`: what the text is cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TokenKind = Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensPlan:
+    """How text becomes ids."""
+
+    kind: TokenKind | None = None  # None: by the size of the data
+    vocab_size: int | None = None  # special tokens included; None: by the size of the data (char, byte: what there is)
+    lowercase: bool = False  # the tokenizer lowers every letter
+    pattern: str | None = None  # word: a regular expression whose matches are the words; None: words and punctuation
+    model: str | None = None  # take the tokenizer of this directory instead of training one

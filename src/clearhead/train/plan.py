@@ -1,0 +1,82 @@
+"""The recipe's sections `[train]` and `[generate]`: how a model learns, and how it speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["original", "cosine", "linear", "constant", "wsd"]
+Optimizer = Literal["adamw", "adafactor"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Measure = Literal["loss", "accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """How weights are learned."""
+
+    # Length
+    steps: int | None = None  # None: `epochs` passes
+    epochs: float | None = None  # None: chosen by the amount of data, and said
+    accumulate: int = 1  # batches that make one step
+    seed: int = 0
+
+    # Optimizer
+    optimizer: Optimizer = "adamw"
+    lr: float = 1e-3  # the highest rate; `original`: a factor on its own
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of matrices; never of norms, biases and embeddings
+    clip: float = 1.0  # largest norm of the gradient; 0: none
+    layer_decay: float = 1.0  # each layer's rate is this times that of the layer above it
+
+    # Schedule
+    schedule: Schedule = "cosine"
+    warmup: int | None = None  # steps; None: a twentieth of them, 4,000 for `original`
+    decay: float = 0.2  # wsd: the share of the steps at the end in which the rate falls
+    floor: float = 0.1  # the rate at the end, as a share of `lr`
+
+    # Loss
+    label_smoothing: float = 0.0
+    loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
+
+    # Machine
+    device: str = "auto"  # cuda, mps, cpu; auto: the best there is
+    precision: Precision = "auto"  # auto: bfloat16 where the hardware has it, else float32
+    compile: bool | None = None  # None: where it pays
+    checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    threads: int | None = None  # of the CPU; None: PyTorch's own choice
+
+    # What is trained
+    freeze: tuple[str, ...] = ()  # names of parameters that stay as they are, with * for any part
+    lora: int = 0  # rank of low-rank updates; 0: every weight is trained
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q", "v")  # last names of the linear layers that get them
+
+    # Validation
+    validate_every: int | None = None  # steps; None: about twenty times in all
+    metric: Measure | None = None  # what the best checkpoint is chosen by; None: by the task
+    patience: int | None = None  # validations without progress before stopping; None: never
+    keep_best: int = 1  # checkpoints to keep by the metric
+    ema: float = 0.0  # decay of the averaged weights; 0: none
+    average: int = 0  # average the weights of this many last checkpoints at the end; 0: none
+
+    # Checkpoints
+    save_every: int | None = None  # steps; None: at each validation
+    keep_last: int = 1  # checkpoints to keep by age
+
+    # Show
+    log_every: int = 10
+    samples: int = 2  # shown at each validation; 0: none
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratePlan:
+    """How samples and answers are made during validation; saved as the model's defaults."""
+
+    max_new_tokens: int = 100
+    temperature: float = 0.8  # lm; other tasks are greedy or take beams
+    top_p: float = 0.95
+    num_beams: int = 1
+    length_penalty: float = 1.0
