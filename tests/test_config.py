@@ -102,7 +102,7 @@ WRONG = {
     "three sides": ({"image_size": (1, 2, 3)}, "image_size .* 2 values of a whole number"),
     "not finite": ({"rope_base": float("inf")}, "rope_base inf is not a finite number"),
     "norms of parallel": ({"parallel_norms": 3}, "parallel_norms 3 is not allowed: it must be one of 1, 2"),
-    "pruned list": ({"pruned_heads": {"blocks.0.attention": 3}}, "a table of head numbers by attention name"),
+    "pruned list": ({"pruned_heads": {"blocks.0.attention": 3}}, "it must be a table"),
 }
 
 

@@ -17,6 +17,7 @@ SOURCE = pathlib.Path(clearhead.__file__).parent
 MODEL = sorted((SOURCE / "model").glob("*.py"))
 LAYERS = [
     {"errors"},
+    {"typed"},
     {"config"},
     {"model", "presets", "cost", "steps"},
     {"tokens", "data"},

@@ -8,16 +8,13 @@ built config always shows the number that holds. `replace` derives anew whatever
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from clearhead.errors import ConfigError, nearest
+from clearhead.typed import check_names, check_types, from_plain, plain
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
@@ -49,7 +46,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] | None = None  # longrope: and beyond it
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.factor <= 0:
             raise ConfigError(f"rope scaling factor {self.factor} must be positive")
         if self.kind == "longrope" and (self.short_factor is None or self.long_factor is None):
@@ -185,7 +182,7 @@ class ModelConfig:
     # ------------------------------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         self._check_sizes()
         for name, value in self._derived().items():
             if getattr(self, name) is None:
@@ -238,7 +235,7 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; what stands at its derived value is derived anew, unless it is named."""
-        _check_names(changes, ModelConfig)
+        check_names(ModelConfig, changes)
         derived = {name: None for name, value in self._derived().items() if getattr(self, name) == value}
         return dataclasses.replace(self, **{**derived, **changes})
 
@@ -459,7 +456,7 @@ class ModelConfig:
             value = getattr(self, entry.name)
             default = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
             if value != default:
-                values[entry.name] = _plain(value)
+                values[entry.name] = plain(value)
         return values
 
     def to_json(self) -> str:
@@ -469,7 +466,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """A config from plain JSON values; an unknown name is an error that suggests the nearest known one."""
-        return typing.cast(ModelConfig, _from_plain(cls, values))
+        return from_plain(cls, values)
 
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
@@ -491,87 +488,3 @@ def rotated_width(d_head: int, fraction: float) -> int:
 def _positive(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name} {value} must be 1 or more")
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _from_plain(cls: type, values: Mapping[str, Any]) -> Any:
-    _check_names(values, cls)
-    given: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            value = tuple(tuple(item) if isinstance(item, list) else item for item in value)
-        if name == "rope_scaling" and isinstance(value, Mapping):
-            value = _from_plain(RopeScaling, value)
-        if name == "pruned_heads" and isinstance(value, Mapping):
-            value = {key: tuple(heads) if isinstance(heads, list) else heads for key, heads in value.items()}
-        given[name] = value
-    try:
-        return cls(**given)
-    except TypeError as error:
-        raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
-
-
-def _check_names(values: Mapping[str, Any], cls: type) -> None:
-    known = [entry.name for entry in dataclasses.fields(cls)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(f'unknown config key "{name}"{nearest(str(name), known)}: {cls.__name__} has {", ".join(known)}')
-
-
-def _check_types(config: Any) -> None:
-    """Hold every field against its annotation, so that a wrong value is named before it is used."""
-    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
-        value = getattr(config, name)
-        if not _fits(value, hint):
-            raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name} {value} is not a finite number")
-
-
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, choice) for choice in arguments)
-    if origin is tuple:
-        kinds = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is Ellipsis else arguments
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return value is None if hint is type(None) else isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(choice) for choice in arguments)
-    if origin is tuple:
-        inner = [_describe(argument) for argument in arguments if argument is not Ellipsis]
-        return f"a list of {inner[0]}" if Ellipsis in arguments else f"{len(inner)} values of {inner[0]}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
-    return names.get(hint, "a table of head numbers by attention name" if origin is Mapping else str(getattr(hint, "__name__", hint)))
-
-
-def _suggest(value: Any, hint: Any) -> str:
-    options = [hint, *get_args(hint)]
-    choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    return nearest(value, choices) if isinstance(value, str) else ""

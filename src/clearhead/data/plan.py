@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from clearhead.errors import ConfigError
+from clearhead.typed import check_types
+
 Task = Literal["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image"]
 Format = Literal["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"]
 
@@ -33,3 +36,14 @@ class DataPlan:
     augment: tuple[Literal["flip", "shift", "erase"], ...] = ()  # image: changes drawn anew each time
     stride: int = 64  # answer: tokens by which windows of a long context overlap
     cache: str | None = None  # folder of the encoded ids; None: beside the output
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 < self.validation_share < 1:
+            raise ConfigError(f"validation_share {self.validation_share} must lie between 0 and 1")
+        if not 0 < self.mask_share < 1:
+            raise ConfigError(f"mask_share {self.mask_share} must lie between 0 and 1")
+        for name in ("batch_size", "batch_tokens", "max_examples", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value} must be 1 or more")

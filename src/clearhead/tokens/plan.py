@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from clearhead.typed import check_types
+
 TokenKind = Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"]
 
 
@@ -17,3 +19,6 @@ class TokensPlan:
     lowercase: bool = False  # the tokenizer lowers every letter
     pattern: str | None = None  # word: a regular expression whose matches are the words; None: words and punctuation
     model: str | None = None  # take the tokenizer of this directory instead of training one
+
+    def __post_init__(self) -> None:
+        check_types(self)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from clearhead.errors import ConfigError
+from clearhead.typed import check_types
+
 Schedule = Literal["original", "cosine", "linear", "constant", "wsd"]
 Optimizer = Literal["adamw", "adafactor"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -70,6 +73,24 @@ class TrainPlan:
     samples: int = 2  # shown at each validation; 0: none
     tensorboard: bool = False
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("steps", "accumulate", "validate_every", "save_every", "log_every", "threads", "patience", "keep_best", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value} must be 1 or more")
+        for name in ("lr", "epochs", "eps"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} {value} must be above 0")
+        for name in ("label_smoothing", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must lie in [0, 1)")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them")
+        if self.lora < 0 or self.clip < 0 or self.average < 0:
+            raise ConfigError("lora, clip and average must be 0 (off) or more")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratePlan:
@@ -80,3 +101,6 @@ class GeneratePlan:
     top_p: float = 0.95
     num_beams: int = 1
     length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
