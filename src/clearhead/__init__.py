@@ -2,7 +2,7 @@
 
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.cost import Cost, cost
-from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError
+from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError, TrainingError
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
@@ -13,16 +13,24 @@ from clearhead.model.taps import Recording, edit, record, tap_names
 from clearhead.model.transformer import Output, Transformer, attending
 from clearhead.model.window_cache import WindowCache
 from clearhead.presets import PRESETS, preset
+from clearhead.tasks import Answer, Candidate, Classification, Span, Tags, Word
+from clearhead.train.evaluate import Evaluation, evaluate
+from clearhead.train.recipe import Recipe, read_recipe
+from clearhead.train.run import Trained, train
 
 __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
+    "Answer",
     "Cache",
+    "Candidate",
     "Check",
     "CheckpointError",
+    "Classification",
     "ClearheadError",
     "ConfigError",
     "Cost",
+    "Evaluation",
     "FixedCache",
     "Generation",
     "InputError",
@@ -30,19 +38,28 @@ __all__ = [
     "MissingExtraError",
     "ModelConfig",
     "Output",
+    "Recipe",
     "Recording",
     "RopeScaling",
     "Sampling",
     "Score",
+    "Span",
+    "Tags",
+    "Trained",
+    "TrainingError",
     "Transformer",
     "WindowCache",
+    "Word",
     "attending",
     "balance_loss",
     "check",
     "cost",
     "edit",
+    "evaluate",
     "load",
     "preset",
+    "read_recipe",
     "record",
     "tap_names",
+    "train",
 ]

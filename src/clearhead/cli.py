@@ -10,13 +10,22 @@ from typing import NoReturn
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from clearhead.commands import models, use
+from clearhead.commands import evaluate, models, read, tokens, train, use
 from clearhead.errors import ClearheadError
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": models.demo,
+    "train": train.train,
+    "eval": evaluate.evaluate,
     "generate": use.generate,
+    "translate": use.translate,
+    "classify": read.classify,
+    "tag": read.tag,
+    "fill": read.fill,
+    "answer": read.answer,
+    "embed": read.embed,
     "score": use.score,
+    "tokens": tokens.tokens,
     "cost": models.cost,
     "check": models.check,
     "convert": models.convert,

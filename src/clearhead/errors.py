@@ -26,6 +26,10 @@ class CheckpointError(ClearheadError, ValueError):
     """A model directory that cannot be read or written."""
 
 
+class TrainingError(ClearheadError, RuntimeError):
+    """A run that cannot go on: its loss is not finite, its data has changed."""
+
+
 class MissingExtraError(ClearheadError, ImportError):
     """An optional dependency that this action needs."""
 

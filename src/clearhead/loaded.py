@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from clearhead import tasks
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest
+from clearhead.generate.beam import Beams
+from clearhead.generate.compiled import Steps
+from clearhead.generate.prefix import Prefix
 from clearhead.generate.prepare import prepared
 from clearhead.generate.sampling import Sampling
-from clearhead.generate.text import Generation, OnText, Score
+from clearhead.generate.text import Generation, OnText, Score, search
 from clearhead.generate.text import generate as generate_text
 from clearhead.generate.text import score as score_ids
 from clearhead.hub.checkpoint import Description, describe, exported_config, load_model, save_model
 from clearhead.hub.files import read_json, whole_folder, write_json
+from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, read_sentences, write_sentences
-from clearhead.hub.tokenizer import encode, load_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
+from clearhead.hub.tokenizer import encode, load_tokenizer, open_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
 from clearhead.model.attention import Attention
 from clearhead.model.heads import pool
 from clearhead.model.taps import SILENT, tap_for
@@ -45,7 +51,10 @@ class Loaded:
     settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
     labels: tuple[str, ...] = ()  # names of the classes, for a head that has them
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
+    images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     _copy: tuple[object, Transformer] | None = field(default=None, repr=False)
+    _steps: Steps | None = field(default=None, repr=False)  # of that copy, compiled
+    _prefix: Prefix | None = field(default=None, repr=False)  # what the last call with `reuse` has read
 
     @property
     def config(self) -> ModelConfig:
@@ -65,12 +74,19 @@ class Loaded:
 
     def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
         """Token ids of each text, special tokens included, cut to `max_length`."""
+        return encode(self.text_tokenizer, texts, max_length)
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer, where text cannot do without one."""
         if self.tokenizer is None:
             raise InputError(
                 f"{self.folder or 'this model'} has no tokenizer (looked for tokenizer.json, vocab.txt, vocab.json with merges.txt, "
-                "a SentencePiece .model): give token ids in place of text, or add tokenizer.json"
+                "a SentencePiece .model): give token ids in place of text, add tokenizer.json, or name one that lies elsewhere (tokenizer)"
             )
-        return encode(self.tokenizer, texts, max_length)
+        return self.tokenizer
+
+    classify, tag, fill, answer, translate = tasks.classify, tasks.tag, tasks.fill, tasks.answer, tasks.translate
 
     @torch.inference_mode()
     def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
@@ -107,9 +123,21 @@ class Loaded:
         alternatives: int = 0,
         on_text: OnText | None = None,
         seconds: float | None = None,
-        **sampling: Any,
-    ) -> Generation | list[Generation]:
+        cancel: Callable[[], bool] | threading.Event | None = None,
+        stop_tokens: Sequence[int | str] = (),
+        overflow: Literal["refuse", "window"] = "refuse",
+        reuse: bool = False,
+        lookup: int = 0,
+        draft: Loaded | None = None,
+        draft_tokens: int = 4,
+        num_beams: int = 1,
+        num_return: int = 1,
+        compile: bool | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt, or, with an encoder, answer it; a list of prompts gives a list.
+
+        With `num_return` above 1, each prompt gives a list, best first.
 
         Args:
             prompt: text, or ids; or a list of either. In a batch each row comes out as it would alone.
@@ -120,25 +148,63 @@ class Loaded:
             alternatives: report this many of the best tokens at each step.
             on_text: called with the row's number and its new text as soon as that is sure.
             seconds: stop every row after this time.
-            sampling: `Sampling`'s fields: temperature (0, greedy, unless given), top_k, top_p, min_p, penalties, ...
+            cancel: an event, or a function asked after each token; once it is set, or says True, every row ends with what it has.
+            stop_tokens: further tokens that end a row, as ids or by name; the token is not part of the result.
+            overflow: "window" keeps, of a prompt too long for the context, the last tokens that fit; "refuse" does not.
+            reuse: keep what is read for the next call with `reuse`: what its prompt has in common with it is not read again.
+            lookup: guess this many tokens at a time from the row's own text. The result is the same, and sooner where text repeats.
+            draft: a smaller model with the same vocabulary that guesses in place of that; draws then follow the same distribution.
+            draft_tokens: how many tokens it guesses at a time.
+            num_beams: search for the best continuation with this many beams; 1 is greedy, or draws where there is a temperature.
+            num_return: how many of the best continuations to give.
+            compile: run each token's step compiled. The first call of a size takes long, those after it are fast. None: on a GPU,
+                where that step is there already or the new tokens are many enough to pay for it.
+            options: `Sampling`'s fields: temperature (0, greedy, unless given), top_k, top_p, min_p, penalties, ...;
+                and `Beams`' fields: length_penalty, early_stopping, num_beam_groups, diversity_penalty.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array of ids
         single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
-        prompts = [self._prompt(one) for one in ([given] if single else given)]
+        prompts = self._fit([self._prompt(one) for one in ([given] if single else given)], overflow, max_new_tokens)
+        stop_ids = self._stop_ids(stop_tokens)
         if not isinstance(seed, int):
             raise InputError(f"seed {seed!r} must be a whole number")
-        known = [entry.name for entry in dataclasses.fields(Sampling)]
-        for name in sampling:
-            if name not in known:
-                raise InputError(f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}')
-        with evaluating(self.model):
+        sampling, more = _split(options)
+        beams = Beams(num_beams=num_beams, num_return=num_return, **more)
+        if num_beams > 1:
+            asked_for = {"stop": stop, "on_text": on_text, "logprobs": logprobs, "alternatives": alternatives}
+            asked_for |= {"cancel": cancel is not None, "reuse": reuse, "lookup": lookup, "draft": draft is not None}
+            for name, asked in asked_for.items():
+                if asked:
+                    raise InputError(f"{name} with num_beams {num_beams}: beams are known only at the end, so leave one of them out")
+            with evaluating(self.model):
+                found = search(
+                    self._runner(),
+                    self.tokenizer,
+                    prompts,
+                    max_new_tokens,
+                    Sampling(**sampling),
+                    beams,
+                    stop_ids=stop_ids,
+                    start=self._start(),
+                    seconds=seconds,
+                )
+            best = found if num_return > 1 else [row[0] for row in found]
+            return best[0] if single else best
+        both = (self.tokenizer, draft.tokenizer) if draft is not None else (None, None)
+        if both[0] is not None and both[1] is not None and both[0].get_vocab() != both[1].get_vocab():
+            raise InputError("the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it")
+        if reuse and (len(prompts) != 1 or self.config.family != "decoder"):
+            raise InputError(f"reuse with {len(prompts)} prompts of a {self.config.family}: it takes one prompt of a decoder at a time")
+        with evaluating(self.model), evaluating(draft.model if draft is not None else self.model):
+            runner = self._runner()
+            prefix = self._reused(runner) if reuse else None
             made = generate_text(
-                self._runner(),
+                runner,
                 self.tokenizer,
                 prompts,
                 max_new_tokens,
                 Sampling(**sampling),
-                stop_ids=self.stops,
+                stop_ids=stop_ids,
                 stop=[stop] if isinstance(stop, str) else stop,
                 seeds=[seed] * len(prompts),
                 start=self._start(),
@@ -146,7 +212,15 @@ class Loaded:
                 logprobs=logprobs,
                 on_text=on_text,
                 seconds=seconds,
+                cancel=cancel.is_set if isinstance(cancel, threading.Event) else cancel,
+                lookup=lookup,
+                draft=draft._runner() if draft is not None else None,
+                draft_tokens=draft_tokens,
+                prefix=prefix,
+                steps=self._compiled(runner, compile),
+                compile=compile,
             )
+            self._prefix = prefix if reuse else self._prefix
         return made[0] if single else made
 
     def score(self, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
@@ -173,6 +247,43 @@ class Loaded:
         if not ids and "bos" in self.special:
             ids = [self.special["bos"]]
         return ids
+
+    def _fit(self, prompts: list[list[int]], overflow: str, max_new_tokens: int) -> list[list[int]]:
+        """The last tokens of each prompt that fit into the context, beside the new ones where they share it."""
+        if overflow not in ("refuse", "window"):
+            raise InputError(f'overflow "{overflow}" is not known: choose refuse or window')
+        room = self.max_length - (max_new_tokens - 1 if self.config.family == "decoder" else 0)
+        if overflow == "refuse":
+            return prompts
+        if room < 1:
+            raise InputError(f"{max_new_tokens} new tokens leave no room for a prompt: the model reads {self.max_length} at most")
+        return [prompt[-room:] for prompt in prompts]
+
+    def _stop_ids(self, tokens: Sequence[int | str]) -> tuple[int, ...]:
+        """Every id that ends a row, with those given as ids or names; one that the model does not know is an error."""
+        size, ids = self.config.vocab_size, []
+        for token in tokens:
+            found = self.text_tokenizer.token_to_id(token) if isinstance(token, str) else token
+            if type(found) is not int or not 0 <= found < size:
+                special = [] if self.tokenizer is None else [str(one) for one in self.tokenizer.get_added_tokens_decoder().values()]
+                near = nearest(token, special) if isinstance(token, str) else f": ids go from 0 to {size - 1}"
+                raise InputError(f"stop token {token!r} is not in the vocabulary{near}; text that is no token goes into stop")
+            ids.append(found)
+        return (*(token for token in self.stops if token < size), *ids)
+
+    def _compiled(self, runner: Transformer, asked: bool | None) -> Steps | None:
+        """The compiled steps of the model's fast copy, where they are asked for or may pay."""
+        on_gpu = next(runner.parameters()).is_cuda
+        if runner is self.model or not (on_gpu if asked is None else asked):
+            return None
+        if self._steps is None or self._steps.model is not runner:
+            self._steps = Steps(runner)
+        return self._steps
+
+    def _reused(self, runner: Transformer) -> Prefix:
+        """What the last call has read, if the model is still the same; taken out, so that no two calls have it at once."""
+        prefix, self._prefix = self._prefix, None
+        return prefix if prefix is not None and prefix.model is runner and runner is not self.model else Prefix(runner)
 
     def _start(self) -> list[int]:
         """What the decoder of an encoder-decoder begins with."""
@@ -209,8 +320,21 @@ class Loaded:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
             if self.generation:
                 write_json(work / "generation_config.json", self.generation)
+            if self.images:
+                write_json(work / PREPROCESSOR, self.images)
             if self.sentences is not None:
                 write_sentences(work, self.sentences, self.config.d_model)
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of `Sampling` among some options, and those of `Beams`."""
+    fields = [{entry.name for entry in dataclasses.fields(kind)} for kind in (Sampling, Beams)]
+    known = sorted(fields[0] | fields[1])
+    for name in options:
+        if name not in known:
+            raise InputError(f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}')
+    sampling, beams = ({name: value for name, value in options.items() if name in names} for names in fields)
+    return sampling, beams
 
 
 def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -221,8 +345,17 @@ def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cpu", allow_download: bool = False) -> Loaded:
-    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`."""
+def load(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    allow_download: bool = False,
+    tokenizer: str | Path | None = None,
+) -> Loaded:
+    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
+
+    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin.
+    """
     path = Path(folder)
     if not path.is_dir():
         if not allow_download:
@@ -232,21 +365,22 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, device: str = "cp
     model, description = load_model(path, description, dtype)
     defaults = path / "generation_config.json"
     generation = read_json(defaults) if defaults.exists() else {}
-    tokenizer, settings = load_tokenizer(path), read_settings(path)
+    found, settings = open_tokenizer(Path(tokenizer), path) if tokenizer is not None else (load_tokenizer(path), read_settings(path))
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return Loaded(
         model,
-        tokenizer,
+        found,
         generation,
         description,
         path,
-        special=special_ids(tokenizer, settings, generation, description.theirs),
+        special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
         labels=_labels(description),
         sentences=read_sentences(path),
+        images=read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).exists() else {},
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from clearhead.cost import Cost
 from clearhead.generate.text import Score
 from clearhead.inside.checks import Check
+from clearhead.tasks import Candidate, Classification, Tags
 
 SHADES = " .:-=+*#%@"
 
@@ -75,6 +76,40 @@ def score_table(result: Score, words: Sequence[str]) -> Table:
     table.add_column("log-probability", justify="right")
     for word, token, value in zip(words, result.ids, result.logprobs):
         table.add_row(Text(word), str(token), "" if value is None else f"{value:.4f}")
+    return table
+
+
+def class_table(result: Classification) -> Table:
+    """Every class with its probability, the best first."""
+    table = Table(title=f"{result.label}: {result.probability:.4f}", title_justify="left")
+    table.add_column("class")
+    table.add_column("probability", justify="right")
+    for label, value in sorted(result.scores.items(), key=lambda score: -score[1]):
+        table.add_row(Text(label), f"{value:.4f}")
+    return table
+
+
+def tag_table(result: Tags) -> Table:
+    """One line per word with its tag; then the spans."""
+    table = Table(title=f"{len(result.words)} words, {len(result.spans)} spans", title_justify="left")
+    for heading in ("text", "tag", "characters", "probability"):
+        table.add_column(heading, justify="right" if heading in ("characters", "probability") else "left")
+    for part in (result.words, result.spans):
+        table.add_section()
+        for one in part:
+            table.add_row(Text(one.text), Text(one.label), f"{one.start}-{one.end}", f"{one.score:.4f}")
+    return table
+
+
+def fill_table(masks: Sequence[Sequence[Candidate]]) -> Table:
+    """The candidates of each mask."""
+    table = Table(title_justify="left")
+    for heading in ("token", "probability", "text"):
+        table.add_column(heading, justify="right" if heading == "probability" else "left")
+    for mask in masks:
+        table.add_section()
+        for one in mask:
+            table.add_row(Text(one.token), f"{one.probability:.4f}", Text(one.text))
     return table
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw, min_p, repeated, top_k, top_p, typical
+from clearhead.generate.sampling import Dice, History, Sampling, adjust, adjust_by, distribution, draw, min_p, top_k, top_p, typical
 
 PROBABILITIES = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
 
@@ -27,6 +27,7 @@ def test_each_filter_keeps_what_it_says():
     assert kept(typical(logits, 0.25)) == [1]  # nearest to the entropy, not the most probable
 
 
+@pytest.mark.ledger("G1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_smallest_p_keeps_the_best_token(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -34,12 +35,24 @@ def test_the_smallest_p_keeps_the_best_token(dtype):
         logits = (torch.randn(1, 1000, generator=generator) * 3).to(dtype)
         for filtered in (top_p(logits, 1e-8), min_p(logits, 1.0), top_k(logits, 1)):
             assert filtered[0, logits[0].argmax()] == logits.amax()
+        one = distribution(adjust(logits, Sampling()), Sampling(temperature=1.0, top_p=1e-8))
+        assert one.count_nonzero() == 1
+        assert logits[0, one.argmax()] == logits.amax()
 
 
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.15}, {"typical_p": 0.6}, {"temperature": 0.5, "top_k": 8, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.15},
+        {"typical_p": 0.6},
+        {"temperature": 0.5, "top_k": 8, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 15, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9},
+    ],
     ids=str,
 )
 def test_draws_follow_the_exact_distribution(options):
@@ -107,14 +120,29 @@ def test_a_row_draws_the_same_alone_or_in_a_batch():
     assert [alone.roll([0]).item() for _ in range(5)] == [together.roll([0, 1, 2])[1].item() for _ in range(5)]
 
 
+@pytest.mark.ledger("G1")
+def test_a_history_followed_is_a_history_read():
+    """Counted token by token, or all at once: the same penalties."""
+    options = Sampling(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, no_repeat_ngram=3)
+    tokens = torch.randint(6, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, history = torch.randn(1, 6), History(tokens[:10], options, 6, torch.device("cpu"))
+    for end in range(10, 60):
+        history.follow(tokens[10:end])
+        assert torch.equal(adjust_by(logits, options, [history]), adjust(logits, options, [tokens[:end]], [10]))
+        seen = tokens[:end]
+        banned = {seen[i + 2] for i in range(end - 2) if seen[i : i + 2] == seen[-2:]}
+        assert set(range(6)) - set(kept(adjust_by(logits, options, [history])[0])) == banned
+
+
 def test_penalties_and_repeats():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     out = adjust(logits, Sampling(repetition_penalty=2.0), [[0, 1]], [2])
     assert out.tolist() == [[1.0, -4.0, 1.0, 0.5]]
     out = adjust(logits, Sampling(presence_penalty=0.5, frequency_penalty=0.25), [[0, 2, 2, 3]], [1])
     assert out.tolist() == [[2.0, -2.0, 0.0, -0.25]]
-    assert repeated([1, 2, 3, 1, 2], 3) == [3]
-    assert repeated([1, 2], 3) == []
+    assert kept(adjust(logits, Sampling(no_repeat_ngram=3), [[1, 2, 3, 1, 2]], [0])[0]) == [0, 1, 2]
+    assert kept(adjust(logits, Sampling(no_repeat_ngram=3), [[1, 2]], [0])[0]) == [0, 1, 2, 3]
+    assert kept(adjust(logits, Sampling(no_repeat_ngram=1), [[1, 2]], [1])[0]) == [0, 3]
     assert kept(adjust(logits, Sampling(no_repeat_ngram=2), [[0, 3, 0]], [0])[0]) == [0, 1, 2]
     assert kept(adjust(logits, Sampling(banned=(0,), allowed=(0, 1, 2)))[0]) == [1, 2]
 

@@ -1,10 +1,12 @@
-"""`Batch`: the tensors that one forward pass reads and is judged by.
+"""`Batch`: the tensors that one forward pass reads and is judged by; `Batches`: a data set as a numbered row of them.
 
 Shapes: B rows, T tokens of a row, S tokens of the source.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -14,7 +16,7 @@ from torch import Tensor
 IGNORE = -100  # a target that nothing is asked of: cross-entropy's own default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of examples."""
 
@@ -60,6 +62,22 @@ class Batch:
         """What `model(**arguments)` takes."""
         names = ("ids", "mask", "source", "source_mask", "documents", "types")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Batches(ABC):
+    """A data set as numbered batches: `at(7)` is always the same, so a run can be stopped and gone on with anywhere."""
+
+    per_epoch: int  # batches in which every example comes once
+    waste: float = 0.0  # share of padding in an epoch
+    said: tuple[str, ...] = ()  # what was cut, a short sentence each
+
+    @abstractmethod
+    def at(self, index: int) -> Batch:
+        """Batch 0, 1, 2, ... without end: epochs follow one another, each in an order of its own."""
+
+    def all(self) -> Iterator[Batch]:
+        """One epoch; of a validation set every example exactly once, in the same order each time."""
+        return (self.at(index) for index in range(self.per_epoch))
 
 
 def _real(ids: Tensor | None, mask: Tensor | None) -> int:

@@ -13,7 +13,7 @@ Shape = Literal["text", "pairs", "labels", "tags", "questions", "images"]
 
 
 class Chunk(NamedTuple):
-    """A piece of a document, of about a million characters at most, cut after a line or a space where there is one."""
+    """A piece of a document, of a million characters at most, cut after a line or before a space where there is one."""
 
     text: str
     ends: bool  # is it the last piece of its document?
@@ -66,7 +66,10 @@ Rows: TypeAlias = Iterable[Chunk] | Sequence[Pair] | Sequence[Labelled] | Sequen
 
 @dataclass(frozen=True)
 class Corpus:
-    """The examples of a data set, those to learn from and those to validate on; no example is among both."""
+    """The examples of a data set, those to learn from and those to validate on.
+
+    A split made here puts no example on both sides; where the user's own validation files repeat training data, `said` says so.
+    """
 
     shape: Shape
     train: Rows  # text: chunks streamed from the files anew at each iteration; images: `Images`; otherwise a list

@@ -23,7 +23,8 @@ class DataPlan:
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)  # role = column, such as {text = "sentence", label = "stars"}
     header: bool | None = None  # tsv, csv: does the first line name the columns? None: guessed, and said
     pattern: str | None = None  # lines: a regular expression with named groups such as source and target
-    lowercase: bool = False  # lower every letter before anything else
+    texts_only: bool = False  # lm, mlm, denoise: of rows with labels, tags or pairs, take the texts and forget the rest
+    lowercase: bool | Literal["source", "target"] = False  # lower every letter before anything else; pairs: or one side
     validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
     validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
     max_examples: int | None = None  # read no more than this

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw
+from clearhead.generate.sampling import Dice, History, Sampling, adjust_by, distribution, draw
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
+from clearhead.model.window_cache import WindowCache
 
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
 
@@ -32,10 +33,13 @@ class Row:
     stop_reason: str = "length"  # eos, stop, length, time or cancelled
     logprobs: list[float] = field(default_factory=list)  # of each new token, under the model's own distribution
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)  # the best tokens at each step
+    steps: int = 0  # runs of the model that tokens were chosen from; fewer than tokens where speculation gains
 
 
 # Called with the row's number and the row after each new token; a stop reason ends the row.
 OnToken = Callable[[int, Row], str | None]
+# One more token for every row: chosen [B] and the cache -> logits [B, V].
+Step = Callable[[Tensor, Cache], Tensor]
 
 
 @torch.inference_mode()
@@ -52,6 +56,9 @@ def decode(
     logprobs: bool = False,
     on_token: OnToken | None = None,
     deadline: float | None = None,
+    cancel: Callable[[], bool] | None = None,
+    cache: Cache | None = None,
+    step: Step | None = None,
 ) -> list[Row]:
     """Continue each prompt by up to `max_new_tokens`.
 
@@ -68,32 +75,52 @@ def decode(
         logprobs: report log-probabilities.
         on_token: see `OnToken`.
         deadline: a `time.monotonic()` at which to stop.
+        cancel: asked after each token; True ends every row.
+        cache: of a single prompt, one that holds the first of its tokens already.
+        step: what runs the model on one token; None: the model itself.
     """
     sampling = sampling or Sampling()
-    _check(model, prompts, max_new_tokens, sampling, alternatives)
-    device = next(model.parameters()).device
+    check_request(model, prompts, max_new_tokens, sampling, alternatives, stop_ids)
     rows = [Row(list(prompt)) for prompt in prompts]
     running = list(range(len(rows)))
-    dice = Dice(seeds if seeds is not None else [0] * len(rows)) if sampling.temperature > 0 else None
-    longest = max(len(row.prompt) for row in rows)
-    cache = Cache(reserve=longest + max_new_tokens)
-    logits = prefill(model, [row.prompt for row in rows], cache, source, source_mask)
-    stops = set(stop_ids)
-    for step in range(max_new_tokens):
-        chosen = _choose(logits, sampling, [rows[i] for i in running], dice, running)
+    chooser = Chooser(sampling, rows, seeds, model)
+    ends = Ends(frozenset(stop_ids), on_token, deadline, cancel)
+    if cache is None:
+        cache = cache_for(model, max(map(len, prompts)) + max_new_tokens)
+    step = step or _stepping(model)
+    unread = [row.prompt[cache.length :] for row in rows]
+    logits = prefill(model, unread, cache, source, source_mask)
+    for count in range(1, max_new_tokens + 1):
+        chosen = chooser.choose(logits, running)
         tokens = chosen.tolist()
         if logprobs or alternatives:
-            _report(logits, chosen, [rows[i] for i in running], alternatives)
-        late = deadline is not None and time.monotonic() >= deadline
-        kept = [place for place, i in enumerate(running) if _goes_on(i, rows[i], tokens[place], stops, on_token, late)]
-        if step + 1 == max_new_tokens or not kept:
+            report(logits, chosen, [rows[i] for i in running], alternatives)
+        reason = ends.reason()
+        kept = [place for place, i in enumerate(running) if ends.go_on(i, rows[i], tokens[place], count, reason)]
+        if count == max_new_tokens or not kept:
             break
         if len(kept) < len(running):
-            index = torch.tensor(kept, device=device)
+            index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+        logits = step(chosen, cache)
     return rows
+
+
+def _stepping(model: Transformer) -> Step:
+    """The model itself, one token at a time."""
+
+    def step(chosen: Tensor, cache: Cache) -> Tensor:
+        logits: Tensor = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+        return logits
+
+    return step
+
+
+def cache_for(model: Transformer, room: int) -> Cache:
+    """A cache for rows of up to `room` tokens: rings in layers with a window, where that at least halves what they keep."""
+    windows = [window for window in model.main.plan.windows if window is not None]
+    return WindowCache(room) if windows and room > 2 * min(windows) else Cache(room)
 
 
 def prefill(
@@ -107,9 +134,7 @@ def prefill(
     if any(len(prompt) < longest for prompt in prompts):
         starts = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         mask = torch.arange(longest, device=device) >= starts[:, None]
-    scaling = model.config.rope_scaling
-    by_length = scaling is not None and scaling.kind in ("dynamic", "longrope")  # angles depend on the length of the whole call
-    chunk = longest if by_length else PREFILL_CHUNK
+    chunk = longest if turns_by_length(model) else PREFILL_CHUNK
     out = None
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
@@ -120,18 +145,41 @@ def prefill(
     return out.logits[:, -1]  # type: ignore[no-any-return]
 
 
-def _choose(logits: Tensor, sampling: Sampling, rows: list[Row], dice: Dice | None, running: list[int]) -> Tensor:
-    """The next token of each row: [B, V] -> [B]."""
-    if sampling.looks_back:
-        adjusted = adjust(logits, sampling, [row.prompt + row.ids for row in rows], [len(row.prompt) for row in rows])
-    else:
-        adjusted = adjust(logits, sampling)
-    if dice is None:
-        return adjusted.argmax(-1)
-    return draw(distribution(adjusted, sampling), dice.roll(running)).to(logits.device)
+def turns_by_length(model: Transformer) -> bool:
+    """Do rotary angles depend on the length of the whole call? Then it matters which tokens are read together."""
+    scaling = model.config.rope_scaling
+    return scaling is not None and scaling.kind in ("dynamic", "longrope")
 
 
-def _report(logits: Tensor, chosen: Tensor, rows: list[Row], alternatives: int) -> None:
+class Chooser:
+    """The next token of each row, drawn by the row's own seed."""
+
+    def __init__(self, sampling: Sampling, rows: list[Row], seeds: Sequence[int] | None, model: Transformer) -> None:
+        self.sampling, self.rows = sampling, rows
+        self.dice = Dice(seeds if seeds is not None else [0] * len(rows)) if sampling.temperature > 0 else None
+        size, device = model.config.vocab_size, next(model.parameters()).device
+        self.histories = [History(row.prompt, sampling, size, device) for row in rows] if sampling.looks_back else []
+
+    def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
+        """Logits of these rows after penalties and bans: [B, V] -> [B, V]."""
+        histories = [self.histories[i] for i in running] if self.histories else []
+        for i, history in zip(running, histories):
+            history.follow(self.rows[i].ids)
+        return adjust_by(logits, self.sampling, histories)
+
+    def roll(self, running: list[int]) -> Tensor:
+        """The next uniform number of each of these rows, [B]; zeros where nothing is drawn."""
+        return self.dice.roll(running) if self.dice is not None else torch.zeros(len(running))
+
+    def choose(self, logits: Tensor, running: list[int]) -> Tensor:
+        """[B, V] -> [B]."""
+        adjusted = self.adjusted(logits, running)
+        if self.dice is None:
+            return adjusted.argmax(-1)
+        return draw(distribution(adjusted, self.sampling), self.roll(running)).to(logits.device)
+
+
+def report(logits: Tensor, chosen: Tensor, rows: list[Row], alternatives: int) -> None:
     """Log-probabilities under the model's own distribution, whatever the sampling made of it."""
     values = logits.float().log_softmax(-1)
     of_chosen = values.gather(-1, chosen[:, None])[:, 0].tolist()
@@ -142,28 +190,50 @@ def _report(logits: Tensor, chosen: Tensor, rows: list[Row], alternatives: int) 
             row.alternatives.append(list(zip(best.indices[place].tolist(), best.values[place].tolist())))
 
 
-def _goes_on(number: int, row: Row, token: int, stops: set[int], on_token: OnToken | None, late: bool) -> bool:
-    """Add a token to a row; False when the row has ended."""
-    if token in stops:
-        row.stop_reason = "eos"
-        del row.logprobs[len(row.ids) :], row.alternatives[len(row.ids) :]
-        return False
-    row.ids.append(token)
-    reason = on_token(number, row) if on_token is not None else None
-    if reason is None and late:
-        reason = "time"
-    if reason is not None:
-        row.stop_reason = reason
-    return reason is None
+@dataclass(frozen=True)
+class Ends:
+    """What ends a row before its length does."""
+
+    stop_ids: frozenset[int]
+    on_token: OnToken | None
+    deadline: float | None
+    cancel: Callable[[], bool] | None
+
+    def reason(self) -> str | None:
+        """Why every row must end now, if it must."""
+        if self.cancel is not None and self.cancel():
+            return "cancelled"
+        return "time" if self.deadline is not None and time.monotonic() >= self.deadline else None
+
+    def go_on(self, number: int, row: Row, token: int, steps: int, reason: str | None) -> bool:
+        """Add a token, which `steps` runs of the model led to; False when the row has ended, by it or for `reason`."""
+        row.steps = steps
+        if token in self.stop_ids:
+            row.stop_reason = "eos"
+            del row.logprobs[len(row.ids) :], row.alternatives[len(row.ids) :]
+            return False
+        row.ids.append(token)
+        reason = (self.on_token(number, row) if self.on_token is not None else None) or reason
+        if reason is not None:
+            row.stop_reason = reason
+        return reason is None
 
 
-def _check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, alternatives: int) -> None:
+def check_request(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    alternatives: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> None:
+    """Raise `InputError` where the model cannot do what is asked."""
     if model.config.head != "lm":
         raise InputError(f"this model's head is {model.config.head}: only a language model (head lm) generates")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens!r} must be a whole number, 1 or more")
     vocabulary = model.config.vocab_size
-    for name, tokens in (("allowed", sampling.allowed or ()), ("banned", sampling.banned)):
+    for name, tokens in (("allowed", sampling.allowed or ()), ("banned", sampling.banned), ("stop_ids", stop_ids)):
         if any(not 0 <= token < vocabulary for token in tokens):
             raise InputError(f"{name} names a token outside the vocabulary: ids go from 0 to {vocabulary - 1}")
     if not 0 <= alternatives <= vocabulary:
@@ -175,7 +245,7 @@ def _check(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens:
     if model.config.positions == "learned" and longest + max_new_tokens - 1 > room:
         raise InputError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones need {longest + max_new_tokens - 1} positions and the model has "
-            f"{room}: shorten one of them"
+            f'{room}: shorten one of them, or keep the last tokens that fit with overflow="window"'
         )
 
 

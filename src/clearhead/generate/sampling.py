@@ -6,7 +6,7 @@
     4  temperature                                        0 means greedy
     5  top-k, top-p, min-p, typical                       each keeps a set of tokens; what is left is renormalised
 
-What is removed is set to -inf. The filters of step 5 never remove a row's best token.
+What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its best token.
 
 Shapes: B rows, V vocabulary, N tokens so far.
 """
@@ -76,14 +76,22 @@ class Sampling:
 
 def adjust(logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()) -> Tensor:
     """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, prompt first; `prompt_lengths` says how many are prompt."""
+    if not options.looks_back:
+        return adjust_by(logits, options)
+    histories = []
+    for tokens, length in zip(seen, prompt_lengths):
+        histories.append(History(tokens[:length], options, logits.shape[-1], logits.device))
+        histories[-1].follow(tokens[length:])
+    return adjust_by(logits, options, histories)
+
+
+def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = ()) -> Tensor:
+    """`adjust`, for rows whose tokens have been counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
         logits = logits.clone()
-        for row, tokens in enumerate(seen):
-            new = tokens[prompt_lengths[row] :]
-            _penalise(logits[row], tokens, new, options)
-            if options.no_repeat_ngram:
-                logits[row, repeated(tokens, options.no_repeat_ngram)] = REMOVED
+        for row, history in zip(logits, histories):
+            history.penalise(row)
     if options.allowed is not None:
         logits = only(logits, options.allowed)
     if options.banned:
@@ -93,23 +101,45 @@ def adjust(logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = ()
     return logits
 
 
-def _penalise(logits: Tensor, tokens: Sequence[int], new: Sequence[int], options: Sampling) -> None:
-    """Penalties on one row's logits [V], in place."""
-    if options.repetition_penalty != 1 and tokens:
-        index = torch.tensor(sorted(set(tokens)), device=logits.device)
-        values = logits[index]
-        logits[index] = torch.where(values > 0, values / options.repetition_penalty, values * options.repetition_penalty)
-    if new and (options.presence_penalty or options.frequency_penalty):
-        counts = torch.bincount(torch.tensor(list(new), device=logits.device), minlength=logits.shape[-1])
-        logits -= options.presence_penalty * (counts > 0) + options.frequency_penalty * counts
+class History:
+    """What one row has said, each token counted once, so that a step of a long row costs no more than one of a short row."""
 
+    def __init__(self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device) -> None:
+        self.options = options
+        self.length = 0  # new tokens counted
+        self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
+        self.counts = torch.zeros(vocabulary, device=device)  # V: how often said
+        self.after: dict[tuple[int, ...], set[int]] = {}  # by n-1 tokens: what has come after them
+        self.tail: tuple[int, ...] = ()  # the last n-1 tokens
+        self._learn(prompt)
 
-def repeated(tokens: Sequence[int], n: int) -> list[int]:
-    """The tokens that would complete an n-gram which stands in `tokens` already."""
-    if len(tokens) < n:
-        return []
-    tail = tuple(tokens[len(tokens) - n + 1 :])
-    return [tokens[i + n - 1] for i in range(len(tokens) - n + 1) if tuple(tokens[i : i + n - 1]) == tail]
+    def follow(self, new: Sequence[int]) -> None:
+        """Count the row's new tokens, as far as they are not counted yet."""
+        fresh = new[self.length :]
+        if fresh:
+            self.length += len(fresh)
+            self.counts.index_add_(0, self._learn(fresh), torch.ones(len(fresh), device=self.counts.device))
+
+    def _learn(self, tokens: Sequence[int]) -> Tensor:
+        n = self.options.no_repeat_ngram
+        for token in tokens if n else ():
+            if len(self.tail) == n - 1:
+                self.after.setdefault(self.tail, set()).add(token)
+            self.tail = (*self.tail, token)[-(n - 1) :] if n > 1 else ()
+        index = torch.tensor(list(tokens), dtype=torch.long, device=self.present.device)
+        self.present[index] = True
+        return index
+
+    def penalise(self, logits: Tensor) -> None:
+        """Steps 1 and 2 on the row's logits [V], in place."""
+        options = self.options
+        if options.repetition_penalty != 1:
+            penalty = options.repetition_penalty
+            logits.copy_(torch.where(self.present, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+        if options.presence_penalty or options.frequency_penalty:
+            logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
+        if options.no_repeat_ngram and len(self.tail) == options.no_repeat_ngram - 1:
+            logits[list(self.after.get(self.tail, ()))] = REMOVED
 
 
 def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -1,63 +1,87 @@
 """Streaming: text as it grows, in whole characters, with stop strings held back until they are sure.
 
-What is emitted, put together, is exactly the text of all the ids at once.
+What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with the few
+before it, never with the whole row: how a token reads depends on its neighbours alone (the space before a word, the
+bytes of one character), so a long row costs a token no more than a short one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte; a run of them is read as a whole, or as invalid
+
 
 class TextStream:
-    """The text of one row, token by token."""
+    """The text of one row, token by token, as it reads after the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(text for text in stop if text)
-        self.ids: list[int] = []
-        self.prompt = list(prompt)
-        self.before = len(tokenizer.decode(self.prompt)) if self.prompt else 0
-        self.emitted = ""
+        self.unseen = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
         self.stopped_by: str | None = None
+        self._emitted: list[str] = []
+        self._held = ""  # settled, but perhaps the beginning of a stop string
+        self._known = [token for token in prompt if token not in self.unseen]  # settled tokens that the next ones are read after
+        self._open: list[int] = []  # tokens whose text may still change
+        self._context = len(self._decode(self._known))
 
     @property
     def text(self) -> str:
         """All the text so far, cut at the stop string where one has come."""
-        whole = self._decode()
-        cut = self._stop_at(whole)
-        return whole if cut is None else whole[:cut]
+        if self.stopped_by is not None:
+            return "".join(self._emitted)
+        rest = self._held + self._tail()
+        return "".join(self._emitted) + rest[: self._first_stop(rest)[0]]
 
     def push(self, token: int) -> str:
         """Add a token; return the new text that is sure: whole characters, and no beginning of a stop string."""
-        self.ids.append(token)
-        whole = self._decode()
-        cut = self._stop_at(whole)
-        if cut is not None:
-            return self._emit(whole[:cut])
-        sure = whole.rstrip("\ufffd")  # a character of which some bytes are still to come
-        return self._emit(sure[: len(sure) - self._held(sure)])
+        if token in self.unseen:
+            return ""
+        self._open.append(token)
+        tail = self._tail()
+        text = self._held + tail
+        cut, self.stopped_by = self._first_stop(text)
+        if self.stopped_by is not None:
+            return self._emit(text[:cut])
+        if not tail or tail.endswith("\ufffd") or BYTE.fullmatch(self.tokenizer.id_to_token(token) or ""):
+            return ""  # a character of which some bytes may still come
+        self._known, self._open = self._open, []
+        self._context = len(self._decode(self._known))
+        sure = len(text) - self._may_stop(text)
+        self._held = text[sure:]
+        return self._emit(text[:sure])
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add tokens that nobody watches: they are read at once, and emitted by `finish`."""
+        self._open += [token for token in tokens if token not in self.unseen]
 
     def finish(self) -> str:
         """What was held back, now that nothing more comes."""
-        return self._emit(self.text)
+        if self.stopped_by is not None:
+            return ""
+        text = self._held + self._tail()
+        cut, self.stopped_by = self._first_stop(text)
+        self._held, self._known, self._open, self._context = "", [], [], 0
+        return self._emit(text[:cut])
 
-    def _emit(self, whole: str) -> str:
-        new = whole[len(self.emitted) :]
-        self.emitted += new
+    def _emit(self, new: str) -> str:
+        self._emitted.append(new)
         return new
 
-    def _decode(self) -> str:
-        """The text of the new ids, as it reads after the prompt."""
-        return str(self.tokenizer.decode(self.prompt + self.ids))[self.before :]
+    def _tail(self) -> str:
+        """The text of the tokens that are not settled."""
+        return self._decode(self._known + self._open)[self._context :] if self._open else ""
 
-    def _stop_at(self, whole: str) -> int | None:
-        found = [(whole.find(text), text) for text in self.stop if text in whole]
-        if not found:
-            return None
-        cut, self.stopped_by = min(found)
-        return cut
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids)) if ids else ""
 
-    def _held(self, text: str) -> int:
+    def _first_stop(self, text: str) -> tuple[int | None, str | None]:
+        """Where the first stop string begins, and which it is."""
+        return min(((text.find(stop), stop) for stop in self.stop if stop in text), default=(None, None))
+
+    def _may_stop(self, text: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""
         return max((n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

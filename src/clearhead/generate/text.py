@@ -5,6 +5,7 @@ Shapes: B rows, S source length, T length, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.generate.beam import Beams, beam_search
+from clearhead.generate.compiled import Steps, decode_compiled
 from clearhead.generate.decode import Row, decode
+from clearhead.generate.prefix import Prefix
 from clearhead.generate.sampling import Sampling
+from clearhead.generate.speculate import guessers_for, speculate
 from clearhead.generate.stream import TextStream
 from clearhead.model.inputs import check_stack_input
 from clearhead.model.transformer import Transformer
@@ -31,9 +36,11 @@ class Generation:
 
     text: str | None  # None where the model has no tokenizer
     ids: list[int]  # the new tokens; a token that ends the text is not among them
-    stop_reason: str  # eos, stop, length, time
+    stop_reason: str  # eos, stop, length, time, cancelled
     logprobs: list[float] | None = None  # of each token, under the model's own distribution
     alternatives: list[list[tuple[int, float]]] | None = None  # the best tokens at each step, with their log-probabilities
+    score: float | None = None  # of a beam search: the sum of log-probabilities over length ** length_penalty
+    steps: int | None = None  # runs of the model that tokens were chosen from; fewer than tokens where guesses came true
 
 
 @dataclass(frozen=True)
@@ -70,17 +77,21 @@ def generate(
     logprobs: bool = False,
     on_text: OnText | None = None,
     seconds: float | None = None,
+    cancel: Callable[[], bool] | None = None,
+    lookup: int = 0,
+    draft: Transformer | None = None,
+    draft_tokens: int = 4,
+    prefix: Prefix | None = None,
+    steps: Steps | None = None,
+    compile: bool | None = None,
 ) -> list[Generation]:
     """Continue each prompt; with an encoder, prompts are what it reads and `start` is what the decoder begins with."""
     if (stop or on_text) and tokenizer is None:
         raise InputError("stop strings and streaming need text, and the model has no tokenizer: leave them out")
-    source = source_mask = None
-    fed = [list(prompt) for prompt in prompts]
-    if model.encoder is not None and model.decoder is not None:
-        source, source_mask = _padded(fed, next(model.parameters()).device)
-        fed = [list(start) for _ in prompts]
+    fed, source, source_mask = _fed(model, prompts, start)
     before = fed if source is None else [[] for _ in fed]  # text that the new text goes on from
     streams = [TextStream(tokenizer, prompt, stop) for prompt in before] if tokenizer is not None else []
+    watched = bool(stop) or on_text is not None
 
     def on_token(number: int, row: Row) -> str | None:
         stream = streams[number]
@@ -89,7 +100,10 @@ def generate(
             on_text(number, new)
         return "stop" if stream.stopped_by is not None else None
 
-    rows = decode(
+    guessers = guessers_for(model, prompts, sampling, source, source_mask, lookup, draft, draft_tokens)
+    run = functools.partial(decode_compiled, steps=steps, asked=bool(compile)) if steps is not None else decode
+    run = functools.partial(speculate, guessers=guessers) if guessers else run
+    rows = run(
         model,
         fed,
         max_new_tokens,
@@ -100,22 +114,68 @@ def generate(
         source_mask,
         alternatives,
         logprobs,
-        on_token=on_token if stop or on_text else None,
+        on_token=on_token if watched else None,
         deadline=None if seconds is None else time.monotonic() + seconds,
+        cancel=cancel,
+        cache=None if prefix is None else prefix.begin(fed[0], len(fed[0]) + max_new_tokens),
     )
+    if prefix is not None:
+        prefix.end(rows[0])
     made = []
     for number, row in enumerate(rows):
         text = None
         if tokenizer is not None:
             stream = streams[number]
-            stream.ids = list(row.ids)
-            text = stream.text
+            if not watched:
+                stream.add(row.ids)
             rest = stream.finish()
             if on_text is not None and rest:
                 on_text(number, rest)
+            text = stream.text
         shown = row.logprobs if logprobs or alternatives else None
-        made.append(Generation(text, row.ids, row.stop_reason, shown, row.alternatives if alternatives else None))
+        made.append(Generation(text, row.ids, row.stop_reason, shown, row.alternatives if alternatives else None, steps=row.steps))
     return made
+
+
+def search(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    beams: Beams,
+    *,
+    stop_ids: Sequence[int] = (),
+    start: Sequence[int] = (),
+    seconds: float | None = None,
+) -> list[list[Generation]]:
+    """The best continuations of each prompt that a beam search finds, best first; `start` as in `generate`."""
+    fed, source, source_mask = _fed(model, prompts, start)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    rows = beam_search(model, fed, max_new_tokens, beams, sampling, stop_ids, source, source_mask, deadline)
+    made = []
+    for prompt, found in zip(fed, rows):
+        before = prompt if source is None else []
+        texts = [None if tokenizer is None else _text(tokenizer, before, one.ids) for one in found]
+        made.append([Generation(text, one.ids, one.stop_reason, score=one.score) for text, one in zip(texts, found)])
+    return made
+
+
+def _text(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """What `ids` add to the text of those before them."""
+    stream = TextStream(tokenizer, before)
+    stream.add(ids)
+    return stream.text
+
+
+def _fed(
+    model: Transformer, prompts: Sequence[Sequence[int]], start: Sequence[int]
+) -> tuple[list[list[int]], Tensor | None, Tensor | None]:
+    """What the decoder reads, and, with an encoder, what that reads with its mask [B, S]."""
+    fed = [list(prompt) for prompt in prompts]
+    if model.encoder is None or model.decoder is None:
+        return fed, None, None
+    return [list(start) for _ in prompts], *_padded(fed, next(model.parameters()).device)
 
 
 @torch.inference_mode()

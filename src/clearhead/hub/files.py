@@ -217,6 +217,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         yield work
         new = sorted(path.relative_to(work) for path in work.rglob("*") if path.is_file())
         for name in new:
+            (work / name).chmod(0o644)
             _sync(work / name)
         if not target.exists():
             work.chmod(0o755)
@@ -275,6 +276,19 @@ def _sync(path: Path) -> None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """A JSON object, readable by people."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that is there whole or, if it cannot be written, as it was."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text, encoding="utf-8")
+        _sync(new)
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_weights(folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int) -> None:

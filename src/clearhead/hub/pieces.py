@@ -77,6 +77,30 @@ def _model(data: bytes) -> PieceModel:
     )
 
 
+def read_scores(path: Path) -> PieceModel:
+    """Read llama2.c's `tokenizer.bin`: the length of the longest piece, then score, length and bytes of each."""
+    try:
+        data, at = path.read_bytes(), 4
+        texts, scores = [], []
+        while at < len(data):
+            score, length = struct.unpack_from("<fi", data, at)
+            raw = data[at + 8 : at + 8 + length]
+            if length < 0 or len(raw) != length:
+                raise ValueError
+            texts.append(raw.decode("utf-8").replace(" ", SPACE))
+            scores.append(score)
+            at += 8 + length
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, struct.error):
+        texts = []
+    if len(texts) < 259 or texts[3:259] != [f"<0x{byte:02X}>" for byte in range(256)]:
+        raise CheckpointError(f"{path} is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short")
+    pieces = [(text, score, 1) for text, score in zip(texts, scores)]
+    pieces[:3] = [("<unk>", 0.0, 2), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]  # the file writes line breaks around their names
+    return PieceModel(pieces, unigram=False, byte_fallback=True)
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of one protocol buffer message: number and value, an int or bytes."""
     at = 0
@@ -181,8 +205,8 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 
 
 def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
-    """The tokenizer of a `.model` file, as this family uses it."""
-    model = read_pieces(path)
+    """The tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
+    model = read_scores(path) if path.suffix == ".bin" else read_pieces(path)
     tokenizer = FAMILIES[family](model, settings)
     known = tokenizer.get_vocab()
     for text, _, kind in model.pieces:

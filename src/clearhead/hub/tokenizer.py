@@ -68,15 +68,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
     It neither pads nor cuts by itself: `encode` here does.
     """
-    path = folder / TOKENIZER
-    if path.exists():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise CheckpointError(f"{path} is no tokenizer: {str(error).splitlines()[0][:200]}") from None
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+    if (folder / TOKENIZER).exists():
+        return _from_json(folder / TOKENIZER)
     settings = read_settings(folder)
     kind = _class_of(folder, settings)
     try:
@@ -85,6 +78,41 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         raise
     except Exception as error:  # what the tokenizers library says about a vocabulary it cannot use
         raise CheckpointError(f"{folder}: its vocabulary makes no tokenizer: {(str(error).splitlines() or [''])[0][:200]}") from None
+
+
+def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """A tokenizer for the model in `folder` that lies elsewhere, and its settings.
+
+    `path` is a directory, a tokenizer.json, a SentencePiece `.model` or llama2.c's tokenizer `.bin`.
+    """
+    if path.is_dir():
+        tokenizer = load_tokenizer(path)
+        if tokenizer is None:
+            raise CheckpointError(f"{path} holds no tokenizer: name a directory with tokenizer.json or a vocabulary, or one file")
+        return tokenizer, read_settings(path)
+    if path.suffix == ".json":
+        return _from_json(path), read_settings(path.parent)
+    if path.suffix not in (".model", ".spm", ".bin"):
+        raise CheckpointError(f"{path} is no tokenizer: give a directory, tokenizer.json, a SentencePiece .model or a llama2.c .bin")
+    settings = read_settings(folder)
+    kind = "Llama" if path.suffix == ".bin" else _class_of(folder, settings)
+    if path.suffix == ".bin":
+        settings = {**{f"{role}_token": text for role, text in USUAL[kind].items()}, "add_bos_token": True, **settings}
+    special = special_tokens(settings, kind)
+    tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
+    _add_named(folder, tokenizer, settings, special)
+    _frame(tokenizer, kind, settings, special)
+    return tokenizer, settings
+
+
+def _from_json(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise CheckpointError(f"{path} is no tokenizer: {str(error).splitlines()[0][:200]}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _class_of(folder: Path, settings: Mapping[str, Any]) -> str:
@@ -274,15 +302,20 @@ def save_tokenizer(
     write_json(folder / SETTINGS, written)
 
 
+def clean(text: str) -> str:
+    """The text with U+FFFD for each broken surrogate, which a tokenizer would choke on."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
     """Ids of each text with its special tokens, cut to `max_length` so that those stay. Broken surrogates become U+FFFD."""
-    clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+    mended = [clean(text) for text in texts]
     if max_length is None:
-        return [encoding.ids for encoding in tokenizer.encode_batch(clean)]
+        return [encoding.ids for encoding in tokenizer.encode_batch(mended)]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     if room < 0:
         raise InputError(f"max_length {max_length} is below the special tokens that the tokenizer adds: raise it")
-    found = tokenizer.encode_batch(clean, add_special_tokens=False)
+    found = tokenizer.encode_batch(mended, add_special_tokens=False)
     for encoding in found:
         encoding.truncate(room)
     return [tokenizer.post_process(encoding).ids for encoding in found]

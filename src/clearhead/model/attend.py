@@ -24,6 +24,7 @@ class Attend(Protocol):
 
     `mask` [B|1, 1|H, T, S] is True where a query may attend; `causal` stands for the mask "key slot <= query slot";
     `bias` [B|1, 1|H, T, S] is added to the scaled scores; `scale` defaults to 1/sqrt(E); `softcap` bounds the scores.
+    Keys, values and a mask of fewer rows, B / N, serve N rows of queries each, of one query: the beams of a source.
     """
 
     def __call__(  # noqa: D102
@@ -57,6 +58,10 @@ def eager(
 ) -> Tensor:
     """Attend step by step; see `Attend`."""
     B, H, T, E = q.shape
+    if k.shape[0] < B:
+        shared = B // k.shape[0]
+        k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        mask = mask if mask is None or mask.shape[0] == 1 else mask.repeat_interleave(shared, 0)
     K, S = k.shape[1:3]
     scale = E**-0.5 if scale is None else scale
     if causal:
@@ -97,6 +102,9 @@ def fused(
         return eager(q, k, v, mask, bias, scale, causal=causal, softcap=softcap, dropout=dropout, tap=tap)
     B, H, T, E = q.shape
     K = k.shape[1]
+    if k.shape[0] < B and T == 1:  # the rows that share keys become the queries of one, and no key is copied
+        together = q.reshape(k.shape[0], -1, H, E).transpose(1, 2)  # B/N H N E
+        return fused(together, k, v, mask, bias, scale, dropout=dropout).transpose(1, 2).reshape(B, H, 1, -1)
     if bias is not None:
         if causal:
             mask, causal = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None], False

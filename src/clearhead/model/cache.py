@@ -186,8 +186,15 @@ class FixedCache(Cache):
     """Buffers for `capacity` tokens whose addresses and shapes never change, written at a cursor that is a tensor."""
 
     def __init__(
-        self, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        source: int = 0,
     ) -> None:
+        """`source`: room for what cross-attention reads, where `adopt` is to bring it."""
         super().__init__(capacity)
         plan = config.decoder
         if plan is None:
@@ -202,6 +209,38 @@ class FixedCache(Cache):
             k = torch.zeros(batch, heads, capacity, plan.d_head, dtype=dtype, device=device)
             v = torch.zeros(batch, heads, capacity, plan.d_value, dtype=dtype, device=device)
             self.layers[layer] = FixedKeys(self, k, v)
+            if source and plan.cross:
+                heads = len(config.kept_heads(f"{plan.prefix}blocks.{layer}.cross", plan.n_heads)) * plan.n_kv_heads // plan.n_heads
+                shape = (batch, heads, source)
+                self.cross_layer(layer).update(
+                    torch.zeros(*shape, plan.d_head, dtype=dtype, device=device),
+                    torch.zeros(*shape, plan.d_value, dtype=dtype, device=device),
+                )
+        if source and plan.cross:
+            count = torch.arange(source, device=device)[None]
+            self.source = Tokens(count, count, torch.zeros(batch, source, dtype=torch.bool, device=device), None, plain=False)
+
+    def adopt(self, cache: Cache) -> None:
+        """Become what a growing cache is: its rows are the first rows here, and the others have read nothing."""
+        slots, tokens, rows, filled = self.tokens, cache.tokens, cache.rows, cache.length
+        assert slots is not None and slots.real is not None and tokens is not None and rows is not None
+        slots.real.zero_()
+        slots.real[:rows, :filled] = True if tokens.real is None else tokens.real
+        slots.order[:rows, :filled], slots.positions[:rows, :filled] = tokens.order, tokens.positions
+        for layer, mine in self.layers.items():
+            theirs = cache.layers[layer]
+            assert isinstance(mine, FixedKeys) and isinstance(theirs, GrowingKeys) and theirs.k is not None and theirs.v is not None
+            mine.k[:rows, :, :filled], mine.v[:rows, :, :filled] = theirs.k[:, :, :filled], theirs.v[:, :, :filled]
+        if cache.source is not None:
+            assert self.source is not None and self.source.real is not None
+            length = cache.source.length
+            self.source.real.zero_()
+            self.source.real[:rows, :length] = True if cache.source.real is None else cache.source.real
+            for layer, crossed in self.cross.items():
+                for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+                    buffer[:rows, :, :length] = given
+        self.cursor.fill_(filled)
+        self.length = filled
 
     def begin(self, tokens: Tokens) -> None:
         """Write what the new tokens are into the buffers."""

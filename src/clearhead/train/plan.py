@@ -21,6 +21,7 @@ class TrainPlan:
     # Length
     steps: int | None = None  # None: `epochs` passes
     epochs: float | None = None  # None: chosen by the amount of data, and said
+    pretrain: int = 0  # classify, tag: steps of masked language modelling on the same texts before; 0: none
     accumulate: int = 1  # batches that make one step
     seed: int = 0
 

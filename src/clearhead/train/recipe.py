@@ -56,8 +56,8 @@ class Recipe:
     def replace(self, section: str, **values: Any) -> Recipe:
         """A copy with some keys of one section changed."""
         old = getattr(self, section)
-        new = {**old, **values} if section == "model" else dataclasses.replace(old, **values)
-        return dataclasses.replace(self, **{section: new})
+        changed: dict[str, Any] = {section: {**old, **values} if section == "model" else dataclasses.replace(old, **values)}
+        return dataclasses.replace(self, **changed)
 
 
 def read_recipe(name: str | Path | None, settings: Iterable[str] = ()) -> Recipe:

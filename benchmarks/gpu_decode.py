@@ -1,0 +1,341 @@
+"""Compiled decoding on a GPU: a 1.1B Llama shape in bfloat16, prompts of 128 tokens and 256 new ones, at batch 1 and 32.
+
+PYTHONPATH=src python benchmarks/gpu_decode.py [JOB ...] [--seconds N] [--out FILE.json]
+
+A job is a variant of the step (see `VARIANTS`) or one of kernel-equality, equality, lengths, tiles, peer. Each runs in a process of its
+own, so that one that fails or takes too long harms no other; what is done when the time is up is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.generate import compiled, prepare
+from clearhead.generate.compiled import CompiledStep, Handover, Steps, decode_compiled
+from clearhead.generate.decode import decode, prefill
+from clearhead.model.attend import KERNELS
+from clearhead.model.attention import Attention
+from gpu_kernels import BATCHES, Rows, kernel_equality, noted, seconds_of, tiles
+
+PROMPT, NEW = 128, 256
+DEFAULT = {"triton.cudagraphs": False}
+DESCENT = {**DEFAULT, "coordinate_descent_tuning": True}
+AUTOTUNE = {**DESCENT, "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+# By name: which parts have kernels of ours, who compiles the rest, what it is told, how attention is computed otherwise.
+VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "kernels": ("all", "inductor", DESCENT, "fused"),
+    "attention": ("attention", "inductor", DESCENT, "fused"),
+    "descent": ("none", "inductor", DESCENT, "fused"),
+    "kernels-recorded": ("all", "eager", {}, "fused"),  # nothing compiled but our kernels; the step recorded as a graph
+    "recorded": ("none", "eager", {}, "fused"),
+    "attention-autotune": ("attention", "inductor", AUTOTUNE, "fused"),
+    "prototype": ("none", "inductor", DEFAULT, "fused"),
+    "formula": ("none", "inductor", DESCENT, "formula"),  # attention as sums of products
+    "plain": ("none", "", {}, "fused"),  # neither compiled nor recorded
+}
+BIG = ch.ModelConfig(
+    family="decoder",
+    vocab_size=32000,
+    d_model=2048,
+    n_layers=22,
+    n_heads=32,
+    n_kv_heads=4,
+    d_ff=5632,
+    positions="rope",
+    norm="rmsnorm",
+    gated=True,
+    activation="silu",
+    bias=False,
+    max_positions=2048,
+    tie_embeddings=False,
+)
+SMALL = BIG.replace(vocab_size=1000, d_model=256, n_layers=3, n_heads=8, n_kv_heads=2, d_ff=704)
+
+
+def built(config: ch.ModelConfig, dtype: torch.dtype = torch.bfloat16) -> ch.Transformer:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return ch.Transformer(config).to(dtype).eval()
+
+
+def prompts_of(config: ch.ModelConfig, rows: int, length: int = PROMPT) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(rows * 10_000 + length)
+    return torch.randint(config.vocab_size, (rows, length), generator=generator).tolist()
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: object = None, scale: float | None = None, **more: object
+) -> Tensor:
+    """Attention of one query per head as sums of products, for the compiler to fuse."""
+    if q.shape[2] > 1 or mask is None:
+        return KERNELS["fused"](q, k, v, mask, scale=scale, causal=bool(more["causal"]))
+    B, H, _, E = q.shape
+    K, S = k.shape[1:3]
+    scores = (q.view(B, K, H // K, 1, E).float() * k[:, :, None].float()).sum(-1) * (E**-0.5 if scale is None else scale)  # B K G S
+    pattern = scores.masked_fill(~mask.view(-1, 1, 1, S), float("-inf")).softmax(-1)
+    return (pattern[..., None] * v[:, :, None].float()).sum(3).to(q.dtype).view(B, H, 1, -1)
+
+
+def linear_in_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
+    gate: str | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """What `step_linear` computes, step by step, for the compiler to fuse."""
+    y = x
+    if scale is not None:
+        y = x.float()
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (scale.float() + unit_offset)).to(x.dtype)
+    y = nnf.linear(y, weight, bias)
+    if gate is not None:
+        pre, up = y.chunk(2, dim=-1)
+        y = nnf.silu(pre) * up
+    return y if add is None else y + add
+
+
+def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]:
+    """How a model is made ready for a variant, and the compiler's name."""
+    kernels, backend, options, attention = VARIANTS[name]
+    compiled.OPTIONS.clear()
+    compiled.OPTIONS.update(options)
+    if kernels == "attention":
+        prepare.step_linear = linear_in_parts
+    KERNELS["formula"] = formula
+
+    def ready(model: ch.Transformer) -> ch.Transformer:
+        fast = prepare.prepared(model, kernels=kernels != "none")
+        for part in fast.modules():
+            if isinstance(part, Attention):
+                part.kernel = attention
+        return fast
+
+    return ready, backend
+
+
+def speed(name: str) -> Rows:
+    """Tokens per second: of the steps alone, and of the whole call with the prompt read; seconds to make the step; memory."""
+    ready, backend = variant(name)
+    model = ready(built(BIG))
+    found = []
+    for rows in BATCHES:
+        torch._dynamo.reset()
+        torch.cuda.reset_peak_memory_stats()
+        measure = speed_at if backend else plain_speed_at
+        figures = measure(model, prompts_of(BIG, rows), backend)
+        found.append({"variant": name, "batch": rows, **figures, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def plain_speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> dict[str, float]:
+    """Neither compiled nor recorded."""
+    decode(model, prompts, 4)
+    took = seconds_of(lambda: decode(model, prompts, 64)) - seconds_of(lambda: decode(model, prompts, 1))
+    return {"step_tokens_per_second": len(prompts) * 63 / took}
+
+
+@torch.inference_mode()
+def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> dict[str, float]:
+    """One batch of prompts."""
+    steps, rows = Steps(model, backend), len(prompts)
+    begun = time.perf_counter()
+    step = steps.find(rows, PROMPT + NEW, 0, True)
+    torch.cuda.synchronize()
+    figures = {"compile_seconds": time.perf_counter() - begun}
+    assert step is not None, "not compiled: see the warning above"
+    alone = []
+    for _ in range(4):
+        cache = Handover(PROMPT)
+        first = prefill(model, prompts, cache).argmax(-1)
+        step.ids[cache.settle(step.cache), 0] = first
+        alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
+    whole = min(seconds_of(lambda: decode_compiled(model, prompts, NEW, steps=steps, asked=True)) for _ in range(4))
+    figures |= {"step_tokens_per_second": rows * (NEW - 1) / min(alone), "whole_tokens_per_second": rows * NEW / whole}
+    figures |= {"ms_per_step": min(alone) / (NEW - 1) * 1e3, **step_error(model, step, prompts)}
+    print(profile(step), flush=True)
+    return figures
+
+
+@torch.inference_mode()
+def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int]]) -> dict[str, float]:
+    """How far the logits of one step are from the uncompiled ones, in standard deviations of these, and how often the best differ."""
+    cache, same = Handover(PROMPT), ch.Cache()
+    first = prefill(model, prompts, cache).argmax(-1)
+    prefill(model, prompts, same)
+    ours, plain = step(first, cache).float(), model(first[:, None], cache=same, logits="last").logits[:, -1].float()
+    return {
+        "logit_error": float((ours - plain).abs().max() / plain.std()),
+        "same_best": float((ours.argmax(-1) == plain.argmax(-1)).float().mean()),
+    }
+
+
+def profile(step: CompiledStep) -> str:
+    """Which kernels a step spends its time in."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    step.cache.cursor.fill_(PROMPT + NEW // 2)
+    step.replay()
+    step.cache.cursor.fill_(PROMPT + NEW // 2)
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+        step.replay()
+        torch.cuda.synchronize()
+    return seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=60)
+
+
+def equality() -> Rows:
+    """In float32, tokens of the compiled variants against those of the model uncompiled."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = []
+    model = built(SMALL, torch.float32)
+    prompts = [prompt[: 20 + 17 * row] for row, prompt in enumerate(prompts_of(SMALL, 5, 100))]
+    sampled = ch.Sampling(temperature=0.8, top_p=0.9)
+    for name in ("kernels", "descent", "kernels-recorded"):
+        ready, backend = variant(name)
+        torch._dynamo.reset()
+        fast = ready(model)
+        steps = Steps(fast, backend)
+        for batch, sampling in itertools.product((prompts[:1], prompts), (ch.Sampling(), sampled)):
+            seeds = list(range(len(batch)))
+            ours = decode_compiled(fast, batch, 100, sampling, (7, 8), seeds, steps=steps, asked=True)
+            plain = decode(model, batch, 100, sampling, (7, 8), seeds)
+            differ = sum(a.ids != b.ids or a.stop_reason != b.stop_reason for a, b in zip(ours, plain)) + (steps.unfit is not None)
+            found.append(noted(f"rows that differ, float32, {name}, {len(batch)} rows, temperature {sampling.temperature}", differ, 0))
+    return found
+
+
+def lengths() -> Rows:
+    """How many steps are made, and how many graphs the compiler sees, over prompts of twenty lengths."""
+    from torch._dynamo.utils import counters
+
+    ready, backend = variant("kernels")
+    model = ready(built(SMALL))
+    steps = Steps(model, backend)
+    counters.clear()
+    sizes = [5 + 97 * i for i in range(20)]
+    for size in sizes:
+        decode_compiled(model, prompts_of(SMALL, 1, size), 64, steps=steps, asked=True)
+    found = {"prompt_lengths": sizes, "steps_made": len(steps.made), "graphs": counters["stats"]["unique_graphs"]}
+    print(json.dumps(found), flush=True)
+    return [found]
+
+
+def peer() -> Rows:
+    """transformers with a static cache and its compiled step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    theirs = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(theirs).bfloat16().eval()
+    return [peer_at(model, torch.tensor(prompts_of(BIG, rows), device="cuda")) for rows in BATCHES]
+
+
+def peer_at(model: Any, ids: Tensor) -> dict[str, object]:
+    """One batch of prompts."""
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    run = functools.partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
+    first = seconds_of(run)
+    run()
+    rate = ids.shape[0] * NEW / min(seconds_of(run) for _ in range(3))
+    row = {
+        "variant": "transformers, static cache, compiled",
+        "batch": ids.shape[0],
+        "whole_tokens_per_second": rate,
+        "compile_seconds": first,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+PARTS = {"kernel-equality": kernel_equality, "equality": equality, "lengths": lengths, "tiles": tiles, "peer": peer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", default=[])
+    parser.add_argument("--seconds", type=float, default=540, help="time for all jobs together")
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h200_decode.json"))
+    parser.add_argument("--here", metavar="FILE", help="run one job in this process and write what it found")
+    given = parser.parse_args()
+    known = [*PARTS, *VARIANTS]
+    jobs = given.jobs or ["kernel-equality", "kernels", "kernels-recorded", "attention", "plain", "equality", "lengths", "descent"]
+    if unknown := [job for job in jobs if job not in known]:
+        parser.error(f"{', '.join(unknown)} not known: choose from {', '.join(known)}")
+    if given.here:
+        job = jobs[0]
+        rows = PARTS[job]() if job in PARTS else speed(job)
+        Path(given.here).write_text(json.dumps(rows))
+        return
+
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    end = time.monotonic() + given.seconds
+    body: dict[str, Any] = {
+        "command": " ".join(["PYTHONPATH=src python benchmarks/gpu_decode.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "jobs": {},
+    }
+    for job in jobs:
+        left = end - time.monotonic()
+        if left < 15:
+            body["jobs"][job] = "no time left"
+            continue
+        print(f"\n== {job}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            begun = time.monotonic()
+            try:
+                environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+                code = subprocess.run([sys.executable, __file__, job, "--here", str(file)], timeout=left, env=environment).returncode
+                body["jobs"][job] = json.loads(file.read_text()) if file.exists() else f"failed with code {code}"
+            except subprocess.TimeoutExpired:
+                body["jobs"][job] = "took too long"
+            print(f"== {job} took {time.monotonic() - begun:.0f} s", flush=True)
+        Path(given.out).write_text(json.dumps(body, indent=2) + "\n")
+
+    print(f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}{'compile s':>11}{'peak GiB':>10}{'error':>9}")
+    for rows in body["jobs"].values():
+        for row in rows if isinstance(rows, list) else ():
+            if "batch" in row:
+                figures = [row.get(key) for key in ("step_tokens_per_second", "whole_tokens_per_second", "compile_seconds", "peak_gib")]
+                shown = "".join(f"{'-' if x is None else format(x, ',.1f'):>{w}}" for x, w in zip(figures, (12, 12, 11, 10)))
+                print(f"{row['variant']:<38}{row['batch']:>6}{shown}{row.get('logit_error', float('nan')):>9.3f}")
+    unfinished = {job: rows for job, rows in body["jobs"].items() if not isinstance(rows, list)}
+    failed = [row["check"] for rows in body["jobs"].values() if isinstance(rows, list) for row in rows if row.get("passed") is False]
+    print("unfinished:", unfinished or "none", " failed checks:", failed or "none")
+
+
+if __name__ == "__main__":
+    main()

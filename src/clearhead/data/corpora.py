@@ -1,0 +1,182 @@
+"""Corpora that every machine has: made from the Python installation itself, the same each time for a given version of it."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import importlib
+import inspect
+import random
+import re
+import sysconfig
+import tokenize
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from clearhead.data.examples import Labelled, Pair
+from clearhead.data.pictures import Pictures
+from clearhead.data.plan import Task
+from clearhead.errors import MissingExtraError
+
+Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in pieces
+Content: TypeAlias = Documents | list[Pair] | list[Labelled] | Pictures
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A corpus that needs no files."""
+
+    name: str
+    sentence: str  # what it is
+    task: Task
+    load: Callable[[], Content]
+
+
+# The standard library -----------------------------------------------------------------------------------------------------
+
+_LEFT_OUT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"))
+
+
+def library_files() -> list[Path]:
+    """The modules of the standard library, without tests and without what was installed beside it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    # Modules named _sysconfigdata describe one machine.
+    return [root / path for path in files if not _LEFT_OUT & set(path.parts) and not path.name.startswith(("_sysconfigdata", "test_"))]
+
+
+def _sources(files: Iterable[Path]) -> Iterator[str]:
+    for path in files:
+        try:
+            with tokenize.open(path) as file:
+                yield file.read()
+        except (SyntaxError, UnicodeDecodeError, OSError):  # not for this version of Python: no module of the library
+            continue
+
+
+def _library_code() -> Documents:
+    return partial(_alone, library_files())
+
+
+def _alone(files: Iterable[Path]) -> Iterator[Iterable[str]]:
+    return ((text,) for text in _sources(files))
+
+
+def _library_docs() -> Documents:
+    """A document for each module: its docstrings, each once in the whole library."""
+    seen: set[str] = set()
+    documents: list[tuple[str]] = []
+    for text in _sources(library_files()):
+        new = [doc for doc in dict.fromkeys(_docstrings(text)) if doc not in seen]
+        seen.update(new)
+        if new:
+            documents.append(("\n\n".join(new) + "\n",))
+    return lambda: documents
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in old modules
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = ast.get_docstring(node, clean=False)
+            if doc and doc.strip():
+                yield inspect.cleandoc(doc)
+        # Definitions stand among statements: to go through expressions too would take twice the time.
+        inner = [child for part in ("body", "handlers", "orelse", "finalbody", "cases") for child in getattr(node, part, ())]
+        waiting += reversed(inner)
+
+
+# Names, dates, digits -----------------------------------------------------------------------------------------------------
+
+
+def _character_names() -> list[Labelled]:
+    """Names of characters and their general category, without those whose name is only a number."""
+    named = ((chr(code), unicodedata.name(chr(code), "")) for code in range(0x110000))
+    plain = ((char, name) for char, name in named if name and not re.search(r"-[0-9A-F]{4,6}$|^HANGUL SYLLABLE ", name))
+    return [Labelled(name, unicodedata.category(char)) for char, name in plain]
+
+
+_MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_FORMS = (
+    "{d} {month} {y}",
+    "{d} {mon} {y}",
+    "{d}{th} {month} {y}",
+    "{d}{th} of {month} {y}",
+    "{d}{th} of {month}, {y}",
+    "the {d}{th} of {month} {y}",
+    "{month} {d}, {y}",
+    "{month} {d}{th}, {y}",
+    "{mon} {d}, {y}",
+    "{mon}. {d}, {y}",
+    "{month} the {d}{th}, {y}",
+    "{weekday}, {d} {month} {y}",
+    "{weekday}, {month} {d}, {y}",
+    "{day} {d} {mon} {y}",
+    "{day}, {d} {mon} {y}",
+    "{weekday} the {d}{th} of {month} {y}",
+    "{y} {month} {d}",
+    "{y}, {month} {d}{th}",
+    "{y}-{mon}-{d:02}",
+    "{d:02}-{mon}-{y}",
+    "{d:02}{MON}{y}",
+    "{d}. {month} {y}",
+    "{y}/{m:02}/{d:02}",
+    "{y}.{m}.{d}",
+)
+
+
+def _dates(count: int = 20_000) -> list[Pair]:
+    """Dates of two centuries in many written forms, none of which can be read in two ways, and as ISO 8601."""
+    draw = random.Random(0)
+    first, last = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
+    found: dict[str, str] = {}
+    while len(found) < count:
+        date = datetime.date.fromordinal(draw.randint(first, last))
+        found.setdefault(write_date(date, draw.choice(_FORMS)), date.isoformat())
+    return [Pair(source, target) for source, target in found.items()]
+
+
+def write_date(date: datetime.date, form: str) -> str:
+    """A date in words; names are English whatever the locale."""
+    month, weekday = _MONTHS[date.month - 1], _DAYS[date.weekday()]
+    th = "th" if date.day in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(date.day % 10, "th")
+    return form.format(
+        d=date.day, m=date.month, y=date.year, th=th,
+        month=month, mon=month[:3], MON=month[:3].upper(), weekday=weekday, day=weekday[:3],
+    )  # fmt: skip
+
+
+def _digits() -> Pictures:
+    try:
+        digits = importlib.import_module("sklearn.datasets").load_digits()
+    except ImportError:
+        raise MissingExtraError("the corpus digits needs scikit-learn: pip install 'clearhead[train]'") from None
+    pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)  # N H W C; the set counts from 0 to 16
+    return Pictures(pixels, [str(label) for label in digits.target], [f"digit {i}" for i in range(len(pixels))])
+
+
+CORPORA: dict[str, Embedded] = {
+    corpus.name: corpus
+    for corpus in (
+        Embedded("stdlib-docs", "English prose: the docstrings of Python's standard library", "lm", _library_docs),
+        Embedded("stdlib-code", "Python: the source of the standard library", "lm", _library_code),
+        Embedded("unicode-names", "names of characters and their general category", "classify", _character_names),
+        Embedded("dates", "dates in many written forms, to be written as ISO 8601", "seq2seq", _dates),
+        Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", "image", _digits),
+    )
+}

@@ -1,0 +1,145 @@
+"""Files: found, opened through gzip where needed, read as UTF-8 in bounded memory. Every fault is one line that names the file."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from clearhead.errors import InputError, nearest
+
+BLOCK = 1 << 20  # bytes read at a time
+HEAD = 1 << 16  # bytes looked at to guess what a file holds
+
+
+def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
+    """The files behind files, folders and globs, each once; those of a folder or a glob sorted by name, hidden ones left out.
+
+    `known` are names that may have been meant where there is no such file.
+    """
+    found: dict[Path, None] = {}
+    for name in paths:
+        path = Path(name).expanduser()
+        if path.exists():
+            found |= dict.fromkeys(_files(path))
+        elif glob.has_magic(name):
+            matches = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in _files(Path(match))]
+            if not matches:
+                raise InputError(f"no file matches {name}")
+            found |= dict.fromkeys(matches)
+        else:
+            raise missing(path, known)
+    return list(found)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"{path} is neither a file nor a folder")
+    inside = (file for file in path.rglob("*") if file.is_file())
+    files = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    if not files:
+        raise InputError(f"the folder {path} holds no files")
+    return files
+
+
+def missing(path: Path, known: Iterable[str] = ()) -> InputError:
+    """The error for a path that is not there, with the nearest name that is."""
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    return InputError(f"there is no file or folder {path}{nearest(path.name, [*known, *beside])}")
+
+
+def bare(path: Path) -> Path:
+    """The path without `.gz`."""
+    return path.with_suffix("") if path.suffix == ".gz" else path
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A file open for reading bytes, decompressed if its name ends in `.gz`."""
+    try:
+        with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is a damaged gzip file: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def head(path: Path) -> bytes:
+    """The first bytes of a file."""
+    with reading(path) as file:
+        return file.read(HEAD)
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of a file."""
+    with reading(path) as file:
+        return file.read()
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """The text of a file in pieces of about a million characters, without its byte order mark."""
+    with reading(path) as file:
+        offset, rest = 0, b""
+        while True:
+            block = file.read(BLOCK)
+            data = rest + block
+            start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
+            text, used = _decode(path, data[start:], offset + start, final=not block)
+            if text:
+                yield text
+            if not block:
+                return
+            offset, rest = offset + start + used, data[start + used :]
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file, numbered from 1, without their ends and without a byte order mark."""
+    with reading(path) as file:
+        offset = 0
+        for number, line in enumerate(file, 1):
+            start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+            text, _ = _decode(path, line[start:], offset + start, final=True)
+            offset += len(line)
+            yield number, text.removesuffix("\n").removesuffix("\r")
+
+
+def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
+    """Text, and how many bytes it took; `offset` is where `data` lies in the file."""
+    if (position := data.find(0)) >= 0:
+        raise InputError(f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: convert it to UTF-8)")
+    try:
+        return codecs.utf_8_decode(data, "strict", final)
+    except UnicodeDecodeError as error:
+        position = offset + error.start
+        raise InputError(f"{path} is not UTF-8: byte {position} is {data[error.start]:#04x}; convert it to UTF-8") from None
+
+
+def read_whole(path: Path) -> str:
+    """All the text of a file."""
+    return "".join(read_pieces(path))
+
+
+def digest(paths: Iterable[Path], *more: str) -> str:
+    """A SHA-256 over the contents of files, in order, and over what else is given."""
+    total = hashlib.sha256()
+    for path in paths:
+        own = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while block := file.read(BLOCK):
+                    own.update(block)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        total.update(own.digest())
+    for text in more:
+        total.update(hashlib.sha256(text.encode()).digest())
+    return total.hexdigest()

@@ -1,0 +1,113 @@
+"""How the files of a source are read: judged by the first of them, then the same for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from clearhead.data.cells import Row, make_row, text_of
+from clearhead.data.columns import choose_columns, find_column, has_header
+from clearhead.data.examples import Shape
+from clearhead.data.files import read_pieces
+from clearhead.data.guess import Source
+from clearhead.data.plan import DataPlan
+from clearhead.data.tables import Record, counted, listed, read_csv, read_json, read_matches, read_parallel, read_table, read_tsv
+from clearhead.data.tags import TagColumns, read_tagged, tag_columns
+from clearhead.errors import InputError
+
+SAMPLE = 1000  # rows that guesses about columns look at
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the files of a source are read."""
+
+    format: str
+    shape: Shape
+    roles: dict[str, str]
+    header: bool = False
+    pattern: re.Pattern[str] | None = None
+    tags: TagColumns | None = None
+
+
+def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
+    """Judge the first file; a sentence for each guess."""
+    said = list(source.said)
+    format, first = source.format, source.files[0]
+    if format == "text":
+        return Layout(format, "text", {}), said
+    if format == "conll":
+        columns, sentence = tag_columns(first, plan.columns)
+        return Layout(format, "tags", {}, tags=columns), [*said, sentence]
+    if format == "parallel":
+        return Layout(format, "pairs", {"source": "source", "target": "target"}), said
+    header = format in ("tsv", "csv") and _header(plan, source)
+    draft = Layout(format, "text", {}, header, _pattern(plan))
+    records = list(islice(_records(draft, source.files), SAMPLE))
+    if not records:
+        raise InputError(f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
+    named = header or format in ("jsonl", "lines")
+    shape, roles = choose_columns(records, plan.columns, plan.task, named)
+    columns_said = counted(len(records[0].cells), "column" if format != "jsonl" else "field")
+    header_said = "" if format not in ("tsv", "csv") else " with a header" if header else " without a header"
+    where = listed(f"{role} from `{column}`" for role, column in roles.items())
+    return dataclasses.replace(draft, shape=shape, roles=roles), [*said, f"{columns_said}{header_said}: {where}"]
+
+
+def _header(plan: DataPlan, source: Source) -> bool:
+    if plan.header is not None:
+        return plan.header
+    read = read_tsv if source.format == "tsv" else read_csv
+    rows = [row for _, row in islice(read(source.files[0]), SAMPLE)]
+    return bool(rows) and has_header(rows, plan.columns)
+
+
+def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
+    if plan.pattern is None:
+        return None
+    try:
+        pattern = re.compile(plan.pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
+    if not pattern.groupindex:
+        raise InputError(f"the pattern {plan.pattern!r} has no named groups: write them as (?P<source>...) and (?P<target>...)")
+    return pattern
+
+
+def _records(layout: Layout, files: Sequence[Path]) -> Iterator[Record]:
+    if layout.format == "parallel":
+        yield from read_parallel(files)
+        return
+    for path in files:
+        if layout.pattern is not None:
+            records: Iterable[Record] = read_matches(path, layout.pattern)
+        elif layout.format == "jsonl":
+            records = read_json(path)
+        else:
+            records = read_table(path, layout.format, layout.header)
+        for number, record in enumerate(records):
+            if number == 0 and layout.header:
+                for column in layout.roles.values():
+                    find_column(column, list(record.cells), f"{path}")
+            yield record
+
+
+def read_documents(layout: Layout, files: Sequence[Path]) -> Iterator[Iterable[str]]:
+    """The documents of a source of text, each in pieces: a file is one, else a record is one."""
+    if layout.format == "text":
+        return (read_pieces(path) for path in files)
+    return ((text_of(record, layout.roles["text"]),) for record in _records(layout, files))
+
+
+def read_examples(layout: Layout, files: Sequence[Path]) -> Iterator[tuple[str, Row | None]]:
+    """Examples with their places; None where a text is empty."""
+    if layout.tags is not None:
+        for path in files:
+            yield from read_tagged(path, layout.tags)
+    else:
+        for record in _records(layout, files):
+            yield record.place, make_row(layout.shape, layout.roles, record)

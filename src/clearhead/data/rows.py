@@ -1,0 +1,173 @@
+"""Rows of unequal length: laid side by side, framed by special tokens, grouped by length, packed. Whole arrays, never token by token.
+
+Shapes: N examples, B rows of a batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """A stretch of a flat array for each row of a batch."""
+
+    values: NDArray[Any]  # flat, as on disk
+    starts: Ints  # B
+    lengths: Ints  # B
+
+
+class Frame(NamedTuple):
+    """The special tokens that a tokenizer puts around one text or two, and the segment id of each piece."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]  # () for one text
+    after: tuple[int, ...]
+    before_types: tuple[int, ...] = ()
+    between_types: tuple[int, ...] = ()
+    after_types: tuple[int, ...] = ()
+    text_types: tuple[int, ...] = (0,)  # of each text
+
+    @property
+    def size(self) -> int:
+        """How many tokens it adds."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    @property
+    def typed(self) -> bool:
+        """Does any token have another segment id than 0?"""
+        return any(self.before_types + self.between_types + self.after_types + self.text_types)
+
+
+def ragged(lengths: Ints) -> tuple[Ints, Ints]:
+    """For each token of rows of the given lengths: its row, and its place in the row."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def lay(out: NDArray[Any], at: Ints, part: Part, rows: Ints | None = None) -> None:
+    """Copy each stretch of `part` into its row of `out` [B, T], from column `at` [B] on; `rows`: into these rows."""
+    which, within = ragged(part.lengths)
+    out[which if rows is None else rows[which], at[which] + within] = part.values[part.starts[which] + within]
+
+
+def frame_rows(frame: Frame, parts: list[Part], ids: NDArray[Any], types: NDArray[Any] | None = None, rows: Ints | None = None) -> Ints:
+    """Lay one text or two, framed, into `ids` and their segment ids into `types` [B, T] -> where each text begins, [texts, B]."""
+    rows = np.arange(len(ids)) if rows is None else rows
+    at = np.zeros(len(rows), dtype=np.int64)
+    specials = [frame.before, frame.after] if len(parts) == 1 else [frame.before, frame.between, frame.after]
+    special_types = (
+        [frame.before_types, frame.after_types] if len(parts) == 1 else [frame.before_types, frame.between_types, frame.after_types]
+    )
+    begins = []
+    for number, (fixed, kinds) in enumerate(zip(specials, special_types)):
+        columns = at[:, None] + np.arange(len(fixed))
+        ids[rows[:, None], columns] = np.array(fixed, dtype=ids.dtype)
+        if types is not None and fixed:
+            types[rows[:, None], columns] = kinds
+        at = at + len(fixed)
+        if number < len(parts):
+            part = parts[number]
+            begins.append(at)
+            lay(ids, at, part, rows)
+            if types is not None and frame.text_types[number]:
+                which, within = ragged(part.lengths)
+                types[rows[which], at[which] + within] = frame.text_types[number]
+            at = at + part.lengths
+    return np.stack(begins)
+
+
+def share_room(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
+    """Lengths of two texts cut so that both fit into `room` tokens: the longer one gives way first."""
+    cut = np.minimum(first, np.maximum(room - second, room - room // 2))
+    return cut, np.minimum(second, room - cut)
+
+
+# Length buckets ---------------------------------------------------------------------------------------------------------
+
+
+def rounded(lengths: Ints) -> Ints:
+    """Lengths rounded up by an eighth at most: 1 to 16 as they are, then 18, 20, ..., 32, 36, 40, ..."""
+    exponent = np.frexp(np.maximum(lengths, 1) - 0.5)[1]  # 2**(exponent - 1) < length <= 2**exponent
+    step = 2 ** np.maximum(exponent - 4, 0)
+    return np.asarray(-(-lengths // step) * step, dtype=np.int64)
+
+
+class Buckets:
+    """Examples of like length grouped into batches.
+
+    Examples whose rounded lengths agree form a class. Batches are cut from the sorted classes, so each epoch has the
+    same number of batches of the same size; which example of a class takes which place, and the order of the batches,
+    are drawn anew for each epoch.
+    """
+
+    def __init__(self, sizes: Ints, rows: int, tokens: int | None) -> None:
+        """`sizes` [N, sides]: the tokens of each example; a batch holds `rows`, or as many as fill `tokens`, padding included."""
+        self.sizes = sizes
+        bounds = rounded(sizes)
+        key = np.ravel_multi_index(tuple(bounds.T), tuple(bounds.max(0) + 1))  # orders by the first side, then by the second
+        _, first, self.class_of, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        self.cuts = _cut(bounds[first], counts, rows, tokens)
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    def order(self, random: np.random.Generator | None) -> tuple[Ints, Ints]:
+        """The examples in the order of their batches, and the order of the batches; without `random`, as they stand."""
+        if random is None:
+            return np.argsort(self.class_of, kind="stable"), np.arange(len(self))
+        return np.argsort(self.class_of + random.random(len(self.class_of))), random.permutation(len(self))
+
+    def waste(self, order: Ints) -> float:
+        """The share of padding in the batches of one epoch."""
+        widest = np.maximum.reduceat(self.sizes[order], self.cuts[:-1], axis=0).sum(1)  # batches
+        return 1 - float(self.sizes.sum()) / float((widest * np.diff(self.cuts)).sum())
+
+
+def _cut(bounds: Ints, counts: Ints, rows: int, tokens: int | None) -> Ints:
+    """Where batches begin among examples sorted by class, and where the last one ends; `bounds` [classes, sides]: padded lengths."""
+    if tokens is None:
+        return np.append(np.arange(0, counts.sum(), rows), counts.sum())
+    cuts, at, widest = [0], 0, [0] * bounds.shape[1]
+    for bound, count in zip(bounds.tolist(), counts.tolist()):
+        while count:
+            wider = [max(pair) for pair in zip(widest, bound)]
+            room = tokens // sum(wider) - (at - cuts[-1])
+            if room < 1 and at > cuts[-1]:
+                cuts.append(at)
+                widest = [0] * len(wider)
+                continue
+            taken = min(count, max(1, room))  # an example that is too long has a batch to itself
+            at, count, widest = at + taken, count - taken, wider
+    return np.array([*cuts, at])
+
+
+# Packing ----------------------------------------------------------------------------------------------------------------
+
+
+def pack(lengths: Ints, room: int) -> tuple[Ints, int]:
+    """Put pieces of the given lengths, none above `room`, into few rows of `room` tokens -> the row of each, and how many rows.
+
+    The longest first, each into the fullest row that still takes it (best fit, decreasing).
+    """
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room they have left
+    open_rooms = 0  # bit r is set when some row has r tokens left
+    row_of, n_rows = np.empty(len(lengths), dtype=np.int64), 0
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fitting = open_rooms >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                open_rooms ^= 1 << left
+        else:
+            left, row, n_rows = room, n_rows, n_rows + 1
+        row_of[piece] = row
+        rows_with[left - length].append(row)
+        open_rooms |= 1 << (left - length)
+    return row_of, n_rows

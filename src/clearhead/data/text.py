@@ -1,0 +1,125 @@
+"""Plain text as a stream of chunks: read anew at each pass, never whole in memory, split for validation on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from clearhead.data.examples import Chunk
+from clearhead.data.split import KEYS, bound, key_of
+from clearhead.errors import InputError
+
+CHUNK = 1_000_000  # characters
+FEW = 20  # so many documents or more are split as wholes; of fewer each gives its end
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Chunks of text that can be gone through again and again."""
+
+    start: Callable[[], Iterator[Chunk]]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self.start()
+
+
+def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
+    """The chunks of one document; none if there is nothing but white space in it."""
+    rest, begun = "", False
+    for piece in pieces:
+        rest += piece
+        while len(rest) > CHUNK:
+            # Words of many tokenizers begin with the space before them: so cut after a line, else before a space.
+            end = rest.rfind("\n", 0, CHUNK) + 1 or max(rest.rfind(" ", 0, CHUNK), 0) or CHUNK
+            yield Chunk(rest[:end], False)
+            rest, begun = rest[end:], True
+    if begun or rest.strip():
+        yield Chunk(rest, True)
+
+
+def stream(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None) -> Stream:
+    """The chunks of the first `limit` documents."""
+    return Stream(partial(_chunks, documents, lowercase, limit))
+
+
+def _chunks(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None) -> Iterator[Chunk]:
+    for number, pieces in enumerate(documents()):
+        if number == limit:
+            return
+        for chunk in cut(pieces):
+            yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
+
+
+# Splitting --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What one pass over a text found."""
+
+    lengths: list[int] = field(default_factory=list)  # characters of the first `FEW` documents
+    documents: int = 0
+    low: int = KEYS
+    high: int = 0
+
+
+def look(source: Stream) -> Seen:
+    """Go through a text once: every fault of its files comes to light here."""
+    seen, begins, length = Seen(), True, 0
+    for chunk in source:
+        if begins:
+            key = key_of(chunk.text)
+            seen.low, seen.high, length = min(seen.low, key), max(seen.high, key), 0
+        length += len(chunk.text)
+        begins = chunk.ends
+        if chunk.ends:
+            seen.documents += 1
+            if len(seen.lengths) < FEW:
+                seen.lengths.append(length)
+    return seen
+
+
+def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream, str]:
+    """Text to train on, text to validate on, and how they were parted; `empty` is the complaint where there is none."""
+    seen = look(source)
+    if not seen.documents:
+        raise InputError(empty)
+    if seen.documents >= FEW:
+        limit = bound(seen.low, seen.high, share)
+        said = f"{seen.documents:,} documents, {share:.0%} of them for validation, chosen by their content"
+        return Stream(partial(_by_key, source, limit, False)), Stream(partial(_by_key, source, limit, True)), said
+    cuts = [int(length * (1 - share)) for length in seen.lengths]
+    if not sum(cuts) or cuts == seen.lengths:
+        raise InputError(f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others")
+    said = f"the last {share:.0%} of {'the characters' if len(cuts) == 1 else 'each document'} for validation"
+    return Stream(partial(_by_place, source, cuts, False)), Stream(partial(_by_place, source, cuts, True)), said
+
+
+def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
+    """Whole documents. The first chunk decides, so that a document need not be held: equal ones begin with equal chunks."""
+    begins, wanted = True, False
+    for chunk in source:
+        if begins:
+            wanted = (key_of(chunk.text) < limit) is validation
+        begins = chunk.ends
+        if wanted:
+            yield chunk
+
+
+def _by_place(source: Stream, cuts: Sequence[int], validation: bool) -> Iterator[Chunk]:
+    """The beginnings of documents, or their ends, cut at the given characters."""
+    number = place = 0
+    for chunk in source:
+        at = min(max(cuts[number] - place, 0), len(chunk.text))
+        text = chunk.text[at:] if validation else chunk.text[:at]
+        place += len(chunk.text)
+        if text:
+            yield Chunk(text, chunk.ends if validation else chunk.ends or place >= cuts[number])
+        if chunk.ends:
+            number, place = number + 1, 0
+
+
+def size_of(chunks: Iterable[Chunk]) -> int:
+    """Bytes of a text."""
+    return sum(len(chunk.text.encode()) for chunk in chunks)

@@ -1,0 +1,297 @@
+"""Beam search: of each prompt the best few continuations are carried on together, and the best that ended are returned.
+
+A prompt is read once, and so is a source; its beams then share what they have in common. Of the cache only tokens
+written since the prompt move from beam to beam, and only to beams that change; keys of a source are not copied at all.
+
+A continuation of L tokens, the one that ended it included, has the score sum of log-probabilities / L ** length_penalty.
+
+Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams of a group, C candidates, L tokens
+written, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import InputError
+from clearhead.generate.decode import check_request, prefill
+from clearhead.generate.sampling import REMOVED, Sampling, adjust
+from clearhead.model.cache import Cache, GrowingKeys, rows_of
+from clearhead.model.norms import precise, wide
+from clearhead.model.transformer import Transformer
+
+# Beams carried on together. Prompts are taken in the order of their length, so that less is padding, and on a CPU more rows
+# than this gain nothing.
+ROWS_CPU, ROWS = 64, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """How wide to search, and what is best."""
+
+    num_beams: int = 1  # continuations carried on for each prompt; 1: greedy
+    num_return: int = 1  # how many of the best to return
+    length_penalty: float = 1.0  # above 0 favours long continuations, below 0 short ones
+    early_stopping: bool | Literal["never"] = False  # when a prompt is done: see `Search.done`
+    num_beam_groups: int = 1  # searches side by side, each kept from the tokens of those before it
+    diversity_penalty: float = 0.0  # taken from a log-probability for each beam of an earlier group that writes the token now
+
+    def __post_init__(self) -> None:
+        for name in ("num_beams", "num_return", "num_beam_groups"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise InputError(f"{name} {value!r} must be a whole number, 1 or more")
+        for name in ("length_penalty", "diversity_penalty"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InputError(f"{name} {value!r} is not a number")
+        if self.num_return > self.num_beams:
+            raise InputError(f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams")
+        if self.num_beams % self.num_beam_groups:
+            raise InputError(f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: change one of them")
+        if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
+            raise InputError(f"diversity_penalty {self.diversity_penalty} must be 0 or more, and needs num_beam_groups above 1")
+        if self.early_stopping not in (True, False, "never"):
+            raise InputError(f"early_stopping {self.early_stopping!r} is not known: choose True, False or 'never'")
+
+    @property
+    def group_size(self) -> int:
+        """Beams of each group."""
+        return self.num_beams // self.num_beam_groups
+
+
+class Hypothesis(NamedTuple):
+    """A continuation that has ended."""
+
+    score: float
+    ids: list[int]  # the new tokens, without the one that ended it
+    stop_reason: str  # eos, length or time
+
+
+@dataclass
+class Search:
+    """What one group of a prompt's beams has found: as many hypotheses as it has beams, the best."""
+
+    beams: Beams
+    longest: int  # the greatest length a hypothesis may have
+    found: list[Hypothesis] = field(default_factory=list)  # best first
+
+    def score(self, total: float, length: int) -> float:
+        """Of a sum of log-probabilities over this length."""
+        return total / float(length**self.beams.length_penalty)
+
+    def add(self, hypothesis: Hypothesis) -> None:
+        """Keep a hypothesis if it is among the best."""
+        self.found = sorted([*self.found, hypothesis], key=lambda one: -one.score)[: self.beams.group_size]
+
+    def done(self, best: float, length: int) -> bool:
+        """May the search end, when its best open beam has the sum `best` over `length` tokens?
+
+        Not before it has as many hypotheses as beams, unless no beam is left. With `early_stopping` True then at once. Else when the open
+        beam cannot enter. What it may still reach: its sum can only fall, so its score is highest at the greatest
+        length if the penalty is above 0 and at the present one otherwise. "never" goes by that, and misses nothing;
+        False takes the present length in either case, which ends earlier and is the custom.
+        """
+        if best == REMOVED or len(self.found) < self.beams.group_size:
+            return best == REMOVED
+        if self.beams.early_stopping is True:
+            return True
+        reach = self.longest if self.beams.early_stopping == "never" and self.beams.length_penalty > 0 else length
+        return self.score(best, reach) <= self.found[-1].score
+
+
+class Candidates(NamedTuple):
+    """Ways to go on, best first, in each row."""
+
+    totals: Tensor  # B C: sums of log-probabilities
+    origins: Tensor  # B C: the beam each goes on from
+    tokens: Tensor  # B C
+    ended: Tensor  # B C: does the token end it?
+
+    def going_on(self, count: int) -> Candidates:
+        """The best `count` of each row that do not end; where there are fewer, others whose sum is -inf."""
+        open_ones = self._replace(totals=self.totals.masked_fill(self.ended, REMOVED))
+        index = open_ones.totals.topk(count, dim=-1).indices
+        return Candidates(*(x.gather(1, index) for x in open_ones))
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    beams: Beams,
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] = (),
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    deadline: float | None = None,
+) -> list[list[Hypothesis]]:
+    """The best `beams.num_return` continuations of each prompt, best first; fewer where no more are possible.
+
+    Args:
+        model: a decoder, or an encoder and decoder with `source` [B, S].
+        prompts: ids of each row, one at least. What follows the first one of a decoder with a source counts as written.
+        max_new_tokens: where every beam ends at the latest.
+        beams: how wide to search.
+        sampling: penalties, allowed and banned tokens, which change log-probabilities; nothing is drawn.
+        stop_ids: tokens that end a beam; the token itself is not part of the result.
+        source: what the encoder reads.
+        source_mask: [B, S] boolean.
+        deadline: a `time.monotonic()` at which to stop, and take the open beams as they are.
+    """
+    sampling = sampling or Sampling()
+    _check(beams, sampling)
+    check_request(model, prompts, max_new_tokens, sampling, stop_ids=stop_ids)
+    lengths = list(map(len, prompts)) if source_mask is None else source_mask.sum(1).tolist()
+    order = sorted(range(len(prompts)), key=lambda row: -lengths[row])
+    at_once = max(1, (ROWS_CPU if next(model.parameters()).device.type == "cpu" else ROWS) // beams.num_beams)
+    size = -(-len(order) // -(-len(order) // at_once))  # batches of one size, or nearly
+    found: dict[int, list[Hypothesis]] = {}
+    for first in range(0, len(order), size):
+        rows = order[first : first + size]
+        some = [prompts[row] for row in rows]
+        some_source, some_mask = _some(source, source_mask, rows)
+        found |= zip(rows, _search(model, some, max_new_tokens, beams, sampling, stop_ids, some_source, some_mask, deadline))
+    return [found[row] for row in range(len(prompts))]
+
+
+def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
+    """Some rows of sources [B, S] and their mask, without what is padding in all of them."""
+    if source is None or mask is None:
+        return None if source is None else source[rows], None
+    columns = mask[rows].any(0)
+    source, mask = source[rows][:, columns], mask[rows][:, columns]
+    return source, None if bool(mask.all()) else mask
+
+
+def _search(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    beams: Beams,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    source: Tensor | None,
+    source_mask: Tensor | None,
+    deadline: float | None,
+) -> list[list[Hypothesis]]:
+    """`beam_search` for prompts that are read together."""
+    longest = max(map(len, prompts))
+    forced = longest - 1 if source is not None else 0
+    cache = Cache(reserve=longest + max_new_tokens)
+    logits = prefill(model, prompts, cache, source, source_mask)  # B V
+    B, N, M, device = len(prompts), beams.num_beams, beams.group_size, logits.device
+    stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
+    searches = [[Search(beams, max_new_tokens + forced) for _ in range(beams.num_beam_groups)] for _ in prompts]
+    running = list(range(B))
+    # All beams of a group are alike at first, so that all but one must not count.
+    totals = precise(torch.full((B, N), REMOVED, device=device))
+    totals[:, ::M] = 0.0
+    written = torch.empty(B, N, 0, dtype=torch.long, device=device)
+    logits = logits.repeat_interleave(N, 0)
+    cache.reorder(torch.arange(B, device=device).repeat_interleave(N), cross=False)
+    for step in range(1, max_new_tokens + 1):
+        late = deadline is not None and time.monotonic() >= deadline
+        ending = "time" if late else "length" if step == max_new_tokens else None
+        values = _log_probabilities(logits, sampling, written, [prompts[row] for row in running])
+        groups = _propose(values, totals, beams, stops)
+        for number, group in enumerate(groups):
+            _collect([searches[row][number] for row in running], group, written, step + forced, ending)
+        chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))  # B N
+        best = chosen.totals[:, ::M].tolist()  # of each group
+        done = [all(search.done(total, step + forced) for search, total in zip(searches[row], best[i])) for i, row in enumerate(running)]
+        if ending is not None or all(done):
+            break
+        rows = torch.arange(len(running), device=device)[:, None] * N + chosen.origins  # B N: the cache's row that each goes on from
+        written = torch.cat([written.flatten(0, 1)[rows], chosen.tokens[..., None]], -1)  # B N L
+        if any(done):
+            kept = torch.tensor([i for i, over in enumerate(done) if not over], device=device)
+            running = [row for row, over in zip(running, done) if not over]
+            written, chosen = written[kept], Candidates(*(x[kept] for x in chosen))
+            _leave(cache, rows[kept].flatten(), kept)
+        else:
+            _move(cache, rows.flatten(), longest)
+        totals = chosen.totals
+        logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
+    found = [sorted((one for search in row for one in search.found), key=lambda one: -one.score) for row in searches]
+    return [row[: beams.num_return] for row in found]
+
+
+def _log_probabilities(logits: Tensor, sampling: Sampling, written: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """[BN, V] -> [B, N, V], with penalties and bans."""
+    B, N, _ = written.shape
+    values = wide(logits).log_softmax(-1)
+    if sampling.looks_back:
+        seen = [[*prompt, *ids] for prompt, row in zip(prompts, written.tolist()) for ids in row]
+        values = adjust(values, sampling, seen, [len(prompt) for prompt in prompts for _ in range(N)])
+    elif sampling.restricts:
+        values = adjust(values, sampling)
+    return values.view(B, N, -1)
+
+
+def _propose(values: Tensor, totals: Tensor, beams: Beams, stops: Tensor) -> list[Candidates]:
+    """The best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
+    M = beams.group_size
+    count = max(2, 1 + len(stops)) * M  # so many that M of them go on, whichever end
+    groups: list[Candidates] = []
+    for first in range(0, beams.num_beams, M):
+        own = values[:, first : first + M]
+        if groups and beams.diversity_penalty:
+            taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
+            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, torch.ones_like(taken, dtype=values.dtype))  # B V
+            own = own - beams.diversity_penalty * counts[:, None]
+        each = min(count, own.shape[-1])
+        top = own.topk(each, dim=-1)  # of one beam, B M C
+        sums = (precise(top.values) + totals[:, first : first + M, None]).flatten(1)
+        best = sums.topk(min(count, sums.shape[1]), dim=-1)  # of the group, B C
+        tokens = top.indices.flatten(1).gather(1, best.indices)
+        groups.append(Candidates(best.values, first + best.indices // each, tokens, torch.isin(tokens, stops)))
+    return groups
+
+
+def _collect(searches: list[Search], group: Candidates, written: Tensor, length: int, ending: str | None) -> None:
+    """Keep those among each row's first M candidates that end here; where all do (`ending`), the others too."""
+    first = Candidates(*(x[:, : searches[0].beams.group_size] for x in group))
+    over = (first.totals > REMOVED) & (first.ended | (ending is not None))
+    places = over.nonzero().tolist()
+    totals, origins, tokens, ended = (x.tolist() for x in first) if places else ([], [], [], [])
+    for row, place in places:
+        ids = written[row, origins[row][place]].tolist()
+        if not ended[row][place]:
+            ids.append(tokens[row][place])
+        score = searches[row].score(totals[row][place], length)
+        searches[row].add(Hypothesis(score, ids, "eos" if ended[row][place] else str(ending)))
+
+
+def _move(cache: Cache, rows: Tensor, since: int) -> None:
+    """Let row i be what row `rows[i]` was; the rows of one prompt differ only from slot `since` on."""
+    to = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+    if not len(to) or cache.length == since:
+        return
+    origins = rows[to]
+    for keys in cache.layers.values():
+        assert isinstance(keys, GrowingKeys) and keys.k is not None and keys.v is not None
+        for buffer in (keys.k, keys.v):
+            new = buffer.narrow(2, since, cache.length - since)
+            new.index_copy_(0, to, new.index_select(0, origins))
+
+
+def _leave(cache: Cache, rows: Tensor, sources: Tensor) -> None:
+    """Let row i be what row `rows[i]` was, and source i what source `sources[i]` was."""
+    cache.reorder(rows, cross=False)
+    for keys in cache.cross.values():
+        keys.reorder(sources)
+    cache.source = rows_of(cache.source, sources)
+
+
+def _check(beams: Beams, sampling: Sampling) -> None:
+    plain = Sampling()
+    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+        if (value := getattr(sampling, name)) != getattr(plain, name):
+            raise InputError(f"{name} {value} with num_beams {beams.num_beams}: beam search draws nothing, so leave one of them out")

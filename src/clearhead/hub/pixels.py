@@ -1,0 +1,99 @@
+"""Images into the pixels a model reads, as `preprocessor_config.json` says: resized, scaled, normalised.
+
+Shapes: C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.config import ModelConfig
+from clearhead.errors import CheckpointError, InputError, MissingExtraError
+
+PREPROCESSOR = "preprocessor_config.json"
+KERNELS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers, which the file has
+Image = str | Path | np.ndarray | Tensor
+
+
+def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:
+    """Pixels [C, H, W] of one image.
+
+    Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to what the
+    model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1]. Floating-point numbers are pixels already.
+    """
+    assert config.image_size is not None
+    raw = _read(Path(image), config.n_channels) if isinstance(image, str | Path) else torch.as_tensor(image)
+    pixels = _channels_first(raw, config.n_channels, last=not isinstance(image, Tensor))
+    if pixels.is_floating_point():
+        if tuple(pixels.shape[1:]) != config.image_size:
+            raise InputError(
+                f"pixels are {list(pixels.shape)} and the model reads {[config.n_channels, *config.image_size]}: give that size, or an "
+                "image of whole numbers 0 to 255, which is resized"
+            )
+        return pixels.float()
+    if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
+        raise InputError(f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must lie between 0 and 255")
+    return _prepared(pixels.to(torch.uint8), config.image_size, settings)
+
+
+def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
+    """[C, H, W] of bytes -> [C, *size] as the model was trained on."""
+    stated = settings.get("size")
+    square = (stated, stated) if isinstance(stated, int) else None
+    wanted = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else square or size
+    if settings.get("do_center_crop") or wanted != size:
+        raise CheckpointError(f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels")
+    if tuple(image.shape[1:]) != size:
+        if not settings.get("do_resize", True):
+            raise InputError(f"an image is {list(image.shape[1:])} and the model reads {list(size)}: {PREPROCESSOR} says not to resize")
+        kernel = KERNELS.get(settings.get("resample", 2))
+        if kernel is None:
+            raise CheckpointError(f"{PREPROCESSOR} resizes by resample {settings['resample']}: supported are {list(KERNELS)}")
+        image = nnf.interpolate(image[None], size, mode=kernel, antialias=kernel != "nearest")[0]
+    pixels = image.float()
+    if settings.get("do_rescale", True):
+        pixels = pixels * settings.get("rescale_factor", 1 / 255)
+    if settings.get("do_normalize", False):
+        mean, deviation = (_per_channel(settings.get(name), len(pixels), name) for name in ("image_mean", "image_std"))
+        pixels = (pixels - mean) / deviation
+    return pixels
+
+
+def _per_channel(values: Any, channels: int, name: str) -> Tensor:
+    """One number for each channel: [C, 1, 1]."""
+    listed = values if isinstance(values, list) else [values] * channels
+    if len(listed) != channels or not all(isinstance(value, int | float) for value in listed):
+        raise CheckpointError(f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel")
+    return torch.tensor(listed, dtype=torch.float32)[:, None, None]
+
+
+def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
+    """[C, H, W]; where both ends could be the channels, `last` decides: arrays have them last, tensors first."""
+    if image.ndim == 2:
+        image = image[None].expand(channels, -1, -1)
+    if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
+        raise InputError(f"an image has shape {list(image.shape)}: it must be [{channels}, H, W], [H, W, {channels}] or [H, W]")
+    if image.shape[2] == channels and (last or image.shape[0] != channels):
+        return image.permute(2, 0, 1)
+    return image
+
+
+def _read(path: Path, channels: int) -> Tensor:
+    """An image file as bytes, [H, W, C]."""
+    try:
+        from PIL import Image as Picture
+    except ImportError:
+        raise MissingExtraError("reading image files needs Pillow: pip install pillow; or give an array") from None
+    try:
+        with Picture.open(path) as picture:
+            raw = np.array(picture.convert("L" if channels == 1 else "RGB"))
+    except OSError as error:  # no such file, no image, cut short
+        raise InputError(f"{path} cannot be read as an image: {str(error).splitlines()[0]}") from None
+    return torch.from_numpy(raw)

@@ -1,0 +1,198 @@
+"""One function for each kind of tokenizer: from text, special tokens and a size to a tokenizer, on the `tokenizers` library.
+
+Special tokens have the first ids. The same text gives the same tokenizer: the library's own order of ties goes by hash
+tables that differ from run to run, so that WordPiece and Unigram are put in order here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from clearhead.errors import InputError
+from clearhead.tokens.plan import TokenKind
+from clearhead.tokens.streams import known_words, pieces
+
+WORDS = r"\w+|[^\w\s]"  # words, and each mark of punctuation
+ROOM = {"word": 30_000_000, "bpe": 8_000_000, "wordpiece": 8_000_000, "unigram": 1_000_000}  # bytes of distinct words a trainer keeps
+LONGEST = 1000  # characters of a word in training: merging takes time with the square of its length
+REPEATED = 2  # what is seen once is no pattern: merges need this count
+DIGITS = 3  # of a Unigram score: the sums behind it are in no fixed order, and differ far behind these
+BYTES = [f"<0x{value:02X}>" for value in range(256)]  # as SentencePiece writes them
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a kind is asked to make."""
+
+    texts: Iterable[str]  # read once or more
+    special: Sequence[str]
+    unk: str | None
+    vocab_size: int | None  # at most; None: what there is
+    exact: bool = False  # the size was asked for, and the least that the text needs must fit into it
+    lowercase: bool = False
+    pattern: str | None = None
+
+    def stream(self, room: int) -> Iterator[str]:
+        """The texts as trainers can bear them."""
+        return known_words(pieces(self.texts, LONGEST), room)
+
+    def marks(self) -> list[AddedToken]:
+        """Special tokens as the library wants them: never split, found before text is normalised."""
+        return [AddedToken(text, special=True, normalized=False) for text in self.special]
+
+    def need(self, least: int, parts: str) -> int:
+        """The size to train for, given the least that the alphabet and the special tokens take."""
+        size = self.vocab_size if self.vocab_size is not None else least
+        if size < least and self.exact:
+            raise InputError(
+                f"vocab_size {size} is too small: {parts} and {len(self.special)} special tokens take {least}: "
+                f"set it to {least} or more, or leave it out"
+            )
+        return max(size, least)
+
+
+def char(order: Order) -> Tokenizer:
+    """A token for each character of the text; the characters themselves, as no merge joins any two."""
+    seen: set[str] = set()
+    for piece in pieces(order.texts):
+        seen.update(piece)
+    lower = _lower(order)
+    alphabet = sorted(set("".join(map(lower.normalize_str, seen)))) if lower is not None else sorted(seen)
+    vocabulary = {token: index for index, token in enumerate([*order.special, *(each for each in alphabet if each not in order.special)])}
+    order.need(len(vocabulary), f"{len(alphabet)} characters")
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=order.unk))
+    tokenizer.normalizer, tokenizer.decoder = lower, decoders.Fuse()
+    return tokenizer
+
+
+def byte(order: Order) -> Tokenizer:
+    """A token for each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
+    order.need(len(order.special) + 256, "256 bytes")
+    vocabulary = {token: index for index, token in enumerate([*order.special, *_byte_letters()])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.normalizer = _lower(order)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def word(order: Order) -> Tokenizer:
+    """The most frequent words; `pattern` says what a word is. Text comes back with one space between words."""
+    try:
+        words = Regex(order.pattern or WORDS)
+    except Exception as error:
+        raise InputError(f'pattern "{order.pattern}" is no regular expression: {error}') from None
+    tokenizer = Tokenizer(models.WordLevel(unk_token=order.unk))
+    tokenizer.normalizer = _lower(order)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
+    size = order.need(len(order.special) + 1, "one word")
+    tokenizer.train_from_iterator(
+        order.stream(ROOM["word"]), trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False)
+    )
+    return tokenizer
+
+
+def bpe(order: Order) -> Tokenizer:
+    """Byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = _lower(order)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=order.need(len(order.special) + 256, "256 bytes"),
+        min_frequency=REPEATED,
+        special_tokens=order.marks(),
+        initial_alphabet=_byte_letters(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(order.stream(ROOM["bpe"]), trainer)
+    return tokenizer
+
+
+def wordpiece(order: Order) -> Tokenizer:
+    """BERT's: words cut into pieces, those that go on a word written with ##. Two readings: the alphabet, then the pieces."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token=order.unk))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=order.lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+
+    def train(first: Sequence[str], size: int) -> dict[str, int]:
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size, min_frequency=REPEATED, special_tokens=[*order.special, *first], show_progress=False
+        )
+        work = Tokenizer(models.WordPiece(unk_token=order.unk))
+        work.normalizer, work.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+        work.train_from_iterator(order.stream(ROOM["wordpiece"]), trainer)
+        return dict(work.get_vocab())
+
+    alphabet = train([], 0)
+    size = order.need(len(alphabet), f"{len(alphabet) - len(order.special)} letters, with and without ##,")
+    # Letters with ## get their ids as the trainer meets them, in the order of a hash table, and ties between merges go by
+    # id. Named beforehand, like special tokens, they have a fixed one.
+    vocabulary = train(sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size)
+    tokenizer.model = models.WordPiece(vocabulary, unk_token=order.unk)
+    return tokenizer
+
+
+def unigram(order: Order) -> Tokenizer:
+    """SentencePiece's: words begin with ▁, the likeliest cut wins, and what no piece spells falls back on its bytes."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = _lower(order)
+    lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")  # no piece runs across a line's end
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.Metaspace(prepend_scheme="first")])
+    spelled = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(spelled)
+    reserved = [*order.special, *BYTES]
+    room = order.need(len(reserved) + 1, "256 bytes, one piece") - len(reserved)
+    assert order.unk is not None
+    letters: set[str] = set("▁")
+    for text in order.stream(ROOM["unigram"]):
+        letters.update(text)
+    # The trainer wants a place for every letter and the unknown token; letters for which there is no room fall back on bytes.
+    most = max(room, len(letters)) + 1
+    trainer = trainers.UnigramTrainer(vocab_size=most, unk_token=order.unk, special_tokens=[], show_progress=False)
+    tokenizer.train_from_iterator(order.stream(ROOM["unigram"]), trainer)
+    learned = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"] if piece not in reserved]
+    scores = [(token, 0.0) for token in order.special] + _ordered(learned, room)
+    lowest = min(score for _, score in scores)
+    scores[len(order.special) : len(order.special)] = [(token, 7 * lowest) for token in BYTES]  # below what six letters cost
+    tokenizer.model = models.Unigram(scores, order.special.index(order.unk), byte_fallback=True)
+    return tokenizer
+
+
+KINDS: dict[TokenKind, Callable[[Order], Tokenizer]] = {
+    "char": char,
+    "byte": byte,
+    "word": word,
+    "bpe": bpe,
+    "wordpiece": wordpiece,
+    "unigram": unigram,
+}
+
+
+def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:
+    """Pieces by score, as many as there is room for, made equal from run to run.
+
+    Letters that the trainer dropped and must have again get the lowest score plus a ten-thousandth for each, in no fixed
+    order: all of them get the lowest score itself.
+    """
+    letters = sum(len(piece) == 1 for piece, _ in learned)
+    lowest = min((score for _, score in learned), default=0.0)
+    band = lowest + 1e-4 * (letters + 1)
+    level = [(piece, round(lowest if len(piece) == 1 and score < band else score, DIGITS)) for piece, score in learned]
+    return sorted(level, key=lambda each: (-each[1], each[0]))[:room]
+
+
+def _lower(order: Order) -> normalizers.Normalizer | None:
+    return normalizers.Lowercase() if order.lowercase else None
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen, else one from 256 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [value for value in range(256) if value not in seen]
+    return [chr(value if value in seen else 256 + hidden.index(value)) for value in range(256)]

@@ -1,0 +1,74 @@
+"""Text read in pieces of bounded size, so that a tokenizer is trained on any amount of it in little memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clearhead.errors import InputError
+
+PIECE = 1 << 16  # characters
+PARTS = re.compile(r"\s+|\S+")
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The text of files, in pieces that end before white space where they can; may be read again and again."""
+
+    paths: tuple[Path, ...]
+
+    def __iter__(self) -> Iterator[str]:
+        """Each file from its start; bytes that are no UTF-8 become U+FFFD, line ends stay as they are."""
+        for path in self.paths:
+            try:
+                with path.open(encoding="utf-8", errors="replace", newline="") as file:
+                    rest = ""
+                    while block := file.read(PIECE):
+                        *whole, rest = pieces([rest + block])
+                        yield from whole
+                    yield rest
+            except OSError as error:
+                raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
+    """Texts in the same order, those longer than `size` characters cut before white space, or anywhere where there is none.
+
+    Joined again they are the text they were, but for broken surrogates, which become U+FFFD.
+    """
+    for text in texts:
+        start = 0
+        while len(text) - start > size:
+            end = max(text.rfind(space, start + 1, start + size) for space in " \n\t")
+            end = end if end > start else start + size
+            yield clean(text[start:end])
+            start = end
+        yield clean(text[start:])
+
+
+def clean(text: str) -> str:
+    """The text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def known_words(texts: Iterable[str], room: int) -> Iterator[str]:
+    """Texts as they are until their distinct words fill `room` bytes; from there on without the words that are new.
+
+    A trainer keeps each distinct word, and text may hold any number of them. Those that first appear so late are rare:
+    they hardly move a vocabulary.
+    """
+    seen: set[str] = set()
+    for text in texts:
+        if room > 0:
+            new = set(text.split()) - seen
+            seen |= new
+            room -= len("".join(new).encode())
+            yield text
+        else:
+            yield "".join(part for part in PARTS.findall(text) if part in seen or part.isspace())

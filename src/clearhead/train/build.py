@@ -1,0 +1,204 @@
+"""From a recipe to a model: sizes where the recipe is silent, a new head where a loaded model has another.
+
+Defaults are such that what is trained has an exact Hugging Face architecture: GPT-2 for language models, BERT for
+encoders, mBART for pairs, ViT for images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from clearhead.config import ModelConfig
+from clearhead.data.plan import Task
+from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.loaded import Loaded, load
+from clearhead.model.transformer import Transformer
+from clearhead.presets import PRESETS, preset
+from clearhead.train.recipe import BASE, Recipe
+
+# What a model is when the recipe names none: a published kind, at a size that a CPU trains in minutes, or a GPU.
+KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "lm": ("gpt2", {}),
+    "encoder": ("bert-base", {"norm_position": "post"}),
+    "pairs": ("bart-base", {"norm_position": "pre"}),
+    "image": ("vit-tiny", {"norm_eps": 1e-12}),
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "lm": {"d_model": 128, "n_layers": 4, "n_heads": 4, "max_positions": 128, "dropout": 0.0},
+    "encoder": {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
+    "pairs": {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
+    "image": {"d_model": 64, "n_layers": 4, "n_heads": 4, "dropout": 0.0},
+}
+MIDDLE: dict[str, dict[str, Any]] = {
+    "lm": {"d_model": 384, "n_layers": 6, "n_heads": 6, "max_positions": 256, "dropout": 0.2},
+    "encoder": {"d_model": 256, "n_layers": 4, "n_heads": 4, "max_positions": 256},
+    "pairs": {"d_model": 256, "n_layers": 3, "n_heads": 4, "max_positions": 256, "dropout": 0.2},
+    "image": {"d_model": 192, "n_layers": 6, "n_heads": 6, "dropout": 0.1},
+}
+HEADS: dict[Task, str] = {
+    "lm": "lm",
+    "mlm": "mlm",
+    "denoise": "lm",
+    "seq2seq": "lm",
+    "classify": "classifier",
+    "tag": "tagger",
+    "answer": "span",
+    "image": "classifier",
+}
+
+
+def group_of(task: Task) -> str:
+    """Which of the four kinds of model a task asks for."""
+    return {"lm": "lm", "seq2seq": "pairs", "denoise": "pairs", "image": "image"}.get(task, "encoder")
+
+
+def base_of(recipe: Recipe) -> Loaded | None:
+    """The model that the recipe goes on from, where it names a directory."""
+    base = recipe.model.get(BASE)
+    if base is None or base in PRESETS:
+        return None
+    if not Path(base).is_dir():
+        raise InputError(f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: presets are {", ".join(PRESETS)}')
+    return load(base, dtype=torch.float32)
+
+
+def build(
+    recipe: Recipe,
+    task: Task,
+    tokenizer: Tokenizer | None,
+    special: Mapping[str, int],
+    labels: Sequence[str] = (),
+    image: tuple[int, int, int] | None = None,
+    base: Loaded | None = None,
+    large: bool = False,
+) -> Loaded:
+    """A model for the task.
+
+    Args:
+        recipe: its `[model]` decides; where it is silent, the task does.
+        task: what is learned.
+        tokenizer: of the text; None: images.
+        special: ids of its special tokens by role.
+        labels: names of the classes.
+        image: height, width and channels.
+        base: what `base_of` gave.
+        large: size for a GPU where the recipe says none.
+    """
+    given = {name: value for name, value in recipe.model.items() if name != BASE}
+    fixed = _fixed(task, tokenizer, labels, image, given)
+    if base is not None:
+        return _adapted(base, fixed, given, tokenizer, special, labels, recipe.train.seed)
+    group = group_of(task)
+    kind, change = KIND[group]
+    if BASE in recipe.model:
+        start = preset(recipe.model[BASE])
+        fits = {preset(kind).family} | ({"decoder"} if task == "classify" else set())
+        if start.family not in fits:
+            raise ConfigError(f"[model] base {recipe.model[BASE]} is a {start.family} and the task is {task}: one such as {kind} fits")
+    else:
+        start = preset(kind).replace(**change, **(MIDDLE if large else SMALL)[group])
+    config = _config(start, {**fixed, **given}, given)
+    torch.manual_seed(recipe.train.seed)
+    return Loaded(
+        Transformer(config),
+        tokenizer,
+        generation=_generation(recipe, task, special),
+        special=dict(special),
+        labels=tuple(labels) if config.n_classes else (),
+    )
+
+
+def _fixed(
+    task: Task, tokenizer: Tokenizer | None, labels: Sequence[str], image: tuple[int, int, int] | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the task and the data leave no choice about."""
+    fixed: dict[str, Any] = {"head": HEADS[task], "n_classes": len(labels) if HEADS[task] in ("classifier", "tagger") else 0}
+    if image is not None:
+        height, width, channels = image
+        patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
+        fixed |= {"image_size": (height, width), "n_channels": channels, "patch_size": patch}
+        if not (height % patch or width % patch):
+            fixed["max_positions"] = (height // patch) * (width // patch) + 1
+    if tokenizer is not None:
+        fixed["vocab_size"] = max(tokenizer.get_vocab_size(), int(given.get("vocab_size", 0)))
+    if task in ("mlm", "tag", "answer"):
+        fixed["pooler"] = "none"  # nothing is pooled
+    return fixed
+
+
+def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelConfig:
+    """`start` changed; what follows from a width follows from the new one."""
+    if "d_model" in given:
+        if start.embedding_scale != 1.0:
+            values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
+        if start.logit_scale != 1.0:
+            values = {"logit_scale": float(given["d_model"]) ** -0.5, **values}
+    if start.d_ff == 4 * start.d_model:
+        values = {"d_ff": None, **values}
+    names = {name: value for name, value in values.items() if name != "vocab_size" or value}
+    return start.replace(**_typed(names))
+
+
+def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of a TOML file as the tuples of a config."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _adapted(
+    base: Loaded,
+    fixed: Mapping[str, Any],
+    given: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    special: Mapping[str, int],
+    labels: Sequence[str],
+    seed: int,
+) -> Loaded:
+    """A loaded model with the head the task needs; every weight that still has a place is kept."""
+    old = base.config
+    kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
+    changes = {name: value for name, value in fixed.items() if name not in kept} | _typed(given)
+    if changes["head"] == "classifier" and old.family == "encoder" and old.input == "tokens":
+        changes.setdefault("pooler", "tanh")
+    if changes["head"] == old.head and changes["n_classes"] == old.n_classes and not given:
+        return base
+    try:
+        config = old.replace(**changes)
+    except ConfigError as error:
+        raise ConfigError(f"{base.folder} cannot be made into what the task needs: {error}") from None
+    torch.manual_seed(seed)
+    model = Transformer(config)
+    weights, fresh = dict(base.model.named_parameters()), dict(model.named_parameters())
+    shared = [name for name in fresh if name in weights and weights[name].shape == fresh[name].shape]
+    body = [name for name in fresh if not name.startswith("head.")]
+    lost = [name for name in body if name not in shared]
+    if lost:
+        raise ConfigError(f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: leave those keys out")
+    with torch.no_grad():
+        for name in shared:
+            fresh[name].copy_(weights[name])
+    return Loaded(
+        model,
+        tokenizer,
+        generation=dict(base.generation),
+        special=dict(special),
+        settings=dict(base.settings),
+        labels=tuple(labels) if config.n_classes else (),
+    )
+
+
+def _generation(recipe: Recipe, task: Task, special: Mapping[str, int]) -> dict[str, Any]:
+    """generation_config.json: where a text begins and ends, and how it is made."""
+    if HEADS[task] != "lm":
+        return {}
+    plan = recipe.generate
+    roles = ("bos", "eos", "pad", "decoder_start")
+    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special}
+    made["max_new_tokens"] = plan.max_new_tokens
+    if task == "lm":
+        return made | {"do_sample": plan.temperature > 0, "temperature": plan.temperature or 1.0, "top_p": plan.top_p}
+    return made | {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}

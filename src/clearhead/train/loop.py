@@ -1,0 +1,229 @@
+"""The training loop: every step in order, on one page.
+
+A step's batches, dropout and rate follow from its number alone. So a run that was stopped goes on as if it never had been,
+and nothing random has to be saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clearhead.data.batch import Batch
+from clearhead.data.batches import Batches
+from clearhead.data.plan import Task
+from clearhead.errors import TrainingError
+from clearhead.loaded import Loaded
+from clearhead.model.transformer import Transformer
+from clearhead.train.averaging import Ema
+from clearhead.train.events import OnEvent, Saved, Stepped, Validated
+from clearhead.train.faults import diagnose
+from clearhead.train.lora import merged
+from clearhead.train.losses import batch_loss
+from clearhead.train.machine import memory
+from clearhead.train.optim import set_rate
+from clearhead.train.plan import TrainPlan
+from clearhead.train.precision import Precision
+from clearhead.train.schedule import rate
+from clearhead.train.state import BEST, State, forget, optimizer_tensors, point, save_checkpoint
+from clearhead.train.validate import validate
+
+LARGER = {"accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"}  # metrics of which more is better
+
+
+@dataclass
+class Run:
+    """All that a run is made of."""
+
+    folder: Path
+    task: Task
+    plan: TrainPlan  # with nothing left to choose
+    loaded: Loaded  # the model in training, with its tokenizer and labels
+    train: Batches
+    validation: Batches
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    device: torch.device
+    ema: Ema | None = None
+    samples: Callable[[Loaded], tuple[str, ...]] = lambda loaded: ()
+    flops_per_token: float = 0.0
+    state: State = field(default_factory=State)
+
+    @property
+    def model(self) -> Transformer:
+        """The model in training."""
+        return self.loaded.model
+
+    @property
+    def steps(self) -> int:
+        """How many there are in all."""
+        assert self.plan.steps is not None
+        return self.plan.steps
+
+    @property
+    def metric(self) -> str:
+        """What the best checkpoint is chosen by."""
+        assert self.plan.metric is not None
+        return self.plan.metric
+
+    def batches(self, step: int) -> list[Batch]:
+        """What step number `step`, counted from 1, learns from."""
+        first = (step - 1) * self.plan.accumulate
+        return [self.train.at(first + place).to(self.device) for place in range(self.plan.accumulate)]
+
+    @contextmanager
+    def usable(self) -> Iterator[Loaded]:
+        """The model as it would be used now: averaged and merged, where that is asked for."""
+        averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
+        with averaged, merged(self.model) if self.plan.lora else nullcontext():
+            yield replace(self.loaded, _copy=None)
+
+
+def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
+    """Train from where `run.state` stands; why it ended: done, patience or stopped."""
+    plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scaler = run.precision.scaler(state)
+    clock = Clock(run)
+    model.train()
+    upcoming = run.batches(state.step + 1)
+    while state.step < run.steps:
+        step = state.step + 1
+        torch.manual_seed(plan.seed * 1_000_003 + step)
+        set_rate(optimizer, rate(plan, step, run.steps, model.config.d_model))
+        batches = upcoming
+        targets = max(1, sum(batch.n_targets for batch in batches))
+        total = torch.zeros((), device=run.device)
+        for batch in batches:
+            with run.precision.autocast():
+                loss, _ = batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)
+            scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if step < run.steps:
+            upcoming = run.batches(step + 1)  # made ready while the device works
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
+        if not math.isfinite(float(norm)) and not scaler.is_enabled():
+            raise TrainingError(_fault(run, step, batches))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if run.ema is not None:
+            run.ema.update(model)
+        state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
+
+        if step % plan.log_every == 0 or step in (1, run.steps):
+            on_event(clock.report(float(total) / targets, float(norm)))
+        stopping = stop()
+        if due(step, plan.validate_every, run.steps):
+            with clock.paused():
+                on_event(judge(run))
+        if due(step, plan.save_every, run.steps) or stopping:
+            clock.tick()
+            save(run, scaler)
+            on_event(Saved(step, run.folder))
+        if stopping:
+            return "stopped"
+        if plan.patience is not None and state.stale >= plan.patience:
+            return "patience"
+    return "done"
+
+
+def due(step: int, every: int | None, steps: int) -> bool:
+    """Is it time? The last step always is."""
+    return step == steps or (every is not None and step % every == 0)
+
+
+def judge(run: Run) -> Validated:
+    """Validate, and remember the best."""
+    state = run.state
+    with run.usable() as usable:
+        metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
+        samples = run.samples(usable)
+    before = state.best(run.metric, run.metric in LARGER)
+    state.validations.append({"step": state.step, **metrics})
+    best = state.best(run.metric, run.metric in LARGER) != before
+    state.stale = 0 if best else state.stale + 1
+    run.model.train()
+    return Validated(state.step, metrics, best, samples)
+
+
+def save(run: Run, scaler: Any = None) -> None:
+    """Write a checkpoint, move the links, and remove what need not be kept."""
+    state, plan = run.state, run.plan
+    if scaler is not None and scaler.is_enabled():
+        state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
+    tensors = optimizer_tensors(run.optimizer, run.model)
+    if run.ema is not None:
+        tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state().items()}
+    if run.ema is not None or plan.lora:
+        tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
+    with run.usable() as usable:
+        save_checkpoint(run.folder, usable, tensors, state)
+    saved = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*")}
+    judged = [step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in saved]
+    if judged:
+        point(run.folder, BEST, judged[0])
+    newest = sorted(saved)[-max(plan.keep_last, plan.average) :]
+    forget(run.folder, {*newest, *judged[: plan.keep_best]})
+
+
+def _fault(run: Run, step: int, batches: list[Batch]) -> str:
+    """What went wrong in a step whose gradient is not finite; the weights are still those before it."""
+    torch.manual_seed(run.plan.seed * 1_000_003 + step)
+    return diagnose(run.model, batches, step, run.precision, run.plan)
+
+
+class Clock:
+    """Time and speed of a run, validation left out."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.since, self.tokens, self.step = time.perf_counter(), run.state.tokens, run.state.step
+        self.first_step, self.first_seconds = run.state.step, run.state.seconds
+        self.ticked = self.since
+
+    def tick(self) -> None:
+        """Add the time since the last tick to the run's."""
+        now = time.perf_counter()
+        self.run.state.seconds += now - self.ticked
+        self.ticked = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training."""
+        self.tick()
+        start = time.perf_counter()
+        yield
+        took = time.perf_counter() - start
+        self.ticked += took
+        self.since += took
+
+    def report(self, loss: float, norm: float) -> Stepped:
+        """Figures of the last step and the speed since the last report."""
+        self.tick()
+        state, plan, now = self.run.state, self.run.plan, time.perf_counter()
+        speed = (state.tokens - self.tokens) / max(now - self.since, 1e-9)
+        self.since, self.tokens = now, state.tokens
+        done = state.step - self.first_step
+        left = (state.seconds - self.first_seconds) / max(done, 1) * (self.run.steps - state.step)
+        peak = self.run.precision.peak
+        return Stepped(
+            state.step,
+            self.run.steps,
+            loss,
+            rate(plan, state.step, self.run.steps, self.run.model.config.d_model),
+            norm,
+            speed,
+            state.seconds,
+            left,
+            memory(self.run.device),
+            self.run.flops_per_token * speed / peak if peak and self.run.flops_per_token else None,
+        )

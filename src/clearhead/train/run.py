@@ -1,0 +1,393 @@
+"""`train`: from files to a model directory, in the order in which things happen."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+
+from clearhead.config import ModelConfig
+from clearhead.cost import cost
+from clearhead.data.batches import Batches, make_batches
+from clearhead.data.corpus import open_data, task_of
+from clearhead.data.encoded import encode_corpus
+from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Rows, Tagged
+from clearhead.data.plan import DataPlan, Task
+from clearhead.errors import CheckpointError, InputError, TrainingError
+from clearhead.hub.files import write_text
+from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
+from clearhead.loaded import Loaded, load
+from clearhead.model.heads import LanguageHead
+from clearhead.tokens.training import choose, roles, train_tokenizer
+from clearhead.train.averaging import Ema, average
+from clearhead.train.build import base_of, build
+from clearhead.train.events import Event, Finished, OnEvent, Said, Started
+from clearhead.train.log import Log
+from clearhead.train.loop import LARGER, Run, learn, save
+from clearhead.train.lora import add_lora
+from clearhead.train.machine import pays, recompute
+from clearhead.train.optim import make_optimizer
+from clearhead.train.precision import best_device, choose_precision
+from clearhead.train.recipe import Recipe, read_recipe
+from clearhead.train.samples import sampler
+from clearhead.train.state import BEST, CHECKPOINTS, load_checkpoint, newest, restore_optimizer
+
+RECIPE, CACHE, PRETRAIN = "train.toml", "data", "pretrain"
+METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # of other tasks: the loss
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gave."""
+
+    model: Loaded  # the best weights by the run's metric
+    folder: Path
+    step: int
+    metrics: dict[str, Any]  # of the best validation
+    reason: str  # done, patience or stopped
+
+
+def train(
+    data: str | Path | Sequence[str | Path] = (),
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    settings: Iterable[str] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    on_event: OnEvent = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Train a model from files and write it to a folder; what `clearhead train` does.
+
+    Args:
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe says.
+        recipe: a recipe, its name, or its file; None: chosen by the data.
+        out: the folder to write; None: `runs/` and the name of the data.
+        settings: changes of the recipe, such as `train.steps=2000`.
+        resume: a folder to go on in; it holds its own recipe, so `data`, `recipe` and `settings` stay out.
+        overwrite: remove an earlier run in `out`.
+        on_event: told what happens.
+        stop: asked after each step; True saves and ends the run, to be resumed later.
+    """
+    if resume is not None:
+        if data or recipe is not None or list(settings):
+            raise InputError("resume goes on with the run's own recipe: leave data, recipe and settings out")
+        return _resume(Path(resume), on_event, stop)
+    paths = [data] if isinstance(data, str | Path) else list(data)
+    plan = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, settings)
+    if paths:
+        plan = plan.replace("data", paths=tuple(map(str, paths)))
+    folder = Path(out) if out is not None else Path("runs") / _name(plan.data)
+    _make_room(folder, overwrite)
+    return _begin(plan, folder, on_event, stop)
+
+
+def _begin(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+    """The first stage where there are two, then the run itself."""
+    if recipe.train.pretrain:
+        write_text(folder / RECIPE, recipe.to_toml())
+        first = _pretrained(recipe, folder / PRETRAIN, on_event, stop)
+        if first.reason == "stopped":
+            return dataclasses.replace(first, folder=folder)
+        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("train", pretrain=0)
+    run = _prepare(recipe, folder, on_event)
+    save(run)
+    return _finish(run, on_event, stop)
+
+
+def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+    """Masked language modelling on the same texts, in a folder of its own, begun or gone on with."""
+    if newest(folder) is not None:
+        return _resume(folder, on_event, stop)
+    plan = dataclasses.replace(recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, lora=0)
+    on_event(Said(f"first {recipe.train.pretrain:,} steps of guessing masked words"))
+    return _begin(dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan), folder, on_event, stop)
+
+
+def _name(plan: DataPlan) -> str:
+    first = Path(plan.paths[0]) if plan.paths else Path("model")
+    return first.name.split(".")[0] or "model"
+
+
+def _make_room(folder: Path, overwrite: bool) -> None:
+    """The folder must be new, empty, or given up."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: name a folder to write to")
+    if folder.is_dir() and any(folder.iterdir()):
+        if (folder / RECIPE).exists() and not overwrite:
+            raise CheckpointError(f"{folder} holds another run: add --resume {folder} to go on with it, --overwrite, or another --out")
+        if not (folder / RECIPE).exists():
+            raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
+
+
+# Preparing ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
+    """Data, tokenizer, model, batches: whatever the recipe leaves open is chosen here, said, and written down."""
+    recipe = recipe.replace(
+        "data", paths=tuple(map(_absolute, recipe.data.paths)), validation=tuple(map(_absolute, recipe.data.validation))
+    )
+    corpus, task = open_examples(recipe.data)
+    for line in corpus.said:
+        on_event(Said(line))
+    base = base_of(recipe)
+    tokenizer, special = _tokens(recipe, task, corpus, base, on_event)
+    device = best_device(recipe.train.device)
+    image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
+    loaded = build(recipe, task, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
+    recipe = recipe.replace("data", task=task)
+    train, validation = _batches(recipe, task, corpus, loaded, folder, on_event)
+    recipe = _settle(recipe, task, corpus, loaded, train)
+    write_text(folder / RECIPE, recipe.to_toml())
+    write_text(folder / CACHE / "fingerprint", corpus.fingerprint)
+    return _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
+
+
+def _absolute(path: str) -> str:
+    """Paths by which the run can be resumed from anywhere; a corpus's name stays a name."""
+    return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
+
+
+def _tokens(recipe: Recipe, task: Task, corpus: Corpus, base: Loaded | None, on_event: OnEvent) -> tuple[Tokenizer | None, dict[str, int]]:
+    """The tokenizer: the base model's, another directory's, or one trained on this data."""
+    plan = recipe.tokens
+    if task == "image":
+        return None, {}
+    if plan.model is not None:
+        folder = Path(plan.model)
+        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        if tokenizer is None:
+            raise InputError(f'[tokens] model "{plan.model}" is no directory with a tokenizer')
+        return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
+    if base is not None:
+        if base.tokenizer is None:
+            raise InputError(f"{base.folder} has no tokenizer: add tokenizer.json to it")
+        return base.tokenizer, base.special
+    chosen, sentence = choose(plan, task, corpus.size)
+    on_event(Said(sentence))
+    assert chosen.kind is not None
+    tokenizer = train_tokenizer(Texts(corpus.train), plan, task, corpus.size)
+    named = {role: tokenizer.token_to_id(token) for role, token in roles(task, chosen.kind).items()}
+    special = {role: index for role, index in named.items() if index is not None}
+    if task in ("seq2seq", "denoise"):
+        special["decoder_start"] = special["bos"]
+    return tokenizer, special
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Every text of some examples, streamed anew at each reading."""
+
+    rows: Rows
+
+    def __iter__(self) -> Iterator[str]:
+        for row in self.rows:  # type: ignore[union-attr]
+            match row:
+                case Chunk(text, _):
+                    yield text
+                case Pair(source, target):
+                    yield from (source, target)
+                case Labelled(text, _, pair):
+                    yield from (text,) if pair is None else (text, pair)
+                case Tagged(words, _):
+                    yield " ".join(words)
+                case Question(question, context, _, _):
+                    yield from (question, context)
+
+
+def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, Task]:
+    """The examples, and what is to be learned of them; `split`: as for `open_data`."""
+    if not plan.texts_only:
+        corpus = open_data(plan, split)
+        return corpus, task_of(plan, corpus)
+    corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
+    if not isinstance(corpus.train, Images) and corpus.shape != "text":
+        train, validation = ([Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation))
+        corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
+    return corpus, plan.task or task_of(plan, corpus)
+
+
+def _batches(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder: Path, on_event: OnEvent) -> tuple[Batches, Batches]:
+    """Encoded examples, kept beside the run, and the batches made of them."""
+    length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
+    cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
+    made = []
+    sides: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+    for side in sides:
+        encoded = encode_corpus(corpus, side, task, loaded.tokenizer, corpus.labels, cache, special=loaded.special)
+        batches = make_batches(
+            encoded,
+            task,
+            recipe.data,
+            special=loaded.special,
+            length=length,
+            seed=recipe.train.seed,
+            training=side == "train",
+        )
+        for line in batches.said:
+            on_event(Said(f"{side}: {line}"))
+        made.append(batches)
+        if task == "image" and side == "train":
+            loaded.images = processor(encoded.arrays["mean"].tolist(), encoded.arrays["std"].tolist(), loaded.config)
+    train, validation = made
+    if train.waste:
+        on_event(Said(f"{train.per_epoch:,} batches in a pass; {train.waste:.1%} of their tokens are padding"))
+    return train, validation
+
+
+def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
+    """preprocessor_config.json: what is done to a picture before the model reads it."""
+    assert config.image_size is not None
+    height, width = config.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean,
+        "image_std": deviation,
+    }
+
+
+def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches) -> Recipe:
+    """The recipe with nothing left to choose: this is what `train.toml` says and what a resumed run reads."""
+    plan = recipe.train
+    per_epoch = max(1, train.per_epoch // plan.accumulate)
+    steps = plan.steps or (max(1, round(plan.epochs * per_epoch)) if plan.epochs is not None else min(5000, max(1000, 10 * per_epoch)))
+    every = plan.validate_every or max(1, steps // 20)
+    metric = plan.metric or METRIC.get(task, "loss")
+    if task == "tag" and plan.metric is None and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels):
+        metric = "accuracy"
+    warmup = plan.warmup if plan.warmup is not None else 4000 if plan.schedule == "original" else max(1, steps // 20)
+    changed = {"steps": steps, "epochs": None, "validate_every": every, "save_every": plan.save_every or every}
+    recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup)
+    base = {"base": recipe.model["base"]} if "base" in recipe.model else {}
+    return dataclasses.replace(recipe, model={**base, **loaded.config.to_dict()})
+
+
+def _assemble(
+    recipe: Recipe,
+    task: Task,
+    corpus: Corpus,
+    loaded: Loaded,
+    train: Batches,
+    validation: Batches,
+    folder: Path,
+    device: torch.device,
+    on_event: OnEvent,
+) -> Run:
+    """Everything around the model: precision, optimizer, averages."""
+    plan = recipe.train
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    precision = choose_precision(plan, device)
+    on_event(Said(precision.sentence))
+    if plan.lora:
+        add_lora(
+            loaded.model, plan.lora, plan.lora_alpha, plan.lora_targets, () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
+        )
+    loaded.model.to(device)
+    optimizer = make_optimizer(loaded.model, plan, device)
+    if plan.checkpointing:
+        recompute(loaded.model)
+    if plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device):
+        loaded.model.compile()
+    per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
+    return Run(
+        folder=folder,
+        task=task,
+        plan=plan,
+        loaded=loaded,
+        train=train,
+        validation=validation,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+        ema=Ema(loaded.model, plan.ema) if plan.ema else None,
+        samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
+        flops_per_token=per_token,
+    )
+
+
+def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+    """Go on where the last checkpoint stands."""
+    found = newest(folder)
+    if found is None and (folder / PRETRAIN / RECIPE).is_file():
+        return _begin(read_recipe(folder / RECIPE), folder, on_event, stop)
+    if not (folder / RECIPE).is_file() or found is None:
+        raise CheckpointError(f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint")
+    for debris in (folder / CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(debris, ignore_errors=True)
+    recipe = read_recipe(folder / RECIPE)
+    corpus, task = open_examples(recipe.data)
+    fingerprint = folder / CACHE / "fingerprint"
+    if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
+        raise TrainingError(f"the data of {folder} has changed since the run began: put the old files back, or begin a new run")
+    device = best_device(recipe.train.device)
+    loaded = load(found, dtype=torch.float32)
+    train, validation = _batches(recipe, task, corpus, loaded, folder, lambda event: None)
+    run = _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
+    tensors, run.state = load_checkpoint(found)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if f"weights/{name}" in tensors:
+                parameter.copy_(tensors[f"weights/{name}"])
+    restore_optimizer(run.optimizer, run.model, tensors)
+    if run.ema is not None:
+        run.ema.restore({name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")})
+    on_event(Said(f"going on from step {run.state.step}"))
+    return _finish(run, on_event, stop)
+
+
+# Finishing ------------------------------------------------------------------------------------------------------------
+
+
+def _finish(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+    """Train, choose the weights to keep, write them to the folder itself."""
+    state = run.state
+    with Log(run.folder, state.step, run.plan.tensorboard) as log:
+
+        def tell(event: Event) -> None:
+            log.write(event)
+            on_event(event)
+
+        parameters = list(run.model.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        tell(Started(run.folder, run.task, sum(p.numel() for p in parameters), trainable, run.steps, state.step, str(run.device)))
+        reason = learn(run, tell, stop)
+        best = next((row for row in state.validations if row["step"] == _best_step(run)), {})
+        chosen = _chosen(run)
+        if reason != "stopped":
+            chosen.save(run.folder)
+        tell(Finished(run.folder, state.step, state.seconds, best, reason))
+    return Trained(chosen, run.folder, state.step, best, reason)
+
+
+def _best_step(run: Run) -> int | None:
+    return next(iter(run.state.best(run.metric, run.metric in LARGER)), None)
+
+
+def _chosen(run: Run) -> Loaded:
+    """The best checkpoint, or the average of the last ones."""
+    best = run.folder / BEST
+    loaded = load(best if best.exists() else run.folder / "last")
+    if run.plan.average > 1:
+        saved = sorted((run.folder / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        states = (load(path).model.state_dict() for path in saved[-run.plan.average :])
+        loaded.model.load_state_dict(average(states))
+    return loaded

@@ -1,0 +1,70 @@
+"""What a model says, shown at each validation: a continuation, a translation, a label beside the true one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.data.plan import Task
+from clearhead.loaded import Loaded
+from clearhead.train.plan import GeneratePlan
+
+PROMPT = 32  # characters of the validation text that a language model goes on from
+
+
+def sampler(task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: int) -> Callable[[Loaded], tuple[str, ...]]:
+    """A function from a model to what it says of a few validation examples, the same ones each time."""
+    if not count:
+        return lambda loaded: ()
+    if isinstance(corpus.validation, Images):
+        return lambda loaded: _images(loaded, corpus.validation, count)  # type: ignore[arg-type]
+    rows: list[Any] = list(itertools.islice(corpus.validation, count))
+    return lambda loaded: tuple(_sample(loaded, task, row, plan, seed + place) for place, row in enumerate(rows))
+
+
+def _sample(loaded: Loaded, task: Task, row: Any, plan: GeneratePlan, seed: int) -> str:
+    match row:
+        case Chunk(text, _) if task == "mlm":
+            return _masked(loaded, text)
+        case Chunk(text, _) if task == "denoise":
+            return ""
+        case Chunk(text, _):
+            prompt = text.strip()[:PROMPT].rsplit(" ", 1)[0]
+            room = loaded.config.max_positions - len(loaded.encode([prompt])[0])
+            made: Any = loaded.generate(prompt, min(plan.max_new_tokens, room), seed=seed, temperature=plan.temperature, top_p=plan.top_p)
+            return f"{prompt}|{made.text}"
+        case Pair(source, target):
+            made = loaded.generate(source, min(plan.max_new_tokens, loaded.config.max_positions - 1))
+            return f"{source} -> {made.text}  ({target})"
+        case Labelled(text, label, pair):
+            said: Any = loaded.classify(text if pair is None else (text, pair))
+            return f"{text} -> {said.label} {said.probability:.0%}  ({label})"
+        case Tagged(words, tags):
+            found: Any = loaded.tag(list(words))
+            named = [f"{word}/{tag}" for word, tag in zip(words, (one.label for one in found.words))]
+            return f"{' '.join(named)}  ({' '.join(tags)})"
+        case Question(question, context, answer, _):
+            answered: Any = loaded.answer(question, context)
+            return f"{question} -> {answered.text}  ({answer})"
+    raise AssertionError(row)
+
+
+def _masked(loaded: Loaded, text: str) -> str:
+    """A word of the text, guessed."""
+    words = text.split()[:12]
+    if len(words) < 2 or loaded.tokenizer is None:
+        return ""
+    hidden, place = words[len(words) // 2], len(words) // 2
+    masked = [*words[:place], str(loaded.tokenizer.id_to_token(loaded.special["mask"])), *words[place + 1 :]]
+    best: Any = loaded.fill(" ".join(masked), k=1)
+    return f"{best[0].text}  ({hidden})"
+
+
+def _images(loaded: Loaded, images: Images, count: int) -> tuple[str, ...]:
+    said: Any = loaded.classify(list(images.pixels[:count]))
+    pairs = zip(said, images.labels[:count].tolist())
+    return tuple(
+        f"image {place} -> {one.label} {one.probability:.0%}  ({loaded.labels[label]})" for place, (one, label) in enumerate(pairs)
+    )

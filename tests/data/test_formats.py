@@ -1,0 +1,231 @@
+"""Each format, read from small files: the rows come out exactly, and what was guessed is said."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clearhead.data.corpus import open_data, task_of
+from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.data.plan import DataPlan
+
+
+def everything(folder: Path, *names: str, **settings) -> Corpus:
+    """All examples of files in a folder, unsplit."""
+    return open_data(DataPlan(paths=tuple(str(folder / name) for name in names), **settings), split=False)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_a_file_is_one_document(tmp_path):
+    text = "First paragraph.\r\n\nSecond ünïcode.\n"
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"Other"))
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / ".hidden", "no")
+    corpus = everything(tmp_path, "")
+    assert [tuple(chunk) for chunk in corpus.validation] == [(text, True), ("Other", True)]
+    assert task_of(DataPlan(), corpus) == "lm"
+    assert task_of(DataPlan(task="mlm"), corpus) == "mlm"
+    assert [chunk.text for chunk in everything(tmp_path, "*.txt", lowercase=True).validation] == [text.lower()]
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_labels_in_tsv(tmp_path, header):
+    rows = ['a "good" one\t1', "bad, bad\t0", "so so\t0", "fine\t1"]
+    write(tmp_path / "x.tsv", "\r\n".join(["sentence\tlabel"] * header + rows) + "\r\n")
+    corpus = everything(tmp_path, "x.tsv")
+    assert corpus.validation == [Labelled('a "good" one', "1"), Labelled("bad, bad", "0"), Labelled("so so", "0"), Labelled("fine", "1")]
+    assert corpus.labels == ("0", "1")
+    said = "2 columns with a header: text from `sentence`, label from `label`"
+    assert (said if header else "2 columns without a header: text from `1`, label from `2`") in corpus.said
+
+
+def test_csv_follows_quotes(tmp_path):
+    write(tmp_path / "x.csv", 'id;stars;text\n1;5;"two\nlines; and ""quotes"""\n2;1;plain\n3;5;more\n')
+    corpus = everything(tmp_path, "x.csv", columns={"label": "stars"})
+    assert corpus.validation == [Labelled('two\nlines; and "quotes"', "5"), Labelled("plain", "1"), Labelled("more", "5")]
+
+
+def test_pairs_of_sentences_with_a_label(tmp_path):
+    rows = [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 1}, {"premise": "Sun.", "hypothesis": "Rain.", "label": 0}]
+    write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
+    assert everything(tmp_path, "x.jsonl").validation == [Labelled("It rains.", "1", "It is wet."), Labelled("Sun.", "0", "Rain.")]
+
+
+def test_columns_without_names(tmp_path):
+    write(tmp_path / "x.tsv", "7\tGo.\tGeh.\n8\tRun!\tLauf!\n9\tStop.\tHalt.\n")
+    assert everything(tmp_path, "x.tsv").validation[0] == Pair("Go.", "Geh.")
+    assert everything(tmp_path, "x.tsv", columns={"source": "3", "target": "2"}).validation[0] == Pair("Geh.", "Go.")
+
+
+def test_text_in_jsonl_is_a_document_a_line(tmp_path):
+    write(tmp_path / "x.jsonl", '{"text": "One\\n\\ntwo", "id": 1}\n\n{"text": "Three", "id": 2}\n')
+    assert [tuple(chunk) for chunk in everything(tmp_path, "x.jsonl").validation] == [("One\n\ntwo", True), ("Three", True)]
+
+
+def test_nested_translations(tmp_path):
+    rows = [{"translation": {"en": f"word {i}", "de": f"Wort {i}"}} for i in range(3)]
+    write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
+    assert everything(tmp_path, "x.jsonl").validation[2] == Pair("word 2", "Wort 2")
+    assert everything(tmp_path, "x.jsonl", columns={"source": "de", "target": "en"}).validation[2] == Pair("Wort 2", "word 2")
+
+
+def test_one_side_lowered(tmp_path):
+    write(tmp_path / "x.tsv", "source\ttarget\nAB\tCD\nEF\tGH\n")
+    assert everything(tmp_path, "x.tsv", lowercase="source").validation[0] == Pair("ab", "CD")
+    assert everything(tmp_path, "x.tsv", lowercase="target").validation[0] == Pair("AB", "cd")
+    assert everything(tmp_path, "x.tsv", lowercase=True).validation[0] == Pair("ab", "cd")
+
+
+def test_parallel_files(tmp_path):
+    for language, words in (("en", "one\ntwo\n\n"), ("de", "eins\nzwei\nleer\n"), ("fr", "un\ndeux\nvide\n")):
+        write(tmp_path / f"train.{language}", words)
+    two = everything(tmp_path, "train.en", "train.de")
+    assert two.validation == [Pair("one", "eins"), Pair("two", "zwei")]
+    assert "1 row with an empty text left out" in two.said
+    assert everything(tmp_path, "train", columns={"source": "fr", "target": "de"}).validation[1] == Pair("deux", "zwei")
+    assert everything(tmp_path, "train.fr", "train.de", columns={"source": "de", "target": "fr"}).validation[0] == Pair("eins", "un")
+    assert everything(tmp_path, "train.en", "train.de", task="lm").shape == "text"
+
+
+def test_lines_with_a_pattern(tmp_path):
+    write(tmp_path / "x", "IN: jump twice OUT: J J\nIN: look OUT: L\n")
+    pattern = "IN: (?P<source>.*) OUT: (?P<target>.*)"
+    assert everything(tmp_path, "x", pattern=pattern).validation == [Pair("jump twice", "J J"), Pair("look", "L")]
+    named = everything(tmp_path, "x", pattern="IN: (?P<a>.*) OUT: (?P<b>.*)", columns={"source": "b", "target": "a"})
+    assert named.validation[1] == Pair("L", "look")
+
+
+CONLLU = """# sent_id = 1
+# text = Don't go
+1-2\tDon't\t_\t_\t_\t_\t_\t_\t_\t_
+1\tDo\tdo\tAUX\tVB\t_\t3\taux\t_\t_
+2\tn't\tnot\tPART\tRB\t_\t3\tadvmod\t_\t_
+3\tgo\tgo\tVERB\tVB\t_\t0\troot\t_\t_
+3.1\tyou\tyou\tPRON\t_\t_\t_\t_\t_\t_
+
+1\tHello\thello\tINTJ\tUH\t_\t0\troot\t_\t_
+"""
+
+
+def test_conllu(tmp_path):
+    write(tmp_path / "x.conllu", CONLLU)
+    corpus = everything(tmp_path, "x.conllu")
+    assert corpus.validation == [Tagged(("Do", "n't", "go"), ("AUX", "PART", "VERB")), Tagged(("Hello",), ("INTJ",))]
+    assert corpus.labels == ("AUX", "INTJ", "PART", "VERB")
+    other = everything(tmp_path, "x.conllu", columns={"words": "lemma", "tags": "deprel"})
+    assert other.validation[0] == Tagged(("do", "not", "go"), ("aux", "advmod", "root"))
+
+
+def test_conll_with_spaces_and_document_marks(tmp_path):
+    write(tmp_path / "x.txt", "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\n# # O\n\n\nPeter NNP B-PER\nleft VBD O\nhome NN O\n")
+    corpus = everything(tmp_path, "x.txt", lowercase=True)
+    assert corpus.validation == [Tagged(("u.n.", "#"), ("I-ORG", "O")), Tagged(("peter", "left", "home"), ("B-PER", "O", "O"))]
+    assert corpus.labels == ("O", "B-PER", "I-ORG")
+    assert everything(tmp_path, "x.txt", columns={"tags": "2"}).validation[0].tags == ("NNP", "#")
+
+
+def test_tags_in_jsonl(tmp_path):
+    write(tmp_path / "x.jsonl", '{"tokens": ["a", "b"], "ner_tags": [0, 3]}\n')
+    assert everything(tmp_path, "x.jsonl").validation == [Tagged(("a", "b"), ("0", "3"))]
+
+
+ANSWERED = Question("Who?", "Ada wrote it.", "Ada", 0)
+UNANSWERED = Question("When?", "Ada wrote it.", "", 0)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [{"answer": "Ada", "answer_start": 0}, {"answer": None}],
+        [{"answer": "Ada"}, {"answer": ""}],
+        [{"answers": [{"text": "Ada", "answer_start": 0}]}, {"answers": []}],
+        [{"answers": {"text": ["Ada", "Ada wrote"], "answer_start": [0, 0]}}, {"answers": {"text": [], "answer_start": []}}],
+    ],
+)
+def test_questions(tmp_path, answers):
+    rows = [{"question": row.question, "context": row.context} | own for row, own in zip((ANSWERED, UNANSWERED), answers)]
+    write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
+    corpus = everything(tmp_path, "x.jsonl")
+    assert corpus.validation == [ANSWERED, UNANSWERED]
+    assert task_of(DataPlan(), corpus) == "answer"
+
+
+def test_questions_in_the_manner_of_squad(tmp_path):
+    answered = {"question": "Who?", "id": "1", "answers": [{"text": "Ada", "answer_start": 0}]}
+    qas = [answered, {"question": "When?", "id": "2", "answers": [], "is_impossible": True}]
+    write(
+        tmp_path / "x.json",
+        json.dumps({"version": "2", "data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it.", "qas": qas}]}]}),
+    )
+    assert everything(tmp_path, "x.json").validation == [ANSWERED, UNANSWERED]
+
+
+def test_lowering_a_context_keeps_the_answer_in_place(tmp_path):
+    write(tmp_path / "x.jsonl", json.dumps({"question": "Q", "context": "İİ Ada", "answer": "Ada", "answer_start": 3}))
+    (row,) = everything(tmp_path, "x.jsonl", lowercase=True).validation
+    assert row.context[row.start :] == "ada" == row.answer
+
+
+# Pictures ---------------------------------------------------------------------------------------------------------------
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def pixels(count: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def test_a_folder_for_each_class(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    drawn = pixels(6, 4, 5, 3)
+    for number, name in enumerate(["cat", "dog"] * 3):
+        (tmp_path / name).mkdir(exist_ok=True)
+        image.fromarray(drawn[number]).save(tmp_path / name / f"{number}.png")
+    corpus = everything(tmp_path, "")
+    assert isinstance(corpus.validation, Images)
+    assert corpus.labels == ("cat", "dog")
+    assert corpus.validation.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert np.array_equal(corpus.validation.pixels, drawn[[0, 2, 4, 1, 3, 5]])
+    few = everything(tmp_path, "", max_examples=2)
+    assert few.validation.labels.tolist() == [0, 1]
+
+
+def test_folders_for_training_and_validation(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number, grey in enumerate(pixels(2 if part == "val" else 3, 4, 4)):
+                image.fromarray(grey).save(tmp_path / part / name / f"{number}.png")
+    corpus = open_data(DataPlan(paths=(str(tmp_path),)))
+    assert corpus.train.pixels.shape == (6, 4, 4, 1)
+    assert corpus.validation.pixels.shape == (4, 4, 4, 1)
+
+
+def test_idx_and_npz_agree(tmp_path):
+    drawn, labels = pixels(40, 3, 3), np.arange(40, dtype=np.uint8) % 4 + 7
+    for part, cut in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(drawn[cut])))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels[cut]))
+    (tmp_path / "npz").mkdir()
+    np.savez(tmp_path / "npz" / "x.npz", x_train=drawn[:30] / 255.0, y_train=labels[:30], x_test=drawn[30:], y_test=labels[30:, None])
+    first = open_data(DataPlan(paths=(str(tmp_path / "*-ubyte*"),)))
+    second = open_data(DataPlan(paths=(str(tmp_path / "npz"),)))
+    for corpus in (first, second):
+        assert corpus.labels == ("7", "8", "9", "10")
+        assert np.array_equal(corpus.train.pixels[..., 0], drawn[:30])
+        assert np.array_equal(corpus.validation.pixels[..., 0], drawn[30:])
+        assert np.array_equal(corpus.validation.labels, labels[30:].astype(np.int64) - 7)
+    alone = open_data(DataPlan(paths=(str(tmp_path / "train-images-idx3-ubyte.gz"),)))
+    assert len(alone.train) + len(alone.validation) == 30

@@ -1,0 +1,300 @@
+"""Beam search against exhaustive search, against transformers, and against itself."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+import torch
+import transformers
+
+import clearhead as ch
+from clearhead.generate.beam import Beams, beam_search
+from clearhead.generate.decode import decode
+from tests.parity import harness, seq2seq
+
+EOS = 2
+SIZE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+GEMMA = {"head_dim": 4, "num_key_value_heads": 2, "sliding_window": 5, "query_pre_attn_scalar": 4, "max_position_embeddings": 64}
+BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+ENDS = {"eos_token_id": EOS, "pad_token_id": 1, "bos_token_id": 0}
+REFERENCES = {
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=2, n_positions=64, **ENDS)),
+    "llama": ("LlamaForCausalLM", transformers.LlamaConfig(**SIZE, num_key_value_heads=2, max_position_embeddings=64, **ENDS)),
+    "gemma2": ("Gemma2ForCausalLM", transformers.Gemma2Config(**SIZE, **GEMMA, **ENDS)),
+    "t5": (
+        "T5ForConditionalGeneration",
+        transformers.T5Config(vocab_size=13, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=3, **ENDS),
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        transformers.BartConfig(
+            vocab_size=13, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=3, **BART, **ENDS
+        ),
+    ),
+}
+
+
+def model_of(family: str, seed: int = 0, vocab_size: int = 5) -> ch.Transformer:
+    torch.manual_seed(seed)
+    shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_positions": 64, "init_std": 0.6}
+    return ch.Transformer(ch.ModelConfig(family=family, vocab_size=vocab_size, **shape)).eval()
+
+
+def asked(family: str) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """What the decoder begins with, and what else the model reads."""
+    return ([1, 3, 4], {}) if family == "decoder" else ([1], {"source": torch.tensor([[3, 0, 4, 1]])})
+
+
+@torch.inference_mode()
+def log_probability(model: ch.Transformer, prompt: list[int], new: list[int], **source: torch.Tensor) -> float:
+    """Of `new` after a prompt, all in one pass."""
+    ids = torch.tensor([[*prompt, *new]])
+    values = model(ids[:, :-1], **source).logits[0, len(prompt) - 1 :].double().log_softmax(-1)
+    return float(values.gather(-1, ids[0, len(prompt) :, None]).sum())
+
+
+def exhaustive(
+    model: ch.Transformer, prompt: list[int], length: int, penalty: float, **source: torch.Tensor
+) -> list[tuple[float, list[int]]]:
+    """Every continuation with its score, best first: those that end with EOS, and those of full length that do not."""
+    others = [token for token in range(5) if token != EOS]
+    made = [[*ids, EOS] for n in range(length) for ids in itertools.product(others, repeat=n)]
+    made += [list(ids) for ids in itertools.product(others, repeat=length)]
+    scored = [(log_probability(model, prompt, ids, **source) / len(ids) ** penalty, ids) for ids in made]
+    return sorted(scored, reverse=True)
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.5, 2.5])
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_wide_enough_it_is_exhaustive(family, penalty):
+    model = model_of(family)
+    prompt, source = asked(family)
+    wanted = exhaustive(model, prompt, 4, penalty, **source)
+    assert len(wanted) == 1 + 4 + 16 + 64 + 256
+    for early in (False, "never"):
+        beams = Beams(num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early)
+        found = beam_search(model, [prompt], 4, beams, stop_ids=(EOS,), **source)[0]
+        assert [one.score for one in found] == pytest.approx([score for score, _ in wanted[:320]], abs=1e-5)
+        for one, (score, ids) in zip(found[:20], wanted):
+            assert one.ids == [token for token in ids if token != EOS] and one.stop_reason == ("eos" if EOS in ids else "length"), score
+
+
+@pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
+def test_stopping_early_loses_nothing(penalty):
+    """`never` gives what the same beams give when they run on to the last token; 12 models, narrow beams, ends that come often."""
+    for seed in range(12):
+        model = model_of("decoder", seed)
+        short = beam_search(model, [[1, 3]], 10, Beams(num_beams=2, length_penalty=penalty, early_stopping="never"), stop_ids=(EOS,))
+        assert short[0][0].score == pytest.approx(slow_groups(model, [1, 3], 10, 2, 1, 0.0, penalty)[0][0], rel=1e-6)
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_one_beam_is_greedy(family):
+    for seed in range(10):
+        model = model_of(family, seed)
+        prompt, source = asked(family)
+        wanted = decode(model, [prompt], 12, stop_ids=(EOS,), **source)[0]
+        found = beam_search(model, [prompt], 12, Beams(), stop_ids=(EOS,), **source)[0][0]
+        assert (found.ids, found.stop_reason) == (wanted.ids, wanted.stop_reason)
+        m = ch.Loaded(model, special={"eos": EOS, "decoder_start": 1})
+        given = source["source"][0] if source else prompt
+        assert m.generate(given, 12, num_beams=1).ids == wanted.ids
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -0.7])
+def test_the_score_is_that_of_the_text(family, penalty):
+    m = ch.Loaded(model_of(family, 1, vocab_size=9), special={"eos": EOS, "decoder_start": 1})
+    prompt = [5, 6, 7]
+    ended = 0
+    for made in m.generate(prompt, 15, num_beams=6, num_return=6, length_penalty=penalty):
+        new = [*made.ids, EOS] if made.stop_reason == "eos" else made.ids
+        ended += made.stop_reason == "eos"
+        scored = m.score([*prompt, *new]).logprobs[3:] if family == "decoder" else m.score(new, source=prompt).logprobs
+        assert made.score == pytest.approx(sum(scored) / len(new) ** penalty, abs=1e-5)
+    assert ended
+
+
+@pytest.mark.ledger("G3")
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize(
+    "options", [{}, {"early_stopping": True}, {"num_beam_groups": 2, "diversity_penalty": 0.8}, {"no_repeat_ngram": 2}]
+)
+def test_a_batch_is_its_rows(family, options):
+    """Prompts of 1 to 40 tokens, more than are carried on at once, rows that end at different times."""
+    m = ch.Loaded(model_of(family, 3, vocab_size=60), special={"eos": EOS, "decoder_start": 1})
+    lengths = [1, 40, 2, 7, 19, 33, 5, 1, 12, 26, 3, 8, 40, 17, 4, 9, 21]
+    prompts = [torch.randint(60, (n,), generator=torch.Generator().manual_seed(i)).tolist() for i, n in enumerate(lengths)]
+    together = m.generate(prompts, 14, num_beams=4, num_return=4, **options)
+    ends = set()
+    for prompt, row in zip(prompts, together):
+        alone = m.generate(prompt, 14, num_beams=4, num_return=4, **options)
+        assert [(one.ids, one.stop_reason) for one in row] == [(one.ids, one.stop_reason) for one in alone]
+        assert [one.score for one in row] == pytest.approx([one.score for one in alone], abs=1e-4)
+        scores = [one.score for one in row]
+        assert scores == sorted(scores, reverse=True)
+        if "num_beam_groups" not in options:
+            assert len({(*one.ids, one.stop_reason) for one in row}) == 4
+        ends |= {one.stop_reason for one in row}
+    assert ends == {"eos", "length"}
+    best = m.generate(prompts, 14, num_beams=4, **options)
+    assert [one.ids for one in best] == [row[0].ids for row in together]
+
+
+def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int], float | None]]:
+    """New tokens up to the end, and the score, of each sequence that transformers returns."""
+    settings = {"do_sample": False, "forced_eos_token_id": None, "return_dict_in_generate": True, "output_scores": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings, **options)
+    begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
+    rows = [row[begun : begun + new].tolist() for row in out.sequences]
+    scores = out.sequences_scores.tolist() if options["num_beams"] > 1 else [None] * len(rows)
+    return [(row[: row.index(EOS)] if EOS in row else row, score) for row, score in zip(rows, scores)]
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize("name", REFERENCES)
+def test_equal_to_transformers(name, tmp_path):
+    """Twenty random models: greedy, and three of four beams, with every rule of stopping and penalties of either sign."""
+    kind, config = REFERENCES[name]
+    choices = itertools.cycle(itertools.product([1.0, 0.0, 2.0, -1.0], [False, True, "never"]))
+    ended = 0
+    for seed in range(20):
+        folder = tmp_path / str(seed)
+        reference = (seq2seq if config.is_encoder_decoder else harness).reference(kind, config, folder, seed)
+        m = ch.load(folder)
+        ids = torch.randint(3, 13, (1, 1 + seed % 9), generator=torch.Generator().manual_seed(seed))
+        greedy = m.generate(ids[0], 10)
+        assert [greedy.ids] == [row for row, _ in theirs(reference, ids, 10, num_beams=1)], seed
+        penalty, early = next(choices)
+        options = {"num_beams": 4, "length_penalty": penalty, "early_stopping": early}
+        wanted = theirs(reference, ids, 10, num_return_sequences=3, **options)
+        made = m.generate(ids[0], 10, num_return=3, **options)
+        assert [one.ids for one in made] == [row for row, _ in wanted], (seed, options)
+        assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4), (seed, options)
+        ended += sum(one.stop_reason == "eos" for one in made)
+    assert 5 < ended < 55  # some end by themselves, some by length
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"no_repeat_ngram": 2}, {"banned": (7, 9)}])
+def test_adjusted_as_in_transformers(options, tmp_path):
+    """Penalties change log-probabilities, and so the scores."""
+    names = {"no_repeat_ngram": "no_repeat_ngram_size"}
+    more = {names.get(name, name): value for name, value in options.items()}
+    if "banned" in more:
+        more = {"suppress_tokens": list(more["banned"])}
+    kind, config = REFERENCES["llama"]
+    for seed in range(5):
+        reference = harness.reference(kind, config, tmp_path / str(seed), seed)
+        m = ch.load(tmp_path / str(seed))
+        ids = torch.randint(3, 13, (1, 6), generator=torch.Generator().manual_seed(seed))
+        wanted = theirs(reference, ids, 12, num_beams=3, num_return_sequences=2, **more)
+        made = m.generate(ids[0], 12, num_beams=3, num_return=2, **options)
+        assert [one.ids for one in made] == [row for row, _ in wanted]
+        assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4)
+
+
+def test_a_forced_first_token_counts_as_written(tmp_path):
+    """As in transformers: it has a place in the length, and no log-probability."""
+    kind, config = REFERENCES["bart"]
+    reference = seq2seq.reference(kind, config, tmp_path / "model", 4)
+    m = ch.load(tmp_path / "model")
+    m.special["forced_bos"] = 0
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = theirs(reference, ids, 13, num_beams=4, num_return_sequences=4, forced_bos_token_id=0)
+    made = m.generate(ids[0], 12, num_beams=4, num_return=4)
+    assert [[0, *one.ids] for one in made] == [row for row, _ in wanted]
+    assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4)
+
+
+def slow_groups(model, prompt, length, beams, groups, diversity, penalty):
+    """Diverse beam search spelled out, nothing cached or batched, and nothing stopped early: (score, ids) best first."""
+    size = beams // groups
+    live = [[(0.0, [])] for _ in range(groups)]
+    found = [[] for _ in range(groups)]
+    for step in range(1, length + 1):
+        said = collections.Counter()
+        for group in range(groups):
+            ways = []
+            for total, ids in live[group]:
+                with torch.inference_mode():
+                    values = model(torch.tensor([[*prompt, *ids]])).logits[0, -1].double().log_softmax(-1).tolist()
+                ways += [(total + value - diversity * said[token], [*ids, token]) for token, value in enumerate(values)]
+            ways.sort(reverse=True)
+            found[group] += [(total / step**penalty, ids) for total, ids in ways[:size] if ids[-1] == EOS or step == length]
+            found[group] = sorted(found[group], reverse=True)[:size]
+            live[group] = [way for way in ways if way[1][-1] != EOS][:size]
+            said.update(ids[-1] for _, ids in live[group])
+    return sorted(itertools.chain(*found), reverse=True)
+
+
+@pytest.mark.ledger("G1")
+@pytest.mark.parametrize("diversity", [0.0, 0.6, 3.0])
+def test_diverse_groups(diversity):
+    """Against the slow reference; so wide a rule that no search ends before its time."""
+    for seed in range(4):
+        model = model_of("decoder", seed, vocab_size=9)
+        options = Beams(
+            num_beams=6, num_return=6, num_beam_groups=3, diversity_penalty=diversity, early_stopping="never", length_penalty=3.0
+        )
+        found = beam_search(model, [[1, 4]], 7, options, stop_ids=(EOS,))[0]
+        wanted = slow_groups(model, [1, 4], 7, 6, 3, diversity, 3.0)
+        assert [one.score for one in found] == pytest.approx([score for score, _ in wanted], abs=1e-5)
+        if diversity:
+            assert [one.ids for one in found] == [[token for token in ids if token != EOS] for _, ids in wanted]
+    firsts = {one.ids[0] for one in found if one.ids}
+    assert len(firsts) >= (3 if diversity == 3.0 else 1)
+
+
+def test_fewer_than_asked_where_no_more_are_possible():
+    m = ch.Loaded(model_of("decoder"), special={"eos": EOS})
+    made = m.generate([1], 3, num_beams=5, num_return=5, allowed=(EOS, 4))
+    assert sorted(one.ids for one in made) == [[], [4], [4, 4], [4, 4, 4]]
+
+
+def test_time_ends_a_search():
+    m = ch.Loaded(model_of("decoder", vocab_size=40))
+    made = m.generate([1], 30, num_beams=3, num_return=3, seconds=0.0)
+    assert [(one.stop_reason, len(one.ids)) for one in made] == [("time", 1)] * 3
+
+
+def test_watched_keys_are_per_beam():
+    """The eager kernel, which shows patterns, gives what the fused one gives where beams share the keys of a source."""
+    m = ch.Loaded(model_of("encoder-decoder", 2, vocab_size=40), special={"decoder_start": 1})
+    sources = [[5, 6, 7], [8, 9]]
+    plain = m.generate(sources, 6, num_beams=3)
+    with ch.record(m.model, "blocks.0.cross.pattern") as seen:
+        watched = m.generate(sources, 6, num_beams=3)
+    assert [one.ids for one in watched] == [one.ids for one in plain]
+    assert [tuple(call.shape) for call in seen.calls("blocks.0.cross.pattern")] == [(2, 4, 1, 3)] + [(6, 4, 1, 3)] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2, "num_return": 3}, "num_return 3"),
+        ({"num_return": 2}, "num_return 2"),
+        ({"num_beams": 0}, "num_beams 0"),
+        ({"num_beams": 2.5}, "num_beams 2.5"),
+        ({"num_beams": 4, "temperature": 0.7}, "temperature 0.7"),
+        ({"num_beams": 4, "top_k": 5}, "top_k 5"),
+        ({"num_beams": 4, "stop": "x"}, "stop"),
+        ({"num_beams": 4, "on_text": print}, "on_text"),
+        ({"num_beams": 4, "logprobs": True}, "logprobs"),
+        ({"num_beams": 4, "num_beam_groups": 3}, "divisible"),
+        ({"num_beams": 4, "diversity_penalty": 1.0}, "num_beam_groups"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1.0}, "diversity_penalty -1.0"),
+        ({"num_beams": 4, "length_penalty": "long"}, "length_penalty 'long'"),
+        ({"num_beams": 4, "early_stopping": "soon"}, "early_stopping 'soon'"),
+        ({"num_beams": 4, "lenght_penalty": 1.0}, "length_penalty"),
+        ({"num_beams": 4, "banned": (999,)}, "vocabulary"),
+    ],
+)
+def test_mistakes_are_one_line(options, words):
+    with pytest.raises(ch.InputError, match=words) as error:
+        ch.Loaded(model_of("decoder")).generate([1], 5, **options)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,284 @@
+"""The decode loop: batched = alone, cached = recomputed, streamed = not streamed, token for token in float32."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.generate.decode import PREFILL_CHUNK, Row, cache_for, decode, greedy
+from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw
+from tests.harness import scramble
+
+V = 64
+TINY = {"vocab_size": V, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48, "max_positions": 128}
+LLAMA = {"positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False}
+SHAPES = {
+    "gpt2": {"positions": "learned", "activation": "gelu_tanh"},
+    "llama": {**LLAMA, "n_kv_heads": 2},
+    "gemma2": {
+        **LLAMA,
+        "n_kv_heads": 2,
+        "norm_position": "sandwich",
+        "window": (8, None),
+        "attention_softcap": 20.0,
+        "logit_softcap": 10.0,
+    },
+    "t5": {"family": "encoder-decoder", "positions": "relative", "norm": "rmsnorm", "attention_scale": 1.0, "bias": False},
+    "bart": {"family": "encoder-decoder", "positions": "learned", "norm_position": "post"},
+}
+WAYS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1)}
+LENGTHS = (1, 2, 5, 13, 27, 40)
+START, STOP = 3, 17
+
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def model_of(shape: str) -> ch.Transformer:
+    return scramble(ch.Transformer(ch.ModelConfig(**{**TINY, **SHAPES[shape]})), seed=1).eval()
+
+
+def prompts_of(lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
+
+
+def recomputed(model: ch.Transformer, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
+    """One row, without a cache: the whole row through the model for every token."""
+    dice = Dice([seed])
+    both = model.encoder is not None
+    fed = [START] if both else prompt
+    more = {"source": torch.tensor([prompt])} if both else {}
+    ids: list[int] = []
+    while len(ids) < count:
+        with torch.no_grad():
+            logits = model(torch.tensor([fed + ids]), **more).logits[:, -1]
+        adjusted = adjust(logits, sampling, [fed + ids], [len(fed)])
+        token = int(draw(distribution(adjusted, sampling), dice.roll([0]) if sampling.temperature else torch.zeros(1)))
+        if token == STOP:
+            break
+        ids.append(token)
+    return ids
+
+
+@pytest.mark.ledger("G2", "G3", "G4")
+@every_way
+@every_shape
+def test_batched_alone_cached_recomputed_and_streamed(shape, way, byte_tokenizer):
+    model, prompts, sampling, count = model_of(shape), prompts_of(), WAYS[way], 24
+    wanted = [recomputed(model, prompt, count, sampling, seed=4) for prompt in prompts]
+    m = ch.Loaded(model, byte_tokenizer, special={"eos": STOP, "decoder_start": START})
+    options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")} | {"seed": 4}
+    together = m.generate(prompts, count, **options)
+    assert [made.ids for made in together] == wanted
+    assert [made.stop_reason for made in together] == ["length" if len(ids) == count else "eos" for ids in wanted]
+    seen = dict.fromkeys(range(len(prompts)), "")
+    streamed = m.generate(prompts, count, on_text=lambda number, new: seen.update({number: seen[number] + new}), **options)
+    assert [made.ids for made in streamed] == wanted
+    assert list(seen.values()) == [made.text for made in streamed] == [made.text for made in together]
+    for prompt, ids in zip(prompts[::2], wanted[::2]):
+        assert m.generate(prompt, count, **options).ids == ids
+
+
+@pytest.mark.ledger("G3")
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_shape
+def test_tensors_may_be_padded_on_either_side(shape, side):
+    model, prompts, count = model_of(shape), prompts_of((1, 6, 11)), 16
+    ids, mask = torch.randint(V, (3, 11)), torch.zeros(3, 11, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        place = slice(11 - len(prompt), 11) if side == "left" else slice(0, len(prompt))
+        ids[row, place], mask[row, place] = torch.tensor(prompt), True
+    if model.encoder is not None:
+        made = greedy(model, torch.full((3, 1), START), count, source=ids, source_mask=mask, stop=STOP)
+    else:
+        made = greedy(model, ids, count, mask, stop=STOP)
+    for row, prompt in zip(made.tolist(), prompts):
+        wanted = recomputed(model, prompt, count, Sampling(), seed=0)
+        assert row == (wanted + [STOP] * count)[: made.shape[1]]
+
+
+# Windows ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("G2")
+@pytest.mark.parametrize("window", [6, (6, None), (6, 10)])
+def test_windows_bound_what_is_kept(window):
+    """A ring in each layer with a window, no larger however long the row; tokens as with everything kept."""
+    model = scramble(ch.Transformer(ch.ModelConfig(**{**TINY, **LLAMA, "window": window})), seed=2).eval()
+    cache = cache_for(model, 13)
+    assert isinstance(cache, ch.WindowCache)
+    assert type(cache_for(model, 12)) is ch.Cache  # nothing to gain
+    prompts = prompts_of((1, 9, 30))
+    assert [row.ids for row in decode(model, prompts, 40)] == [recomputed_rows(model, prompt, 40) for prompt in prompts]
+    decode(model, prompts[:1], 90, cache=cache)
+    windows = model.config.decoder.windows
+    for layer, keys in cache.layers.items():
+        assert windows[layer] is None or keys.k.shape[2] == windows[layer] + 1
+
+
+def recomputed_rows(model: ch.Transformer, prompt: list[int], count: int) -> list[int]:
+    """Greedy, with a cache that forgets nothing."""
+    cache, ids = ch.Cache(), list(prompt)
+    while len(ids) < len(prompt) + count:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids[cache.length :]]), cache=cache).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+# A prompt in pieces, a step of one's own ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("G2")
+def test_a_long_prompt_is_read_in_pieces():
+    model = scramble(ch.Transformer(ch.ModelConfig(**{**TINY, **LLAMA, "window": (8, None)})), seed=1).eval()
+    prompts = prompts_of((PREFILL_CHUNK + 70, 3))
+    for row in decode(model, prompts, 4):
+        assert row.ids == recomputed(model, row.prompt, 4, Sampling(), seed=0)
+
+
+def test_a_step_may_be_handed_in():
+    model = model_of("llama")
+    called = []
+
+    def step(chosen: Tensor, cache: ch.Cache) -> Tensor:
+        called.append(len(chosen))
+        return model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+
+    prompts = prompts_of((2, 5))
+    assert [row.ids for row in decode(model, prompts, 6, step=step)] == [row.ids for row in decode(model, prompts, 6)]
+    assert called == [2] * 5
+
+
+# Cancelling, stopping, overflowing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("G4")
+def test_cancelling_keeps_what_has_come(byte_tokenizer):
+    m = ch.Loaded(model_of("llama"), byte_tokenizer)
+    whole = m.generate(prompts_of((3, 8)), 40)
+    event, seen = threading.Event(), []
+
+    def watch(number, new):
+        seen.append(new)
+        if len(seen) == 7:
+            event.set()
+
+    made = m.generate(prompts_of((3, 8)), 40, on_text=watch, cancel=event)
+    for one, all_of_it in zip(made, whole):
+        assert one.stop_reason == "cancelled"
+        assert 0 < len(one.ids) < 40
+        assert one.ids == all_of_it.ids[: len(one.ids)]
+        assert all_of_it.text.startswith(one.text.rstrip("\ufffd"))
+    assert m.generate([1, 2], 40, cancel=lambda: True).steps == 1
+    assert m.generate([1, 2], 40, cancel=threading.Event()).stop_reason == "length"
+
+
+@pytest.mark.ledger("G4")
+def test_tokens_that_stop(byte_tokenizer):
+    byte_tokenizer = type(byte_tokenizer).from_str(byte_tokenizer.to_str())
+    m = ch.Loaded(model_of("llama"), byte_tokenizer)
+    whole = m.generate([1, 2, 3], 30)
+    place = next(i for i, token in enumerate(whole.ids) if token not in whole.ids[:i] and i > 2)
+    token = whole.ids[place]
+    for stop in (token, byte_tokenizer.id_to_token(token)):
+        made = m.generate([1, 2, 3], 30, stop_tokens=[stop])
+        assert (made.ids, made.stop_reason) == (whole.ids[:place], "eos")
+    byte_tokenizer.add_special_tokens(["<|end|>"])
+    for stop, words in ((V, "63"), (-1, "-1"), ("<|emd|>", 'did you mean "<|end|>"'), ("<|end|>", "vocabulary")):
+        with pytest.raises(ch.InputError, match=words.replace("|", r"\|").replace("?", r"\?")) as error:
+            m.generate([1], 4, stop_tokens=[stop])
+        assert "\n" not in str(error.value)
+    with pytest.raises(ch.InputError, match="stop_ids"):
+        decode(m.model, [[1]], 4, stop_ids=[V])
+    m.special = {"eos": V + 5}  # of the checkpoint's own stops, those that cannot come are no reason to refuse
+    assert m.generate([1, 2, 3], 30).ids == whole.ids
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "bart"])
+def test_a_prompt_too_long_is_refused_or_cut(shape):
+    m = ch.Loaded(model_of(shape), special={"decoder_start": START})
+    (prompt,) = prompts_of((150,))
+    kept = 128 if shape == "bart" else 128 - 9
+    assert m.generate(prompt, 10, overflow="window").ids == m.generate(prompt[-kept:], 10).ids
+    assert m.generate(prompt[:5], 10, overflow="window").ids == m.generate(prompt[:5], 10).ids
+    if shape != "llama":
+        with pytest.raises(ch.InputError, match="positions"):
+            m.generate(prompt, 10)
+    with pytest.raises(ch.InputError, match="refuse or window"):
+        m.generate(prompt, 10, overflow="wrap")
+    if shape != "bart":
+        with pytest.raises(ch.InputError, match="no room"):
+            m.generate(prompt, 200, overflow="window")
+
+
+# Reading what was read before no second time -----------------------------------------------------------------------------
+
+
+class Counting:
+    """Counts the tokens that go through a model."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.tokens, forward = 0, ch.Transformer.forward
+
+        def counted(model, ids, *args, **more):
+            self.tokens += ids.shape[1]
+            return forward(model, ids, *args, **more)
+
+        monkeypatch.setattr(ch.Transformer, "forward", counted)
+
+    def of(self, call) -> int:
+        before = self.tokens
+        call()
+        return self.tokens - before
+
+
+@pytest.mark.ledger("G2")
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}, {"lookup": 4}], ids=str)
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma2"])
+def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
+    counting = Counting(monkeypatch)
+    m, (prompt, other) = ch.Loaded(model_of(shape)), prompts_of((40, 30))
+    fresh = ch.Loaded(m.model)
+    first = m.generate(prompt, 10, reuse=True, **options)
+    assert first.ids == fresh.generate(prompt, 10, **options).ids
+    longer = prompt + first.ids + [1, 2, 3]  # a conversation goes on
+    made: list[ch.Generation] = []
+    read = counting.of(lambda: made.append(m.generate(longer, 10, reuse=True, **options)))
+    assert made[0].ids == fresh.generate(longer, 10, **options).ids
+    assert read < len(longer) if "lookup" in options else read == 4 + 9  # what is new, and the last token said
+    for again in (longer, prompt[:20], [*prompt[:20], *other], other, [prompt[0]]):  # the same, shorter, other ways to go on
+        assert m.generate(again, 10, reuse=True, **options).ids == fresh.generate(again, 10, **options).ids
+    if not options:
+        assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 39  # of the last prompt, one token is the same
+        assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 1
+
+
+@pytest.mark.ledger("G2")
+def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
+    counting = Counting(monkeypatch)
+    m, (prompt,) = ch.Loaded(model_of("llama")), prompts_of((20,))
+    m.generate(prompt, 5, reuse=True)
+    with torch.no_grad():
+        for parameter in m.model.parameters():
+            parameter.mul_(1.5)
+    wanted = decode(m.model, [prompt], 5)[0].ids
+    made: list[ch.Generation] = []
+    assert counting.of(lambda: made.append(m.generate(prompt, 5, reuse=True))) == 24
+    assert made[0].ids == wanted
+    with ch.record(m.model, "blocks.0.resid_post") as seen:
+        assert m.generate(prompt, 5, reuse=True).ids == wanted
+    assert seen.calls("blocks.0.resid_post")[0].shape[1] == 20  # who watches sees all of it
+    for bad in (lambda: m.generate([[1], [2]], 3, reuse=True), lambda: ch.Loaded(model_of("t5")).generate([1], 3, reuse=True)):
+        with pytest.raises(ch.InputError, match="one prompt of a decoder"):
+            bad()
+
+
+def test_rows_have_what_was_asked_for():
+    row = decode(model_of("gpt2"), [[1, 2]], 5, alternatives=2)[0]
+    assert isinstance(row, Row)
+    assert row.steps == len(row.ids) == len(row.logprobs) == len(row.alternatives) == 5

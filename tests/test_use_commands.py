@@ -1,0 +1,368 @@
+"""The commands that use a model: what they print is what the methods give; batches, streams, files; one line for a mistake."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import clearhead as ch
+from clearhead import cli
+from clearhead.commands.inputs import Item, results, writing
+from clearhead.tasks import tag_all
+from tests.test_tasks import LABELS, TEXTS, saved
+
+
+def run(*arguments, capsys):
+    """Exit code, stdout, stderr of one command."""
+    try:
+        cli.main([str(argument) for argument in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Let stdin hold these bytes."""
+
+    def hold(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    return hold
+
+
+def byte_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> pathlib.Path:
+    torch.manual_seed(0)
+    config = ch.preset("micro-decoder").replace(vocab_size=257, init_std=0.3, max_positions=48)
+    folder = tmp_path_factory.mktemp("decoder") / "model"
+    ch.Loaded(ch.Transformer(config), byte_tokenizer(), special={"eos": 256}).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> pathlib.Path:
+    torch.manual_seed(0)
+    config = ch.preset("micro-encoder-decoder").replace(vocab_size=257, init_std=0.3)
+    folder = tmp_path_factory.mktemp("both") / "model"
+    ch.Loaded(ch.Transformer(config), byte_tokenizer(), special={"eos": 256, "decoder_start": 0}).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """One model for each command that reads."""
+    kinds = {
+        "classify": ("BertForSequenceClassification", {"num_labels": 3}),
+        "tag": ("BertForTokenClassification", {"id2label": dict(enumerate(LABELS)), "label2id": {n: i for i, n in enumerate(LABELS)}}),
+        "fill": ("BertForMaskedLM", {}),
+        "answer": ("BertForQuestionAnswering", {}),
+    }
+    made = {name: saved(tmp_path_factory.mktemp(name), kind, **changes) for name, (kind, changes) in kinds.items()}
+    return {**made, "embed": made["fill"]}
+
+
+# Generate, translate, score -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("G1")
+def test_every_option_of_generate_reaches_the_model(decoder, capsys):
+    m = ch.load(decoder)
+    drawn = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
+    for options, flags in (
+        ({**drawn, "seed": 3}, ["--temperature", 1.3, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--typical-p", 0.9, "--seed", 3]),
+        ({"repetition_penalty": 1.5, "presence_penalty": 0.4}, ["--repetition-penalty", 1.5, "--presence-penalty", 0.4]),
+        ({"frequency_penalty": 0.7, "no_repeat_ngram": 2}, ["--frequency-penalty", 0.7, "--no-repeat-ngram", 2]),
+        ({"num_beams": 3, "length_penalty": 0.3}, ["--beams", 3, "--length-penalty", 0.3]),
+        ({"stop": "e"}, ["--stop", "e"]),
+        ({"lookup": 3}, ["--lookup", 3]),
+        ({"draft": m}, ["--draft", decoder]),
+        (
+            {"stop_tokens": ["<|end|>"], "seconds": 60.0},
+            ["--stop-token", "<|end|>", "--seconds", 60, "--device", "cpu", "--dtype", "float32"],
+        ),
+    ):
+        code, out, err = run("generate", decoder, "hello", "--max-new-tokens", 20, "--json", *flags, capsys=capsys)
+        assert (code, err) == (0, "")
+        wanted = m.generate("hello", 20, **options)
+        body = json.loads(out)
+        assert body["ids"] == wanted.ids, flags
+        assert (body["text"], body["stop_reason"], body["prompt"]) == (wanted.text, wanted.stop_reason, "hello")
+
+
+@pytest.mark.ledger("G1", "G5")
+def test_several_beams_and_logprobs(decoder, capsys):
+    m = ch.load(decoder)
+    _, out, _ = run("generate", decoder, "hello", "--max-new-tokens", 8, "--beams", 3, "--num-return", 2, "--json", capsys=capsys)
+    wanted = m.generate("hello", 8, num_beams=3, num_return=2)
+    assert [one["ids"] for one in json.loads(out)["results"]] == [one.ids for one in wanted]
+    _, out, _ = run("generate", decoder, "hello", "--max-new-tokens", 4, "--logprobs", 2, "--json", capsys=capsys)
+    wanted = m.generate("hello", 4, logprobs=True, alternatives=2)
+    assert json.loads(out)["logprobs"] == pytest.approx(wanted.logprobs)
+    assert [[token for token, _ in step] for step in json.loads(out)["alternatives"]] == [
+        [t for t, _ in step] for step in wanted.alternatives
+    ]
+
+
+@pytest.mark.ledger("G3")
+def test_a_file_stdin_and_arguments_agree(decoder, capsys, stdin, tmp_path):
+    prompts = ["one", "a longer prompt", "日本", "x", "five"]
+    m = ch.load(decoder)
+    wanted = [m.generate(prompt, 6).text for prompt in prompts]
+    lines = "".join(f"{prompt}\n" for prompt in prompts).encode()
+    (tmp_path / "prompts.txt").write_bytes(lines)
+    (tmp_path / "prompts.txt.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in prompts))
+    for name in ("prompts.txt", "prompts.txt.gz", "prompts.jsonl"):
+        code, out, _ = run(
+            "generate", decoder, "--file", tmp_path / name, "--max-new-tokens", 6, "--json", "--batch-size", 2, capsys=capsys
+        )
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert code == 0
+        assert [row["prompt"] for row in rows] == prompts
+        assert [row["text"] for row in rows] == wanted
+    for arguments in ([], ["-"]):
+        stdin(lines)
+        _, out, _ = run("generate", decoder, *arguments, "--max-new-tokens", 6, "--json", "--batch-size", 4, capsys=capsys)
+        assert [json.loads(line)["text"] for line in out.splitlines()] == wanted
+    target = tmp_path / "out.jsonl"
+    code, out, _ = run(
+        "generate", decoder, "--file", tmp_path / "prompts.txt", "--max-new-tokens", 6, "--json", "--output", target, capsys=capsys
+    )
+    assert (code, out) == (0, "")
+    assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "prompts.txt", "prompts.txt.gz"]
+
+
+@pytest.mark.ledger("E3")
+def test_translate(both, capsys, tmp_path):
+    m = ch.load(both)
+    (tmp_path / "in.txt").write_text("ein Hund\nzwei\n")
+    wanted = [m.translate(text, 9) for text in ("ein Hund", "zwei")]
+    _, out, _ = run("translate", both, "--file", tmp_path / "in.txt", "--max-new-tokens", 9, "--json", capsys=capsys)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["text"] for row in rows] == [one.text for one in wanted]
+    assert [row["source"] for row in rows] == ["ein Hund", "zwei"]
+    _, out, _ = run("translate", both, "zwei", "--max-new-tokens", 9, "--beams", 1, capsys=capsys)
+    assert out == f"{m.generate('zwei', 9).text}\n"
+
+
+@pytest.mark.ledger("G5")
+def test_score_lines(decoder, both, capsys, stdin):
+    m = ch.load(decoder)
+    stdin(b"hello\nworld\n")
+    _, out, _ = run("score", decoder, "--json", capsys=capsys)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["total"] for row in rows] == pytest.approx([m.score(text).total for text in ("hello", "world")], rel=1e-6)
+    _, out, _ = run("score", both, "hello", "--source", "hallo", "--json", capsys=capsys)
+    assert json.loads(out)["total"] == pytest.approx(ch.load(both).score("hello", "hallo").total, rel=1e-6)
+    _, out, _ = run("score", decoder, "hello", capsys=capsys)
+    assert "perplexity" in out
+
+
+@pytest.mark.ledger("L3")
+def test_the_golden_story(shared, capsys):
+    folder = shared / "weights" / "stories260K"
+    if not (folder / "tok512.bin").is_file():
+        pytest.skip(f"no {folder / 'tok512.bin'}")
+    golden = json.loads((folder / "hf" / "golden_greedy_200.json").read_text())["greedy_ids"]
+    loaded = ch.load(folder / "hf", tokenizer=folder / "tok512.bin")
+    text = loaded.tokenizer.decode(golden)
+    prompt = "Once upon a time"
+    assert loaded.encode([prompt])[0] == golden[:5]
+    options = ["--tokenizer", folder / "tok512.bin", "--max-new-tokens"]
+    code, out, err = run("generate", folder / "hf", prompt, *options, len(golden) - 5, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out == text + "\n"
+    _, out, _ = run("generate", folder / "hf", prompt, *options, 200, capsys=capsys)
+    assert out.startswith(text)
+    _, out, _ = run("generate", folder / "hf", prompt, *options, len(golden) - 5, "--stream", capsys=capsys)
+    assert out == text + "\n"
+
+
+# Reading ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("E1")
+def test_readers_say_what_the_methods_say(readers, capsys, tmp_path):
+    m = {name: ch.load(folder) for name, folder in readers.items()}
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    flags = ["--file", tmp_path / "in.txt", "--json", "--batch-size", 3]
+    rows = {
+        name: [json.loads(line) for line in run(name, readers[name], *flags, capsys=capsys)[1].splitlines()]
+        for name in ("classify", "tag", "embed")
+    }
+    for row, wanted in zip(rows["classify"], m["classify"].classify(TEXTS)):
+        assert (row["label"], row["scores"]) == (wanted.label, pytest.approx(wanted.scores, abs=1e-5))
+    for row, wanted in zip(rows["tag"], tag_all(m["tag"], TEXTS)):
+        assert [word["label"] for word in row["words"]] == [word.label for word in wanted.words]
+        assert [(span["start"], span["text"]) for span in row["spans"]] == [(span.start, span.text) for span in wanted.spans]
+    assert torch.allclose(torch.tensor([row["embedding"] for row in rows["embed"]]), m["embed"].embed(TEXTS), atol=1e-5)
+    _, out, _ = run("classify", readers["classify"], "rain", "--pair", "two dogs", "--json", capsys=capsys)
+    assert json.loads(out)["scores"] == pytest.approx(m["classify"].classify(("rain", "two dogs")).scores, abs=1e-5)
+    _, out, _ = run("fill", readers["fill"], "the [MASK] wait", "--k", 3, "--json", capsys=capsys)
+    assert [one["id"] for one in json.loads(out)["masks"][0]] == [one.id for one in m["fill"].fill("the [MASK] wait", 3)]
+    (tmp_path / "asked.txt").write_text(f"who lives\t{TEXTS[0]}\nwhat waits\t{TEXTS[1]}\n")
+    _, out, _ = run("answer", readers["answer"], "--file", tmp_path / "asked.txt", capsys=capsys)
+    wanted = m["answer"].answer(["who lives", "what waits"], TEXTS[:2])
+    assert out.splitlines() == [one.text for one in wanted]
+    _, out, _ = run("answer", readers["answer"], "who lives", TEXTS[0], "--json", capsys=capsys)
+    assert json.loads(out)["text"] == wanted[0].text
+
+
+@pytest.mark.parametrize("name", ["classify", "tag", "fill", "answer", "embed"])
+def test_plain_output(name, readers, capsys, stdin):
+    given = {"fill": ["the [MASK] wait"], "answer": ["who", "Anna lives"]}.get(name, ["Anna lives near Berlin."])
+    code, out, err = run(name, readers[name], *given, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.strip()
+    stdin(("\t".join(given) + "\n").encode() * 3)
+    code, out, err = run(name, readers[name], capsys=capsys)
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 3
+
+
+# Mistakes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "DECODER", ""], "the prompt is empty"),
+        (["generate", "DECODER", "word " * 40], "48"),
+        (["generate", "DECODER", "a", "--top-p", "1.5"], "top_p 1.5"),
+        (["generate", "DECODER", "a", "--top-p", "0"], "top_p 0"),
+        (["generate", "DECODER", "a", "--temperature", "-1"], "temperature -1"),
+        (["generate", "DECODER", "a", "--beams", "3", "--temperature", "1"], "temperature 1.0 with num_beams 3"),
+        (["generate", "DECODER", "a", "--num-return", "2"], "num_return 2"),
+        (["generate", "DECODER", "a", "--stop-token", "<|ende|>"], "<|ende|>"),
+        (["generate", "DECODER", "a", "--max-new-tokens", "0"], "max_new_tokens 0"),
+        (["generate", "DECODER", "a", "--device", "nowhere"], "nowhere"),
+        (["generate", "DECODER", "a", "--file", "x.txt"], "choose one"),
+        (["generate", "DECODER", "--file", "/nowhere/x.txt"], "/nowhere/x.txt cannot be read"),
+        (["generate", "DECODER", "a", "--output", "/nowhere/x.txt"], "/nowhere/x.txt cannot be written"),
+        (["generate", "DECODER", "a", "--batch-size", "0"], "batch-size 0"),
+        (["generate", "DECODER", "a", "--tokenizer", "/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),
+        (["generate", "READER", "a"], "head"),
+        (["translate", "DECODER", "a"], "encoder-decoder"),
+        (["classify", "DECODER", "a"], "head classifier"),
+        (["answer", "READER", "a"], "context"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_code_2(arguments, words, decoder, readers, capsys):
+    places = {"DECODER": decoder, "READER": readers["classify"]}
+    code, out, err = run(*(places.get(argument, argument) for argument in arguments), capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and err.startswith("clearhead: ")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "number", "words"),
+    [
+        ("in.txt", ["one", "two", "", "four"], 3, "empty"),
+        ("in.txt", ["one", "two", "word " * 40, "four"], 3, "positions"),
+        ("in.txt", ["one", b"\xff\xfe", "three"], 2, "UTF-8"),
+        ("in.jsonl", ['{"prompt": "one"}', '{"prompt": 2}'], 2, "must be text"),
+        ("in.jsonl", ['{"prompt": "one"}', "{"], 2, "not JSON"),
+        ("in.jsonl", ['{"prompt": "one"}', "[1]"], 2, "JSON object"),
+        ("in.jsonl", ['{"text": "one"}'], 1, "no prompt"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_before_it_is_lost(name, lines, number, words, decoder, capsys, tmp_path):
+    path, target = tmp_path / name, tmp_path / "out.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    flags = ["--file", path, "--json", "--max-new-tokens", 4]
+    code, out, err = run("generate", decoder, *flags, capsys=capsys)
+    assert code == 2
+    assert f"{name} line {number}: " in err and words in err and err.count("\n") == 1
+    assert len(out.splitlines()) == number - 1
+    run("generate", decoder, *flags, "--output", target, capsys=capsys)
+    assert target.read_text() == out
+
+
+def test_a_file_cut_short(decoder, capsys, tmp_path):
+    packed = gzip.compress("".join(f"prompt {n}\n" for n in range(40)).encode())
+    (tmp_path / "in.txt.gz").write_bytes(packed[:-10])
+    code, _, err = run("score", decoder, "--file", tmp_path / "in.txt.gz", "--output", tmp_path / "out.txt", capsys=capsys)
+    assert code == 2
+    assert "cannot be read after line" in err
+    (tmp_path / "bad.gz").write_bytes(b"no gzip\n")
+    assert run("score", decoder, "--file", tmp_path / "bad.gz", capsys=capsys)[0] == 2
+
+
+def test_a_damaged_tokenizer_file(decoder, capsys, tmp_path):
+    for name, data in (("a.bin", b"\x07\0\0\0abc"), ("b.model", b"\xff\xff"), ("c.json", b"{}"), ("d.txt", b"")):
+        (tmp_path / name).write_bytes(data)
+        code, _, err = run("generate", decoder, "a", "--tokenizer", tmp_path / name, capsys=capsys)
+        assert (code, err.count("\n")) == (2, 1)
+        assert name in err
+
+
+def test_results_come_as_batches_finish():
+    seen = []
+    items = (seen.append(n) or Item({"text": str(n)}, f"line {n}") for n in range(6))
+    made = results(items, lambda batch: [item.fields["text"] for item in batch], 2)
+    assert next(made)[1] == "0"
+    assert seen == [0, 1]  # nothing beyond the first batch was read
+    assert [result for _, result in made] == ["1", "2", "3", "4", "5"]
+
+
+def test_progress_goes_to_the_terminal_alone(decoder, capsys, tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("one\ntwo\nthree\n")
+    flags = ["--file", tmp_path / "in.txt", "--max-new-tokens", 3, "--json", "--batch-size", 1]
+    _, plain, silent = run("generate", decoder, *flags, capsys=capsys)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, out, shown = run("generate", decoder, *flags, capsys=capsys)
+    assert (code, out) == (0, plain)
+    assert silent == ""
+    assert "in.txt" in shown
+
+
+def test_an_output_file_is_whole_or_absent(tmp_path):
+    (tmp_path / "out.txt").write_text("before")
+
+    def stop_halfway():
+        with writing(tmp_path / "out.txt") as write:
+            write("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stop_halfway()
+    assert (tmp_path / "out.txt").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_a_pipe(decoder):
+    """A real process between two pipes: the first results are there before the input ends."""
+    command = [sys.executable, "-m", "clearhead.cli", "generate", str(decoder), "--max-new-tokens", "3", "--json", "--batch-size", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        process.stdin.write("one\ntwo\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["prompt"] == "one"
+        process.stdin.close()
+        assert json.loads(process.stdout.readline())["prompt"] == "two"
+        assert process.wait(60) == 0
