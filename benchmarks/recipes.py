@@ -10,6 +10,7 @@ BLEU is computed where sacrebleu (and, for tokenised BLEU, sacremoses) is instal
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
 import platform
@@ -170,7 +171,7 @@ def run(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> di
     }
     if job.test:
         judged = ch.evaluate(loaded, [there(path) for path in job.test], ch.read_recipe(folder / "train.toml").data, **job.generation)
-        result["test"] = judged.to_dict()
+        result["test"] = {name: value for name, value in dataclasses.asdict(judged).items() if name != "outputs"}
         if judged.outputs:
             (out / f"{name}.outputs.txt").write_text("\n".join(judged.outputs) + "\n", encoding="utf-8")
             if name == "multi30k":

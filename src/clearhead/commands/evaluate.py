@@ -12,6 +12,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from clearhead.commands.common import Folder, Json, show_result
 from clearhead.commands.inputs import writing
+from clearhead.data.columns import SHAPES
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def evaluate(
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
     from clearhead.loaded import load
-    from clearhead.train.evaluate import data_plan
+    from clearhead.train.evaluate import data_plan, task_for
     from clearhead.train.evaluate import evaluate as run
     from clearhead.train.precision import best_device
 
@@ -57,12 +58,16 @@ def evaluate(
     import torch
 
     loaded = load(folder, getattr(torch, dtype) if dtype else None, str(best_device(device)))
+    plan = data_plan(folder, recipe, set)
+    task = task_for(loaded, plan.task)
+    if output is not None and SHAPES[task] == "text":
+        raise InputError(f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with _progress() as on_progress:
         done = run(
             loaded,
             data,
-            data_plan(folder, recipe, set),
+            plan,
             seed=seed,
             batch_size=batch_size,
             tokenize=tokenize,
@@ -71,8 +76,6 @@ def evaluate(
             **{name: value for name, value in asked.items() if value is not None},
         )
     if output is not None:
-        if not done.outputs:
-            raise InputError(f"--output: a model judged by {done.task} has no answers to write: leave it out")
         with writing(output) as write:
             for text in done.outputs:
                 write(" ".join(text.splitlines()))

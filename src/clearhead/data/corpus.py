@@ -81,8 +81,8 @@ def _check_shape(plan: DataPlan, shape: Shape, what: str) -> None:
 
 
 def _settings(plan: DataPlan) -> str:
-    """Everything in a plan that changes the examples."""
-    names = ("task", "format", "columns", "header", "pattern", "lowercase", "validation_share", "max_examples")
+    """Everything in a plan that changes the examples; the task alone does not."""
+    names = ("format", "columns", "header", "pattern", "lowercase", "validation_share", "max_examples")
     wanted = {name: getattr(plan, name) for name in names} | {"columns": dict(plan.columns), "held": len(plan.validation)}
     return json.dumps([VERSION, wanted], sort_keys=True)
 

@@ -50,6 +50,8 @@ class Beams:
         for name in ("length_penalty", "diversity_penalty"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InputError(f"{name} {value!r} is not a number")
+        if abs(self.length_penalty) > 20:
+            raise InputError(f"length_penalty {self.length_penalty} is outside [-20, 20]: it is an exponent, 1 takes the mean")
         if self.num_return > self.num_beams:
             raise InputError(f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams")
         if self.num_beams % self.num_beam_groups:
@@ -92,10 +94,10 @@ class Search:
     def done(self, best: float, length: int) -> bool:
         """May the search end, when its best open beam has the sum `best` over `length` tokens?
 
-        Not before it has as many hypotheses as beams, unless no beam is left. With `early_stopping` True then at once. Else when the open
-        beam cannot enter. What it may still reach: its sum can only fall, so its score is highest at the greatest
-        length if the penalty is above 0 and at the present one otherwise. "never" goes by that, and misses nothing;
-        False takes the present length in either case, which ends earlier and is the custom.
+        Not before it has as many hypotheses as beams, unless no beam is open. Then at once with `early_stopping` True,
+        else when the open beam can no more enter. Its sum can only fall, so the best score it may reach is its sum over
+        the greatest length if the penalty is above 0, and over the present one otherwise. "never" goes by that, and
+        misses nothing; False takes the present length in either case, which ends earlier and is the custom.
         """
         if best == REMOVED or len(self.found) < self.beams.group_size:
             return best == REMOVED

@@ -49,6 +49,7 @@ class CompiledStep:
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
         self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)  # by slot: the most probable token after it
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
+        self._forward()  # what parts of the model make at first use, they make now, and not under the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
         run = torch.compile(self._forward, fullgraph=True, dynamic=False, backend=backend, options=options)
         with torch._dynamo.config.patch(recompile_limit=64):  # one for each size

@@ -210,7 +210,7 @@ def chrf_counts(predicted: Sequence[str], references: References) -> Counts:
 
 def chrf_of(sums: Counts) -> float:
     """What `chrf` gives for texts whose counts sum to this."""
-    return float(_sacrebleu().CHRF()._compute_score_from_stats([[int(count) for count in sums]]).score)
+    return float(_sacrebleu().CHRF()._compute_score_from_stats([int(count) for count in sums]).score)
 
 
 def answer_counts(predicted: Sequence[str], references: References) -> Counts:

@@ -298,6 +298,7 @@ def _assemble(
     precision = choose_precision(plan, device)
     on_event(Said(precision.sentence))
     if plan.lora:
+        torch.manual_seed(plan.seed)  # the updates begin at random
         add_lora(
             loaded.model, plan.lora, plan.lora_alpha, plan.lora_targets, () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
         )
