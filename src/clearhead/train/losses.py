@@ -120,7 +120,6 @@ def _is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it runs a backward pass of its own
 def _pieces(head: Head, rows: Tensor, targets: Tensor, smoothing: float, size: int, of_rows: RowLoss) -> Any:
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     return _InPieces.apply(functools.partial(of_rows, head), smoothing, size, targets, rows, *trained)  # type: ignore[no-untyped-call]
