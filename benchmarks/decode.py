@@ -1,4 +1,4 @@
-"""Greedy decoding on the CPU with the cache, 124M GPT-2 shape, float32: clearhead and transformers, in turn.
+"""Greedy decoding on the CPU with the cache, 124M GPT-2 shape, float32: clearhead, transformers and, where installed, CTranslate2, in turn.
 
 python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
 """
@@ -6,13 +6,39 @@ python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 import clearhead as ch
 from clearhead.generate.decode import greedy
 from clearhead.generate.prepare import prepared
 from common import alternate, report, save
+
+
+def translate2(peer: object, folder: str, threads: int) -> Callable[[Tensor, int], object]:
+    """The same weights in CTranslate2: its converter asks for a tokenizer's files, so it is given a vocabulary here."""
+    import ctranslate2
+    from ctranslate2.converters.transformers import GPT2Loader
+
+    spec = GPT2Loader().get_model_spec(peer)
+    words = [f"t{number}" for number in range(50257)]
+    spec.register_vocabulary(words)
+    spec.config.bos_token = spec.config.eos_token = words[-1]
+    spec.config.unk_token = words[-2]
+    spec.validate()
+    spec.optimize(quantization=None)
+    spec.save(folder)
+    generator = ctranslate2.Generator(folder, device="cpu", compute_type="float32", intra_threads=threads)
+
+    def run(ids: Tensor, new: int) -> object:
+        prompts = [[words[token] for token in row] for row in ids.tolist()]
+        return generator.generate_batch(prompts, max_length=new, min_length=new, include_prompt_in_result=False)
+
+    return run
 
 
 def main() -> None:
@@ -32,6 +58,8 @@ def main() -> None:
     logging.set_verbosity_error()
     peer = GPT2LMHeadModel(GPT2Config()).eval()
     results = []
+    folder = tempfile.TemporaryDirectory()
+    other = translate2(peer, folder.name, torch.get_num_threads()) if find_spec("ctranslate2") is not None else None
     for batch in options.batches:
         ids = torch.randint(config.vocab_size, (batch, options.prompt))
         jobs = {
@@ -45,10 +73,13 @@ def main() -> None:
                 pad_token_id=50256,
             ),
         }
+        if other is not None:
+            jobs["ctranslate2"] = lambda ids=ids: other(ids, options.new)
         title = f"CPU greedy decode, GPT-2 124M float32, batch {batch}, {options.prompt} + {options.new} tokens"
         results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
     if options.save:
         save("cpu_decode", results)
+    folder.cleanup()
 
 
 if __name__ == "__main__":

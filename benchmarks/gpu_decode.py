@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.generate import compiled, prepare
+from clearhead.generate import kernels as kernels_module
 from clearhead.generate.compiled import CompiledStep, Handover, Steps, decode_compiled
 from clearhead.generate.decode import decode, prefill
 from clearhead.model.attend import KERNELS
@@ -40,6 +40,7 @@ DESCENT = {**DEFAULT, "coordinate_descent_tuning": True}
 AUTOTUNE = {**DESCENT, "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 # By name: which parts have kernels of ours, who compiles the rest, what it is told, how attention is computed otherwise.
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "default": ("some", "inductor", DESCENT, "fused"),  # what `generate` does
     "kernels": ("all", "inductor", DESCENT, "fused"),
     "attention": ("attention", "inductor", DESCENT, "fused"),
     "descent": ("none", "inductor", DESCENT, "fused"),
@@ -93,35 +94,13 @@ def formula(
     return (pattern[..., None] * v[:, :, None].float()).sum(3).to(q.dtype).view(B, H, 1, -1)
 
 
-def linear_in_parts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-    gate: str | None = None,
-    add: Tensor | None = None,
-) -> Tensor:
-    """What `step_linear` computes, step by step, for the compiler to fuse."""
-    y = x
-    if scale is not None:
-        y = x.float()
-        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (scale.float() + unit_offset)).to(x.dtype)
-    y = nnf.linear(y, weight, bias)
-    if gate is not None:
-        pre, up = y.chunk(2, dim=-1)
-        y = nnf.silu(pre) * up
-    return y if add is None else y + add
-
-
 def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]:
     """How a model is made ready for a variant, and the compiler's name."""
     kernels, backend, options, attention = VARIANTS[name]
     compiled.OPTIONS.clear()
     compiled.OPTIONS.update(options)
-    if kernels == "attention":
-        prepare.step_linear = linear_in_parts
+    rows = {"all": 64, "attention": 0}
+    kernels_module.MOST_ROWS = rows.get(kernels, kernels_module.MOST_ROWS)
     KERNELS["formula"] = formula
 
     def ready(model: ch.Transformer) -> ch.Transformer:

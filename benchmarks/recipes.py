@@ -159,6 +159,8 @@ def run(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> di
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = ch.load(folder, device=device)
     spoken = " ".join(f"'{part}'" if " " in part or "(" in part else part for part in ["clearhead", *command[3:]])
+    for key, value in {**places, "runs": str(out)}.items():
+        spoken = spoken.replace(value, key)
     result: dict[str, object] = {
         "command": spoken,
         "seed": seed,

@@ -313,6 +313,8 @@ class Loaded:
             names = {str(index): name for index, name in enumerate(self.labels)}
             theirs |= {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
         original = self.description
+        if original is None or original.config != self.config:  # else its config.json says them
+            theirs |= self._named_ids(theirs)
         carried = original.carried if original is not None and original.config == self.config else {}
         with whole_folder(target) as work:
             save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
@@ -324,6 +326,13 @@ class Loaded:
                 write_json(work / PREPROCESSOR, self.images)
             if self.sentences is not None:
                 write_sentences(work, self.sentences, self.config.d_model)
+
+    def _named_ids(self, theirs: dict[str, Any]) -> dict[str, int]:
+        """Special token ids as config.json has them; a padding id there already belongs to the table of positions."""
+        roles = ["bos", "eos", *(["pad"] if theirs.get("pad_token_id") is None else [])]
+        if self.config.family == "encoder-decoder":
+            roles.append("decoder_start")
+        return {f"{role}_token_id": self.special[role] for role in roles if role in self.special}
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,8 +1,12 @@
-"""`clearhead demo`: a short tour in the terminal."""
+"""`clearhead demo`: a tour in the terminal, from a file to a model that one can see through, in about two minutes."""
 
 from __future__ import annotations
 
+import tempfile
 import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,71 +15,87 @@ from rich.text import Text
 
 from clearhead.cost import cost
 from clearhead.inside.checks import check
-from clearhead.lab.toys import BEGIN, END, VOCABULARY, Learned, Progress, answer, learn
+from clearhead.loaded import Loaded
 from clearhead.model.taps import record
 from clearhead.report import attention_map, check_table, cost_table
+from clearhead.train.events import Event, Said, Started, Stepped, Validated
+from clearhead.train.run import train
 
-SOURCE = torch.tensor([[3, 1, 4, 1, 5, 9]])
+PROSE = ["data.batch_size=16", "data.max_examples=200", "train.lr=3e-3"]
+DATES = ["data.max_examples=4000", "generate.max_new_tokens=12"]
+PROMPT, DATE = "Return the ", "the 3rd of May 2011"
 
 
-def tour(seed: int = 0) -> None:
-    """Learn to reverse digits, see how, read a cost table, run the checks."""
-    console = Console()
-    console.rule("1. A Transformer learns to reverse digits")
-    console.print("Encoder and decoder, two layers each, 64 wide, from random weights; scored on inputs it never saw.\n")
-    learned = _learn(console, seed)
-    _show_attention(console, learned)
-    console.rule("3. What a model takes, before it is built")
+def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
+    """Train on prose, on dates; see where a model looks; read a cost table; run the checks.
+
+    Args:
+        seed: of both models.
+        steps: of the first model; the second takes as many.
+        folder: where the models stay; None: in a temporary folder.
+    """
+    console = Console(highlight=False)
+    place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
+    both = [f"train.steps={steps}", f"train.validate_every={max(1, steps // 2)}", f"train.seed={seed}"]
+    console.rule("1. A small GPT learns the prose of Python's own documentation")
+    writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", [*PROSE, *both])
+    made: Any = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
+    console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text), sep="")
+    console.rule("2. An encoder-decoder learns to read dates")
+    reader = _train(console, "dates", "seq2seq-dates", place / "reader", [*DATES, *both])
+    said: Any = reader.generate(DATE, 12)
+    console.print(f"\n{DATE}  becomes  {said.text}\n")
+    console.rule("3. Where it looks while it writes")
+    _show_attention(console, reader, DATE, said.ids)
+    console.rule("4. What a model takes, before it is built")
     console.print(cost_table(cost("gpt2"), "gpt2"))
-    console.rule("4. The equality checks, on the model just trained")
-    rows = check(learned.model)
+    console.rule("5. The equality checks, on the model just trained")
+    rows = check(reader)
     console.print(check_table(rows))
     failed = sum(not row.passed for row in rows)
     console.print(f"{len(rows) - failed} of {len(rows)} equal.\n")
     console.rule("Next")
-    console.print("clearhead generate DIR 'Once upon'   any language model with a tokenizer")
-    console.print("clearhead cost llama-3-8b --length 8192 --dtype bfloat16")
-    console.print("clearhead check DIR --reference      against transformers")
-    console.print("clearhead convert IN OUT             read and write Hugging Face checkpoints")
+    console.print(f"clearhead generate {place / 'writer'} 'Return the ' --temperature 0.7 --stream", soft_wrap=True)
+    console.print(f"clearhead translate {place / 'reader'} '24 December 1999'", soft_wrap=True)
+    console.print("clearhead train my.txt                     your own text, pairs, labels, tags or images")
+    console.print("clearhead tokens 'any text'                the stages of tokenization")
+    console.print("clearhead check DIR --reference            against transformers")
 
 
-def _learn(console: Console, seed: int) -> Learned:
+def _train(console: Console, data: str, recipe: str, out: Path, settings: list[str]) -> Loaded:
+    """A run with one live line, or, without a terminal, a line at each validation."""
     start = time.perf_counter()
+    live = Live(Text("reading"), console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
 
-    def line(progress: Progress) -> Text:
-        bar = "█" * round(progress.accuracy * 30)
-        took = time.perf_counter() - start
-        return Text(f"step {progress.step:>5}   loss {progress.loss:.3f}   exact {progress.accuracy:7.2%}  {bar:<30}  {took:4.0f} s")
+    def show(event: Event) -> None:
+        took = f"{time.perf_counter() - start:4.0f} s"
+        if isinstance(event, Said | Started):
+            return
+        if isinstance(event, Stepped) and live is not None:
+            bar = "█" * round(30 * event.step / event.steps)
+            live.update(
+                Text(f"step {event.step:>4}/{event.steps}  loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s  {bar:<30} {took}")
+            )
+        if isinstance(event, Validated):
+            figures = "  ".join(f"{name} {value:.3f}" for name, value in event.metrics.items())
+            console.print(f"step {event.step:>4}  validation  {figures}  {took}")
+            for sample in event.samples[:1]:
+                console.print(Text("    " + sample.replace("\n", "⏎")[: console.width - 6]))
 
-    if not console.is_terminal:
-        learned = learn("reverse", "encoder-decoder", seed=seed, on_step=lambda progress: console.print(line(progress)))
-    else:
-        with Live(Text("starting"), console=console, refresh_per_second=8) as live:
-            learned = learn("reverse", "encoder-decoder", seed=seed, every=50, on_step=lambda progress: live.update(line(progress)))
-    said = answer(learned.model, learned.task, SOURCE, SOURCE.shape[1] + 1)
-    console.print(f"\n  {_text(SOURCE)}  becomes  {_text(said)}\n")
-    return learned
+    with live if live is not None else nullcontext():
+        return train(data, recipe=recipe, out=out, settings=settings, on_event=show, overwrite=True).model
 
 
-def _show_attention(console: Console, learned: Learned) -> None:
-    console.rule("2. How it does it: where the decoder looks in the source")
-    fed = torch.cat([torch.tensor([[BEGIN]]), SOURCE.flip(1)[:, :-1]], dim=1)  # what it has read when it writes each digit
-    with torch.no_grad(), record(learned.model, "blocks.*.cross.pattern") as seen:
-        learned.model(fed, source=SOURCE)
+def _show_attention(console: Console, reader: Loaded, source: str, answer: list[int]) -> None:
+    """The cross-attention head that looks most sharply, as a picture of characters."""
+    assert reader.tokenizer is not None
+    read = reader.encode([source])[0]
+    fed = [reader.special["decoder_start"], *answer[:-1]]
+    with torch.no_grad(), record(reader.model, "blocks.*.cross.pattern") as seen:
+        reader.model(torch.tensor([fed]), source=torch.tensor([read]))
     heads = [(name, head, pattern[0, head]) for name, pattern in seen.items() for head in range(pattern.shape[1])]
-    name, head, pattern = max(heads, key=lambda entry: _on_target(entry[2]))
-    share, chance = _on_target(pattern), 1 / SOURCE.shape[1]
-    console.print(f"{name}, head {head}. A row for each token just read, a column for each of the source; darker is more.\n")
-    console.print(attention_map(pattern, [VOCABULARY[i] for i in fed[0]], [VOCABULARY[i] for i in SOURCE[0]]), highlight=False)
-    console.print(
-        f"\n{share:.0%} of its attention lies on the digit to be written next, last one first; by chance it would be {chance:.0%}.\n"
-    )
-
-
-def _on_target(pattern: torch.Tensor) -> float:
-    """How much of a pattern [T, S] lies on the diagonal that runs backwards."""
-    return float(pattern.flip(1).diagonal().mean())
-
-
-def _text(ids: torch.Tensor) -> str:
-    return "".join(VOCABULARY[i] for i in ids[0] if i != END)
+    name, head, pattern = max(heads, key=lambda entry: float(entry[2].amax(-1).mean()))
+    written, letters = ([reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read))
+    console.print(f"{name}, head {head}. A row for each character it writes, a column for each it has read; darker is more.\n")
+    console.print(attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters]))
+    console.print(f"\nOn average {float(pattern.amax(-1).mean()):.0%} of a row lies on one character of {len(read)}.\n")

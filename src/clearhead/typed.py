@@ -34,7 +34,7 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], key: str = "config k
     check_names(cls, values, key)
     hints = hints_of(cls)
     try:
-        return cls(**{name: _shaped(value, hints[name]) for name, value in values.items()})
+        return cls(**{name: shaped(value, hints[name]) for name, value in values.items()})
     except TypeError as error:
         raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
 
@@ -47,15 +47,15 @@ def check_names(cls: type, values: Mapping[str, Any], key: str = "config key") -
             raise ConfigError(f'unknown {key} "{name}"{nearest(str(name), known)}: {cls.__name__} has {", ".join(known)}')
 
 
-def _shaped(value: Any, hint: Any) -> Any:
+def shaped(value: Any, hint: Any) -> Any:
     """Lists as tuples, tables as the dataclass that the annotation names."""
     if isinstance(value, list):
-        return tuple(_shaped(item, hint) for item in value)
+        return tuple(shaped(item, hint) for item in value)
     if isinstance(value, Mapping):
         inner = next((choice for choice in (hint, *get_args(hint)) if dataclasses.is_dataclass(choice)), None)
         if isinstance(inner, type):
             return from_plain(inner, value)
-        return {name: _shaped(item, hint) for name, item in value.items()}
+        return {name: shaped(item, hint) for name, item in value.items()}
     return value
 
 

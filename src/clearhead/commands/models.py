@@ -11,16 +11,20 @@ from tyro.conf import Positional, arg
 from clearhead.commands.common import Folder, Json, show_result
 
 
-def demo(seed: Annotated[int, arg(help="of the toy model")] = 0) -> None:
-    """The tour: learn a toy task live, look at its attention, read a cost table, run the equality checks.
+def demo(
+    seed: Annotated[int, arg(help="of both models")] = 0,
+    steps: Annotated[int, arg(help="of each of the two trainings")] = 400,
+    out: Annotated[Path | None, arg(help="folder for the models; default: a temporary one")] = None,
+) -> None:
+    """The tour: train a small GPT and a date reader live, sample, see where it looks, read a cost table, run the equality checks.
 
     For example:
       clearhead demo
-      clearhead demo --seed 3
+      clearhead demo --steps 2000 --out demo-models
     """
     from clearhead.tour import tour
 
-    tour(seed)
+    tour(seed, steps, out)
 
 
 def cost(

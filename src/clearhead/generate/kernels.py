@@ -21,7 +21,7 @@ from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.norms import wide
 from clearhead.model.positions import Rotary, rotate
 
-MOST_ROWS = 64  # beyond, PyTorch's own products read as well
+MOST_ROWS = 1  # rows for which a product of ours, joined with what stands around it, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -42,7 +42,6 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("clearhead::step_linear", mutates_args=())
 def step_linear(
     x: Tensor,
     weight: Tensor,
@@ -56,11 +55,23 @@ def step_linear(
     """[B, 1, D] through RMS norm (with `scale` [D]), `weight` [N, D] and `bias` [N], then plus `add` [B, 1, N].
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate and the result has N/2 columns.
+    A single kernel for few rows; for more of them, steps that a compiler joins around the library's product.
     """
-    if available(x) and x.shape[0] <= MOST_ROWS and weight.is_contiguous():
-        from clearhead.generate import triton_step
+    way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
+    out: Tensor = way(x, weight, bias, scale, eps, unit_offset, gate, add)
+    return out
 
-        return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
+
+def _in_steps(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
     y = x
     if scale is not None:
         y = wide(x)
@@ -69,19 +80,37 @@ def step_linear(
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
         y = ACTIVATIONS[gate](pre) * up
-    return y.clone() if add is None else y + add
+    return y if add is None else y + add
 
 
-@step_linear.register_fake
+@torch.library.custom_op("clearhead::step_linear", mutates_args=())
+def _one_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    if available(x) and weight.is_contiguous():
+        from clearhead.generate import triton_step
+
+        return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
+    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
+
+
+@_one_kernel.register_fake
 def _(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-    gate: str | None = None,
-    add: Tensor | None = None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2))
 

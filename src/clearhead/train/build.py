@@ -6,6 +6,7 @@ encoders, mBART for pairs, ViT for images.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from clearhead.loaded import Loaded, load
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.train.recipe import BASE, Recipe
+from clearhead.typed import hints_of, shaped
 
 # What a model is when the recipe names none: a published kind, at a size that a CPU trains in minutes, or a GPU.
 KIND: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,9 +92,13 @@ def build(
         large: size for a GPU where the recipe says none.
     """
     given = {name: value for name, value in recipe.model.items() if name != BASE}
-    fixed = _fixed(task, tokenizer, labels, image, given)
     if base is not None:
-        return _adapted(base, fixed, given, tokenizer, special, labels, recipe.train.seed)
+        if task != "image" and base.config.head == HEADS[task] and set(labels) <= set(base.labels):
+            labels = base.labels  # the classes it knows, by their numbers there
+        generation = _generation(recipe, task, special, base.generation)
+        fixed = _fixed(task, tokenizer, labels, image, given)
+        return _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
+    fixed = _fixed(task, tokenizer, labels, image, given)
     group = group_of(task)
     kind, change = KIND[group]
     if BASE in recipe.model:
@@ -102,7 +108,7 @@ def build(
             raise ConfigError(f"[model] base {recipe.model[BASE]} is a {start.family} and the task is {task}: one such as {kind} fits")
     else:
         start = preset(kind).replace(**change, **(MIDDLE if large else SMALL)[group])
-    config = _config(start, {**fixed, **given}, given)
+    config = _config(start, {**given, **fixed}, given)
     torch.manual_seed(recipe.train.seed)
     return Loaded(
         Transformer(config),
@@ -132,7 +138,9 @@ def _fixed(
 
 
 def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelConfig:
-    """`start` changed; what follows from a width follows from the new one."""
+    """`start` changed; what follows from a width follows from the new one, and dropout holds wherever `start` has the same."""
+    if "dropout" in given and 0 < start.feedforward_dropout == start.dropout:
+        values = {"feedforward_dropout": given["dropout"], **values}
     if "d_model" in given:
         if start.embedding_scale != 1.0:
             values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
@@ -145,8 +153,9 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of a TOML file as the tuples of a config."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    """Values of a TOML file as a config has them."""
+    hints = hints_of(ModelConfig)
+    return {name: shaped(value, hints[name]) for name, value in values.items()}
 
 
 def _adapted(
@@ -156,20 +165,22 @@ def _adapted(
     tokenizer: Tokenizer | None,
     special: Mapping[str, int],
     labels: Sequence[str],
+    generation: dict[str, Any],
     seed: int,
 ) -> Loaded:
-    """A loaded model with the head the task needs; every weight that still has a place is kept."""
+    """A loaded model with the head the task needs; every weight that still has a place is kept, of a class if it is the same one."""
     old = base.config
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
     changes = {name: value for name, value in fixed.items() if name not in kept} | _typed(given)
     if changes["head"] == "classifier" and old.family == "encoder" and old.input == "tokens":
         changes.setdefault("pooler", "tanh")
-    if changes["head"] == old.head and changes["n_classes"] == old.n_classes and not given:
-        return base
     try:
         config = old.replace(**changes)
     except ConfigError as error:
         raise ConfigError(f"{base.folder} cannot be made into what the task needs: {error}") from None
+    same_classes = tuple(labels) == base.labels
+    if config == old and same_classes:
+        return dataclasses.replace(base, tokenizer=tokenizer, special=dict(special), generation=generation)
     torch.manual_seed(seed)
     model = Transformer(config)
     weights, fresh = dict(base.model.named_parameters()), dict(model.named_parameters())
@@ -180,24 +191,25 @@ def _adapted(
         raise ConfigError(f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: leave those keys out")
     with torch.no_grad():
         for name in shared:
-            fresh[name].copy_(weights[name])
+            if same_classes or not name.startswith("head.out."):
+                fresh[name].copy_(weights[name])
     return Loaded(
         model,
         tokenizer,
-        generation=dict(base.generation),
+        generation=generation,
         special=dict(special),
         settings=dict(base.settings),
         labels=tuple(labels) if config.n_classes else (),
     )
 
 
-def _generation(recipe: Recipe, task: Task, special: Mapping[str, int]) -> dict[str, Any]:
-    """generation_config.json: where a text begins and ends, and how it is made."""
+def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """generation_config.json: where a text begins and ends, as far as it is not `known`, and how it is made."""
     if HEADS[task] != "lm":
         return {}
     plan = recipe.generate
     roles = ("bos", "eos", "pad", "decoder_start")
-    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special}
+    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(known or {})
     made["max_new_tokens"] = plan.max_new_tokens
     if task == "lm":
         return made | {"do_sample": plan.temperature > 0, "temperature": plan.temperature or 1.0, "top_p": plan.top_p}

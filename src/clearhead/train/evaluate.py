@@ -20,7 +20,7 @@ from clearhead.errors import InputError
 from clearhead.loaded import Loaded
 from clearhead.tasks import tag_all
 from clearhead.tasks.run import fitting
-from clearhead.train.exam import SeenPictures, examples, key, led, names_in, renamed, summed_by
+from clearhead.train.exam import SeenPictures, begun, examples, key, led, names_in, renamed, summed_by
 from clearhead.train.figures import Figures
 from clearhead.train.metrics import Counts, bleu
 from clearhead.train.recipe import read_recipe
@@ -221,19 +221,14 @@ class _Judge:
         loaded, plan, said = self.loaded, self.plan, self.figures.said
         if self.task == "image":
             return SeenPictures(loaded, cast(Images, self.corpus.validation), plan.batch_size), 0
-        special = dict(loaded.special)
-        encoded = encode_corpus(self.corpus, "validation", self.task, loaded.text_tokenizer, self._labels, folder, special=special)
+        encoded = encode_corpus(self.corpus, "validation", self.task, loaded.text_tokenizer, self._labels, folder, special=loaded.special)
         tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
         if self.corpus.shape == "text" and plan.max_length is None and length > WINDOW:
             said.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
             length = WINDOW
         if self.task == "lm" and plan.packing == "stream":
             encoded = led(encoded, "ids", encoded.frame.before)
-        if loaded.config.family == "encoder-decoder":
-            start, *forced = loaded._start()
-            special["bos"] = start
-            if self.task == "seq2seq":
-                encoded = led(encoded, "target", tuple(forced) or encoded.frame.before)
+        encoded, special = begun(encoded, self.task, loaded)
         batches = make_batches(encoded, self.task, plan, special=special, length=length, seed=self.figures.seed, training=False)
         said.extend(batches.said)
         return batches, tokens

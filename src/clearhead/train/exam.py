@@ -19,7 +19,7 @@ from clearhead.data.even import EvenRows, tensor
 from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.data.guess import find_source
 from clearhead.data.layout import lay_out, read_examples
-from clearhead.data.plan import DataPlan
+from clearhead.data.plan import DataPlan, Task
 from clearhead.data.rows import Ints
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import to_pixels
@@ -53,6 +53,15 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
     longer = np.insert(ids, np.repeat(offsets[:-1], len(lead)), np.tile(np.array(lead, ids.dtype), len(offsets) - 1))
     moved = offsets + len(lead) * np.arange(len(offsets))
     return dataclasses.replace(encoded, arrays={**encoded.arrays, name: longer, f"{name}_offsets": moved})
+
+
+def begun(encoded: Encoded, task: Task, loaded: Loaded) -> tuple[Encoded, dict[str, int]]:
+    """The rows and special ids such that a decoder begins in training as it does when it writes: `bos` is what it is given first."""
+    if loaded.config.family != "encoder-decoder":
+        return encoded, loaded.special
+    start, *forced = loaded._start()
+    rows = led(encoded, "target", tuple(forced) or encoded.frame.before) if task == "seq2seq" else encoded
+    return rows, {**loaded.special, "bos": start}
 
 
 # Examples ---------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ class Precision:
     peak: float | None = None  # operations per second at best, where that is known
 
     @property
+    def name(self) -> str:
+        """What a recipe calls it."""
+        return str(self.dtype or torch.float32).removeprefix("torch.")
+
+    @property
     def scaled(self) -> bool:
         """Must the loss be scaled, so that small gradients are not lost?"""
         return self.dtype == torch.float16

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from clearhead.config import ModelConfig
 from clearhead.data.plan import DataPlan
@@ -97,21 +97,27 @@ def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def _setting(text: str) -> tuple[str, str, Any]:
-    """`train.steps=2000` as section, key and value; what is no TOML value is text."""
+    """`train.steps=2000` as section, key and value."""
     place, equals, value = text.partition("=")
     section, dot, key = place.strip().partition(".")
     if not (equals and dot and section and key):
         raise InputError(f'setting "{text}" is not understood: write section.key=value, such as train.steps=2000')
     if section not in SECTIONS:
         raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    several = get_origin(hints_of(SECTIONS[section]).get(key)) is tuple
-    if several and not isinstance(parsed, list):
-        parsed = [part.strip() for part in parsed.split(",")] if isinstance(parsed, str) else [parsed]
+    hint = hints_of(SECTIONS[section]).get(key)
+    several = any(get_origin(choice) is tuple for choice in (hint, *get_args(hint)))
+    parsed = _parsed(value, several)
+    if get_origin(hint) is tuple and not isinstance(parsed, list):
+        parsed = [parsed]
     return section, key, parsed
+
+
+def _parsed(text: str, several: bool = False) -> Any:
+    """A TOML value; what is none is text, or, where `several` may stand, values with commas between them."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return [_parsed(part) for part in text.split(",")] if several and "," in text else text.strip()
 
 
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:

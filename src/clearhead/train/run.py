@@ -24,19 +24,23 @@ from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.loaded import Loaded, load
 from clearhead.model.heads import LanguageHead
+from clearhead.presets import PRESETS
 from clearhead.tokens.training import choose, roles, train_tokenizer
 from clearhead.train.averaging import Ema, average
 from clearhead.train.build import base_of, build
 from clearhead.train.events import Event, Finished, OnEvent, Said, Started
+from clearhead.train.exam import begun
 from clearhead.train.log import Log
 from clearhead.train.loop import LARGER, Run, learn, save
 from clearhead.train.lora import add_lora
 from clearhead.train.machine import pays, recompute
 from clearhead.train.optim import make_optimizer
 from clearhead.train.precision import best_device, choose_precision
-from clearhead.train.recipe import Recipe, read_recipe
+from clearhead.train.recipe import BASE, Recipe, read_recipe
 from clearhead.train.samples import sampler
-from clearhead.train.state import BEST, CHECKPOINTS, load_checkpoint, newest, restore_optimizer
+from clearhead.train.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newest, restore_optimizer
+from clearhead.train.validate import validate
+from clearhead.typed import plain
 
 RECIPE, CACHE, PRETRAIN = "train.toml", "data", "pretrain"
 METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # of other tasks: the loss
@@ -140,6 +144,8 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     recipe = recipe.replace(
         "data", paths=tuple(map(_absolute, recipe.data.paths)), validation=tuple(map(_absolute, recipe.data.validation))
     )
+    if recipe.model.get(BASE) is not None:
+        recipe = recipe.replace("model", base=_absolute(recipe.model[BASE]))
     corpus, task = open_examples(recipe.data)
     for line in corpus.said:
         on_event(Said(line))
@@ -150,14 +156,14 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     loaded = build(recipe, task, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
     recipe = recipe.replace("data", task=task)
     train, validation = _batches(recipe, task, corpus, loaded, folder, on_event)
-    recipe = _settle(recipe, task, corpus, loaded, train)
+    recipe = _settle(recipe, task, corpus, loaded, train, choose_precision(recipe.train, device).name)
     write_text(folder / RECIPE, recipe.to_toml())
     write_text(folder / CACHE / "fingerprint", corpus.fingerprint)
     return _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
 
 
 def _absolute(path: str) -> str:
-    """Paths by which the run can be resumed from anywhere; a corpus's name stays a name."""
+    """Paths by which the run can be resumed from anywhere; the name of a corpus or a preset stays a name."""
     return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
 
 
@@ -227,12 +233,13 @@ def _batches(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder:
     made = []
     sides: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for side in sides:
-        encoded = encode_corpus(corpus, side, task, loaded.tokenizer, corpus.labels, cache, special=loaded.special)
+        encoded = encode_corpus(corpus, side, task, loaded.tokenizer, loaded.labels, cache, special=loaded.special)
+        encoded, special = begun(encoded, task, loaded)
         batches = make_batches(
             encoded,
             task,
             recipe.data,
-            special=loaded.special,
+            special=special,
             length=length,
             seed=recipe.train.seed,
             training=side == "train",
@@ -264,7 +271,7 @@ def processor(mean: list[float], deviation: list[float], config: ModelConfig) ->
     }
 
 
-def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches) -> Recipe:
+def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches, precision: str) -> Recipe:
     """The recipe with nothing left to choose: this is what `train.toml` says and what a resumed run reads."""
     plan = recipe.train
     per_epoch = max(1, train.per_epoch // plan.accumulate)
@@ -275,9 +282,11 @@ def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: B
         metric = "accuracy"
     warmup = plan.warmup if plan.warmup is not None else 4000 if plan.schedule == "original" else max(1, steps // 20)
     changed = {"steps": steps, "epochs": None, "validate_every": every, "save_every": plan.save_every or every}
-    recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup)
-    base = {"base": recipe.model["base"]} if "base" in recipe.model else {}
-    return dataclasses.replace(recipe, model={**base, **loaded.config.to_dict()})
+    recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup, precision=precision)
+    if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
+        return recipe  # the directory says what else the model is
+    fields = {entry.name: getattr(loaded.config, entry.name) for entry in dataclasses.fields(loaded.config)}
+    return recipe.replace("model", **{name: plain(value) for name, value in fields.items() if value is not None})
 
 
 def _assemble(
@@ -371,24 +380,25 @@ def _finish(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         tell(Started(run.folder, run.task, sum(p.numel() for p in parameters), trainable, run.steps, state.step, str(run.device)))
         reason = learn(run, tell, stop)
-        best = next((row for row in state.validations if row["step"] == _best_step(run)), {})
-        chosen = _chosen(run)
+        chosen, metrics = _chosen(run)
         if reason != "stopped":
             chosen.save(run.folder)
-        tell(Finished(run.folder, state.step, state.seconds, best, reason))
-    return Trained(chosen, run.folder, state.step, best, reason)
+        tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
+    return Trained(chosen, run.folder, state.step, metrics, reason)
 
 
-def _best_step(run: Run) -> int | None:
-    return next(iter(run.state.best(run.metric, run.metric in LARGER)), None)
-
-
-def _chosen(run: Run) -> Loaded:
-    """The best checkpoint, or the average of the last ones."""
+def _chosen(run: Run) -> tuple[Loaded, dict[str, Any]]:
+    """The best checkpoint and its figures; or the average of the last ones and what it scores."""
+    state = run.state
     best = run.folder / BEST
-    loaded = load(best if best.exists() else run.folder / "last")
-    if run.plan.average > 1:
-        saved = sorted((run.folder / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    loaded = load(best if best.exists() else run.folder / LAST)
+    saved = sorted((run.folder / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    if run.plan.average > 1 and state.step == run.steps:
         states = (load(path).model.state_dict() for path in saved[-run.plan.average :])
         loaded.model.load_state_dict(average(states))
-    return loaded
+        loaded.model.to(run.device)
+        found = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
+        loaded.model.to("cpu")
+        return loaded, {"step": state.step, **found}
+    step = next(iter(state.best(run.metric, run.metric in LARGER)), None)
+    return loaded, next((row for row in state.validations if row["step"] == step), {})

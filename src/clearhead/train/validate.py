@@ -20,6 +20,7 @@ from torch import Tensor
 from clearhead.data.batch import IGNORE, Batch
 from clearhead.data.batches import Batches
 from clearhead.data.plan import Task
+from clearhead.errors import InputError
 from clearhead.loaded import Loaded
 from clearhead.model.heads import LanguageHead
 from clearhead.model.norms import wide
@@ -79,7 +80,9 @@ def validate(
         total, count = total + float(seen.losses.sum()), count + float(seen.counts.sum())
         predicted += seen.said
         wanted += seen.meant
-    found = {"loss": total / max(count, 1)}
+    if not count:
+        raise InputError("the validation data asks for nothing, as when every word of it is unknown: validate on more of it, or on other files")
+    found = {"loss": total / count}
     if not isinstance(loaded.model.head, LanguageHead):
         return found | judged(task, predicted, wanted, loaded.labels)
     found["perplexity"] = math.exp(min(found["loss"], 700))
