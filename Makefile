@@ -22,8 +22,12 @@ ledger: $(DEV)
 	$(BIN)/python tools/ledger.py
 
 bench: $(DEV)
+	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/beam.py
+	$(BIN)/python benchmarks/speculate.py
+	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/load.py
 
 clean:

@@ -31,18 +31,20 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
 
     Args:
         seed: of both models.
-        steps: of the first model; the second takes as many.
+        steps: of the first model; the second takes half as many again.
         folder: where the models stay; None: in a temporary folder.
     """
     console = Console(highlight=False)
     place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
-    both = [f"train.steps={steps}", f"train.validate_every={max(1, steps // 2)}", f"train.seed={seed}"]
+    longer = steps * 3 // 2
+    prose = [*PROSE, f"train.steps={steps}", f"train.validate_every={max(1, steps // 2)}", f"train.seed={seed}"]
+    dates = [*DATES, f"train.steps={longer}", f"train.validate_every={max(1, longer // 2)}", f"train.seed={seed}"]
     console.rule("1. A small GPT learns the prose of Python's own documentation")
-    writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", [*PROSE, *both])
+    writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", prose)
     made: Any = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
     console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text), sep="")
     console.rule("2. An encoder-decoder learns to read dates")
-    reader = _train(console, "dates", "seq2seq-dates", place / "reader", [*DATES, *both])
+    reader = _train(console, "dates", "seq2seq-dates", place / "reader", dates)
     said: Any = reader.generate(DATE, 12)
     console.print(f"\n{DATE}  becomes  {said.text}\n")
     console.rule("3. Where it looks while it writes")

@@ -13,7 +13,7 @@ from clearhead.commands.common import Folder, Json, show_result
 
 def demo(
     seed: Annotated[int, arg(help="of both models")] = 0,
-    steps: Annotated[int, arg(help="of each of the two trainings")] = 400,
+    steps: Annotated[int, arg(help="of the first training; the second takes half as many again")] = 400,
     out: Annotated[Path | None, arg(help="folder for the models; default: a temporary one")] = None,
 ) -> None:
     """The tour: train a small GPT and a date reader live, sample, see where it looks, read a cost table, run the equality checks.

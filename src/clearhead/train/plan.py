@@ -26,22 +26,22 @@ class TrainPlan:
     seed: int = 0
 
     # Optimizer
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = "adamw"  # adafactor: a fraction of the memory
     lr: float = 1e-3  # the highest rate; `original`: a factor on its own
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)  # how slowly the averages of the gradient and of its square move
+    eps: float = 1e-8  # added where the rate is divided by the latter's root
     weight_decay: float = 0.1  # of matrices; never of norms, biases and embeddings
     clip: float = 1.0  # largest norm of the gradient; 0: none
     layer_decay: float = 1.0  # each layer's rate is this times that of the layer above it
 
     # Schedule
-    schedule: Schedule = "cosine"
+    schedule: Schedule = "cosine"  # how the rate falls after the warm-up
     warmup: int | None = None  # steps; None: a twentieth of them, 4,000 for `original`
     decay: float = 0.2  # wsd: the share of the steps at the end in which the rate falls
     floor: float = 0.1  # the rate at the end, as a share of `lr`
 
     # Loss
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # the share of each target that is spread over all classes
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
 
     # Machine
@@ -54,7 +54,7 @@ class TrainPlan:
     # What is trained
     freeze: tuple[str, ...] = ()  # names of parameters that stay as they are, with * for any part
     lora: int = 0  # rank of low-rank updates; 0: every weight is trained
-    lora_alpha: float = 16.0
+    lora_alpha: float = 16.0  # they are scaled by this over their rank
     lora_targets: tuple[str, ...] = ("q", "v")  # last names of the linear layers that get them
 
     # Validation
@@ -70,7 +70,7 @@ class TrainPlan:
     keep_last: int = 1  # checkpoints to keep by age
 
     # Show
-    log_every: int = 10
+    log_every: int = 10  # steps
     samples: int = 2  # shown at each validation; 0: none
     tensorboard: bool = False
 
@@ -97,11 +97,11 @@ class TrainPlan:
 class GeneratePlan:
     """How samples and answers are made during validation; saved as the model's defaults."""
 
-    max_new_tokens: int = 100
+    max_new_tokens: int = 100  # where a text ends at the latest
     temperature: float = 0.8  # lm; other tasks are greedy or take beams
-    top_p: float = 0.95
-    num_beams: int = 1
-    length_penalty: float = 1.0
+    top_p: float = 0.95  # lm: draw from the likeliest tokens that have this much of the probability
+    num_beams: int = 1  # answers searched side by side; 1: greedy
+    length_penalty: float = 1.0  # beams: scores are divided by length to this power
 
     def __post_init__(self) -> None:
         check_types(self)

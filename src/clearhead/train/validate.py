@@ -81,7 +81,9 @@ def validate(
         predicted += seen.said
         wanted += seen.meant
     if not count:
-        raise InputError("the validation data asks for nothing, as when every word of it is unknown: validate on more of it, or on other files")
+        raise InputError(
+            "the validation data asks for nothing, as when every word of it is unknown: validate on more of it, or on other files"
+        )
     found = {"loss": total / count}
     if not isinstance(loaded.model.head, LanguageHead):
         return found | judged(task, predicted, wanted, loaded.labels)
