@@ -280,7 +280,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     end = time.monotonic() + given.seconds
     body: dict[str, Any] = {
-        "command": " ".join(["PYTHONPATH=src python benchmarks/gpu_decode.py", *sys.argv[1:]]),
+        "command": " ".join(["PYTHONPATH=src python benchmarks/gpu_decode.py", *jobs, f"--seconds {given.seconds:g}"]),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
