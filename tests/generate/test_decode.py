@@ -282,3 +282,9 @@ def test_rows_have_what_was_asked_for():
     row = decode(model_of("gpt2"), [[1, 2]], 5, alternatives=2)[0]
     assert isinstance(row, Row)
     assert row.steps == len(row.ids) == len(row.logprobs) == len(row.alternatives) == 5
+
+
+def test_a_limit_beyond_all_memory_reserves_none_of_it():
+    model = ch.Transformer(ch.ModelConfig(vocab_size=9, d_model=8, n_layers=1, n_heads=2, positions="rope"))
+    rows = decode(model, [[1, 2]], 10**12, cancel=lambda: True)
+    assert [(len(row.ids), row.stop_reason) for row in rows] == [(1, "cancelled")]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.generate.decode import check_request, prefill
+from clearhead.generate.decode import RESERVE, check_request, prefill
 from clearhead.generate.sampling import REMOVED, Sampling, adjust
 from clearhead.model.cache import Cache, GrowingKeys, rows_of
 from clearhead.model.norms import precise, wide
@@ -186,7 +186,7 @@ def _search(
     """`beam_search` for prompts that are read together."""
     longest = max(map(len, prompts))
     forced = longest - 1 if source is not None else 0
-    cache = Cache(reserve=longest + max_new_tokens)
+    cache = Cache(reserve=min(longest + max_new_tokens, RESERVE))
     logits = prefill(model, prompts, cache, source, source_mask)  # B V
     B, N, M, device = len(prompts), beams.num_beams, beams.group_size, logits.device
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)

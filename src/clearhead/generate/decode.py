@@ -21,6 +21,7 @@ from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 from clearhead.model.window_cache import WindowCache
 
+RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
 
 
@@ -120,7 +121,8 @@ def _stepping(model: Transformer) -> Step:
 def cache_for(model: Transformer, room: int) -> Cache:
     """A cache for rows of up to `room` tokens: rings in layers with a window, where that at least halves what they keep."""
     windows = [window for window in model.main.plan.windows if window is not None]
-    return WindowCache(room) if windows and room > 2 * min(windows) else Cache(room)
+    kind = WindowCache if windows and room > 2 * min(windows) else Cache
+    return kind(min(room, RESERVE))
 
 
 def prefill(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.generate.decode import Chooser, Ends, OnToken, Row, check_request, prefill, report, turns_by_length
+from clearhead.generate.decode import RESERVE, Chooser, Ends, OnToken, Row, check_request, prefill, report, turns_by_length
 from clearhead.generate.prefix import agreed
 from clearhead.generate.sampling import Sampling, adjust_by, distribution, draw
 from clearhead.model.cache import Cache
@@ -221,7 +221,7 @@ def speculate(
     running = []
     for number, row in enumerate(rows):
         own = [None if x is None else x[number : number + 1] for x in (source, source_mask)]
-        speaker = _Speaker(number, row, cache or Cache(len(row.prompt) + max_new_tokens), guessers[number], *own)
+        speaker = _Speaker(number, row, cache or Cache(min(len(row.prompt) + max_new_tokens, RESERVE)), guessers[number], *own)
         if unread := row.prompt[speaker.cache.length : -1]:  # the last token is read with the first guesses
             prefill(model, [unread], speaker.cache, *own)
         running.append(speaker)
