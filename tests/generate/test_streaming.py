@@ -125,6 +125,17 @@ def test_any_tokens(kind, data):
 
 
 @pytest.mark.ledger("G4")
+@pytest.mark.parametrize("between", ["<s>", None], ids=["special", "unknown"])
+def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
+    """Two bytes that are no character are two signs of it, though a token without a text stands between them."""
+    tokenizer = KINDS["byte fallback"]
+    gap = tokenizer.get_vocab_size() if between is None else tokenizer.token_to_id(between)
+    ids = [tokenizer.token_to_id("<0x00>"), gap, tokenizer.token_to_id("<0x80>")]
+    pieces, _ = streamed("byte fallback", ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == "\ufffd\ufffd"
+
+
+@pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 @settings(max_examples=150, deadline=None)
 @given(text=texts, extra=texts, stop=st.lists(st.text("END. 日👋é\n", min_size=1, max_size=5), min_size=1, max_size=3))

@@ -20,11 +20,11 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(text for text in stop if text)
-        self.unseen = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._known = [token for token in prompt if token not in self.unseen]  # settled tokens that the next ones are read after
+        self._known = [token for token in prompt if self._is_read(token)]  # settled tokens that the next ones are read after
         self._open: list[int] = []  # tokens whose text may still change
         self._context = len(self._decode(self._known))
 
@@ -38,7 +38,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token; return the new text that is sure: whole characters, and no beginning of a stop string."""
-        if token in self.unseen:
+        if not self._is_read(token):
             return ""
         self._open.append(token)
         tail = self._tail()
@@ -56,7 +56,7 @@ class TextStream:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens that nobody watches: they are read at once, and emitted by `finish`."""
-        self._open += [token for token in tokens if token not in self.unseen]
+        self._open += [token for token in tokens if self._is_read(token)]
 
     def finish(self) -> str:
         """What was held back, now that nothing more comes."""
@@ -66,6 +66,10 @@ class TextStream:
         cut, self.stopped_by = self._first_stop(text)
         self._held, self._known, self._open, self._context = "", [], [], 0
         return self._emit(text[:cut])
+
+    def _is_read(self, token: int) -> bool:
+        """Whether a token has a text: special tokens, and ids that the tokenizer does not know, leave no gap between their neighbours."""
+        return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
     def _emit(self, new: str) -> str:
         self._emitted.append(new)
