@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from clearhead.tokens.stages import Stages, TextStages
 
-VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
-
 
 def tokens(
     text: Annotated[Positional[str], arg(help="the text; - reads it from stdin")],
@@ -117,14 +115,11 @@ def _table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]
     from rich.table import Table
     from rich.text import Text
 
+    from clearhead.tokens.labels import visible
+
     table = Table(title=title, title_justify="left")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in ("id", "type", "offsets", "piece") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table
-
-
-def visible(text: str) -> str:
-    """Text with its white space and control characters shown: · for a space, ↵ for a line's end, → for a tab."""
-    return "".join(VISIBLE.get(letter) or (letter if letter.isprintable() else f"\\u{ord(letter):04x}") for letter in text)

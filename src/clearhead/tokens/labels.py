@@ -1,0 +1,28 @@
+"""Tokens as people read them: a space, a line's end and a byte shown as such, whatever the tokenizer writes in their place."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders
+
+VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
+
+
+def visible(text: str) -> str:
+    """Text with its white space and control characters shown: · for a space, ↵ for a line's end, → for a tab."""
+    return "".join(VISIBLE.get(letter) or (letter if letter.isprintable() else f"\\u{ord(letter):04x}") for letter in text)
+
+
+def label(tokenizer: Tokenizer | None, token: int) -> str:
+    """One token for an axis, a chip or a table; without a tokenizer its number."""
+    written = None if tokenizer is None else tokenizer.id_to_token(token)
+    if tokenizer is None or written is None:
+        return str(token)
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):  # it writes bytes as letters of its own alphabet
+        read = str(tokenizer.decode([token], skip_special_tokens=False))
+        return visible(read) if read and "\ufffd" not in read else written
+    return visible(written.replace("▁", " "))
+
+
+def labels(tokenizer: Tokenizer | None, ids: list[int]) -> tuple[str, ...]:
+    """The label of each token."""
+    return tuple(label(tokenizer, token) for token in ids)
