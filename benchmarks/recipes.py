@@ -89,7 +89,7 @@ JOBS = {
         ("{data}/sst2/glue_train.tsv.gz",),
         (),
         ("{data}/sst2/glue_dev.tsv",),
-        ("model.base={minilm}", "data.validation_share=0.05"),
+        ("model.base={minilm}", "data.validation_share=0.02", "train.epochs=1"),
     ),
     "wnut17": Job(
         "tagger",

@@ -6,6 +6,7 @@ from clearhead.errors import CheckpointError, ClearheadError, ConfigError, Input
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
+from clearhead.inside.trace import Trace, trace
 from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.experts import balance_loss
@@ -45,6 +46,7 @@ __all__ = [
     "Score",
     "Span",
     "Tags",
+    "Trace",
     "Trained",
     "TrainingError",
     "Transformer",
@@ -61,5 +63,6 @@ __all__ = [
     "read_recipe",
     "record",
     "tap_names",
+    "trace",
     "train",
 ]

@@ -10,7 +10,7 @@ from typing import NoReturn
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from clearhead.commands import evaluate, models, read, tokens, train, use
+from clearhead.commands import attention, evaluate, explore, geometry, lens, memories, models, patch, probe, prune, read, tokens, trace, train, use
 from clearhead.errors import ClearheadError
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -26,7 +26,17 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "embed": read.embed,
     "score": use.score,
     "tokens": tokens.tokens,
+    "trace": trace.trace,
+    "attention": attention.attention,
+    "memories": memories.memories,
+    "geometry": geometry.geometry,
+    "ablate": prune.ablate,
+    "prune": prune.prune,
+    "probe": probe.probe,
+    "lens": lens.lens,
+    "patch": patch.patch,
     "cost": models.cost,
+    "explore": explore.explore,
     "check": models.check,
     "convert": models.convert,
 }

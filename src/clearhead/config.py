@@ -8,6 +8,7 @@ built config always shows the number that holds. `replace` derives anew whatever
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -302,6 +303,11 @@ class ModelConfig:
         gone = set(self.pruned_heads.get(attention, ()))
         return tuple(head for head in range(n_heads) if head not in gone)
 
+    def first_sharing(self, layer: int, n_layers: int) -> int:
+        """The first of a stack's layers that has the same weights as this one; the layer itself where none are shared."""
+        groups = min(self.layer_groups or n_layers, n_layers)
+        return -(-(layer * groups // n_layers) * n_layers // groups)
+
     # Cross-checks -----------------------------------------------------------------------------------------------------
 
     def _check_sizes(self) -> None:
@@ -402,8 +408,15 @@ class ModelConfig:
                 raise ConfigError(f"pruned_heads of {name} splits a key/value group: heads go by whole groups of {group}")
         if self.pruned_heads and self.qk_norm == "full":
             raise ConfigError("pruned_heads would change the norm that qk_norm full takes over all heads: choose qk_norm head or none")
-        if self.pruned_heads and self.layer_groups is not None:
-            raise ConfigError("pruned_heads differ by layer and layer_groups shares weights between layers: choose one")
+        for plan in plans if self.pruned_heads and self.layer_groups is not None else ():
+            for layer, part in itertools.product(range(plan.n_layers), ("attention", "cross")):
+                first = self.first_sharing(layer, plan.n_layers)
+                one, other = (set(self.pruned_heads.get(f"{plan.prefix}blocks.{n}.{part}", ())) for n in (first, layer))
+                if one != other:
+                    raise ConfigError(
+                        f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between them: "
+                        "name the same heads for both"
+                    )
 
     def _check_embedding(self) -> None:
         if self.d_embedding != self.d_model and not self.embedding_projection:

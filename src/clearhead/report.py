@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.cost import Cost
 from clearhead.generate.text import Score
-from clearhead.inside.checks import Check
+from clearhead.inside.check_row import Check
 from clearhead.tasks import Candidate, Classification, Tags
 
 SHADES = " .:-=+*#%@"
@@ -57,14 +57,24 @@ def cost_table(figures: Cost, name: str) -> Table:
     return table
 
 
+VERDICTS = {
+    "equal": ("equal", "green"),
+    "differs": ("DIFFERS", "bold red"),
+    "error": ("ERROR", "bold red"),
+    "skipped": ("skipped", "yellow"),
+}
+
+
 def check_table(rows: Sequence[Check]) -> Table:
-    """One line per check: what was compared, the largest difference, the tolerance, the verdict."""
+    """One line per check: what was compared, the largest difference, the tolerance, the verdict; or why nothing was compared."""
     table = Table(title="equality checks", title_justify="left")
     for heading in ("check", "compared", "difference", "allowed", "verdict", "ms"):
         table.add_column(heading, justify="right" if heading in ("difference", "allowed", "ms") else "left")
     for row in rows:
-        verdict = Text("equal", style="green") if row.passed else Text("DIFFERS", style="bold red")
-        table.add_row(row.name, row.compared, f"{row.difference:.1e}", f"{row.tolerance:.0e}", verdict, f"{row.seconds * 1000:.0f}")
+        words, style = VERDICTS[row.verdict]
+        said = Text(f"{row.compared}\n{row.note}" if row.note else row.compared)
+        difference = "" if row.difference is None else f"{row.difference:.1e}"
+        table.add_row(row.name, said, difference, f"{row.tolerance:.0e}", Text(words, style=style), f"{row.seconds * 1000:.0f}")
     return table
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Folder, Json, show_result
+
+SLOW = 2.0  # seconds after which a row of the suite is worth a line
 
 
 def demo(
@@ -51,6 +55,9 @@ def cost(
 def check(
     folder: Folder,
     reference: Annotated[bool, arg(help="compare with transformers too: logits and 50 greedy tokens")] = False,
+    device: Annotated[str, arg(help="where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")] = "cpu",
+    compile: Annotated[bool, arg(help="compare with the compiled model too: 15 seconds and more")] = False,
+    large: Annotated[bool, arg(help="above 500 million parameters, run the rows that copy the model too")] = False,
     json: Json = False,
 ) -> None:
     """Prove a model right, here: the equality suite on this model and this machine. Exit code 1 if a row fails.
@@ -58,18 +65,54 @@ def check(
     For example:
       clearhead check my-model/
       clearhead check my-model/ --reference
+      clearhead check my-model/ --device cuda --compile
       clearhead check my-model/ --json
     """
     from clearhead.inside.checks import check as run
     from clearhead.loaded import load
     from clearhead.report import check_table
+    from clearhead.train.precision import best_device
 
-    rows = run(load(folder), reference)
+    loaded = load(folder)
+    loaded.model.to(best_device(device))
+    with _progress() as on_row:
+        rows = run(loaded, reference, compile=compile, large=large, on_row=on_row)
     failed = [row for row in rows if not row.passed]
+    skipped = sum(row.verdict == "skipped" for row in rows)
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    show_result(body, json, lambda console: console.print(check_table(rows)))
+    asked = {"--reference: transformers on the same directory": reference, "--compile: the compiled model": compile}
+    left_out = [what for what, given in asked.items() if not given]
+
+    def show(console: Any) -> None:
+        console.print(check_table(rows))
+        took = sum(row.seconds for row in rows)
+        summary = f"{len(rows) - len(failed) - skipped} of {len(rows)} equal, {len(failed)} failed, {skipped} skipped, in {took:.0f} s."
+        console.print(f"{summary} Not asked for: {'; '.join(left_out)}." if left_out else summary, highlight=False)
+
+    show_result(body, json, show)
     if failed:
         sys.exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Any], None]]:
+    """Say on stderr what is being checked: one live line on a terminal, elsewhere a line for each row that took its time."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from clearhead.inside.check_row import Check
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+
+        def tell(row: Any) -> None:
+            if isinstance(row, Check) and row.seconds > SLOW:
+                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
+
+        yield tell
+        return
+    with console.status("checking") as status:
+        yield lambda row: status.update(Text(f"checking: {row.name}"))
 
 
 def convert(

@@ -67,6 +67,12 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def empty_model(config: ModelConfig) -> Transformer:
+    """A model on the meta device, where it costs no memory, for weights that are at hand."""
+    with torch.device("meta"), _Undrawn():
+        return Transformer(config)
+
+
 def load_model(folder: Path, description: Description, dtype: torch.dtype | None = None) -> tuple[Transformer, Description]:
     """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise; and what its weights add."""
     plan = _plan(folder, description, open_weights(folder))
@@ -111,8 +117,7 @@ def _plan(folder: Path, description: Description, entries: dict[str, Entry]) -> 
         raise CheckpointError(
             f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: they do not belong together"
         )
-    with torch.device("meta"), _Undrawn():
-        model = Transformer(description.config)
+    model = empty_model(description.config)
     parameters = dict(model.named_parameters())
     chosen, unused = _choose(model, architecture, entries)
     carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}

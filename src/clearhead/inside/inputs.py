@@ -142,7 +142,8 @@ def _target(m: Loaded, given: Any, source: Tokens, target: str | Sequence[int] |
     """What the decoder reads: its beginning, and what it has written."""
     start, text = m._start(), target if isinstance(target, str) else ""
     if target is None:
-        made: Any = m.generate(list(source.ids), LONGEST_ANSWER)
+        room = max(1, m.config.max_positions - len(start))
+        made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
         ids = [*start, *made.ids]
     elif isinstance(target, str):
         ids = [*start, *(token for token in m._prompt(target) if token not in m.stops and token not in start)]

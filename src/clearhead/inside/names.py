@@ -34,8 +34,9 @@ class Head:
 def attentions(config: ModelConfig) -> list[tuple[str, int, int]]:
     """Every attention of a model in the order of the forward pass: its kind, its layer, how many heads it has."""
     found = []
-    main = config.decoder or config.encoder
-    for plan in (config.encoder, config.decoder):
+    encoder, decoder = config.encoder, config.decoder
+    main = decoder or encoder
+    for plan in (encoder, decoder):
         if plan is None:
             continue
         for layer in range(plan.n_layers):

@@ -14,8 +14,9 @@ The names are public API: `tap_names` lists them, and a test freezes them.
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -157,10 +158,15 @@ def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) 
 def _listening(listener: Listener) -> Iterator[None]:
     token = _listeners.set((*_listeners.get(), listener))
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled model runs uncompiled while it is watched
+        with _uncompiled():
             yield
     finally:
         _listeners.reset(token)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """A compiled model runs uncompiled while it is watched. Where the compiler was never imported (it is slow to), none is compiled."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def matching(config: ModelConfig, pattern: str) -> list[str]:

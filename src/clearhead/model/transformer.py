@@ -55,9 +55,8 @@ class Stack(nn.Module):
         self.embedding = Embedding(config, plan, front)
         self.positions = POSITIONS[config.positions](config, plan)
         self.rope_skips = config.rope_skips
-        names = [f"{plan.prefix}blocks.{layer}" for layer in range(plan.n_layers)]
-        groups = config.layer_groups or plan.n_layers
-        self.blocks = nn.ModuleList(Block(config, plan, name) for name in names[:groups])
+        own = sorted({config.first_sharing(layer, plan.n_layers) for layer in range(plan.n_layers)})  # layers with weights of their own
+        self.blocks = nn.ModuleList(Block(config, plan, f"{plan.prefix}blocks.{layer}") for layer in own)
         self.norm = make_norm(config) if config.final_norm else None
 
     def layers(self) -> list[Block]:

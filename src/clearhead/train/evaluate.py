@@ -148,6 +148,25 @@ def _check_tokenize(tokenize: str | None) -> None:
         raise InputError(f"tokenize {tokenize!r} cannot be used{why}") from None
 
 
+def judged_batches(
+    loaded: Loaded, task: Task, plan: DataPlan, corpus: Corpus, folder: str, seed: int, said: list[str]
+) -> tuple[Batches, int]:
+    """Every example to validate on once, in one order, and how many tokens the text has; `folder` holds the ids while they are read."""
+    if task == "image":
+        return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0
+    encoded = encode_corpus(corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special)
+    tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
+    if corpus.shape == "text" and plan.max_length is None and length > WINDOW:
+        said.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
+        length = WINDOW
+    if task == "lm" and plan.packing == "stream":
+        encoded = led(encoded, "ids", encoded.frame.before)
+    encoded, special = begun(encoded, task, loaded)
+    batches = make_batches(encoded, task, plan, special=special, length=length, seed=seed, training=False)
+    said.extend(batches.said)
+    return batches, tokens
+
+
 @dataclass
 class _Judge:
     """One evaluation."""
@@ -214,24 +233,9 @@ class _Judge:
         said, meant = (np.concatenate([getattr(part, name) for part in seen])[order, 0].tolist() for name in ("said", "meant"))
         return losses, said, meant
 
-    # Batches ----------------------------------------------------------------------------------------------------------
-
     def _batches(self, folder: str) -> tuple[Batches, int]:
         """Every example once, in one order; and how many tokens the text has."""
-        loaded, plan, said = self.loaded, self.plan, self.figures.said
-        if self.task == "image":
-            return SeenPictures(loaded, cast(Images, self.corpus.validation), plan.batch_size), 0
-        encoded = encode_corpus(self.corpus, "validation", self.task, loaded.text_tokenizer, self._labels, folder, special=loaded.special)
-        tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
-        if self.corpus.shape == "text" and plan.max_length is None and length > WINDOW:
-            said.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
-            length = WINDOW
-        if self.task == "lm" and plan.packing == "stream":
-            encoded = led(encoded, "ids", encoded.frame.before)
-        encoded, special = begun(encoded, self.task, loaded)
-        batches = make_batches(encoded, self.task, plan, special=special, length=length, seed=self.figures.seed, training=False)
-        said.extend(batches.said)
-        return batches, tokens
+        return judged_batches(self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said)
 
     # What a model writes ----------------------------------------------------------------------------------------------
 

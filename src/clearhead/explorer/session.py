@@ -1,0 +1,197 @@
+"""What a page talks to: models that load in the background, and the latest runs. One forward pass at a time."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clearhead.errors import ClearheadError, InputError, MissingExtraError
+from clearhead.explorer.views import Run, begin, model_view
+from clearhead.inside.heads import MIXED, head_roles
+from clearhead.loaded import Loaded
+
+KEPT = 16  # runs that are remembered
+LONGEST_TEXT = 200_000  # characters
+MOST_TOKENS = 4096
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+EXAMPLE = "The cat sat on the mat because it was tired."
+
+
+class Opened:
+    """One model: perhaps still loading."""
+
+    def __init__(self, name: str, opener: Callable[[], Loaded], example: dict[str, Any] | None = None) -> None:
+        self.name, self.opener, self.example = name, opener, example
+        self.m: Loaded | None = None
+        self.says, self.failed = f"loading {name}", False
+        self.roles: dict[str, str] | None = None
+
+    def open(self) -> None:
+        """Load the model; what goes wrong is kept as a line."""
+        try:
+            self.m = self.opener()
+            self.says = ""
+        except ClearheadError as error:
+            self.says, self.failed = str(error), True
+        except Exception as error:  # the page must say it, whatever it is
+            self.says, self.failed = f"{type(error).__name__}: {error}", True
+
+    def view(self) -> dict[str, Any]:
+        """What the page says of it."""
+        if self.m is None:
+            return {"name": self.name, "ready": False, "failed": self.failed, "says": self.says, "layers": 0, "parameters": 0}
+        example = self.example or first_example(self.m)
+        return {**model_view(self.m, self.name), "ready": True, "failed": False, "says": "", "example": example}
+
+
+def first_example(m: Loaded) -> dict[str, Any]:
+    """Something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
+    if m.config.input == "patches":
+        return {"image": None}
+    if m.tokenizer is None:
+        return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
+    if m.config.head == "mlm" and m.special.get("mask") is not None:
+        mask = m.tokenizer.id_to_token(m.special["mask"])
+        return {"text": f"The cat {mask} on the mat."}
+    return {"text": EXAMPLE}
+
+
+def named_roles(m: Loaded) -> dict[str, str]:
+    """By head, what it does; heads that do nothing clear are left out."""
+    found = head_roles(m)
+    return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
+
+
+def first_given(m: Loaded, text: str | None) -> Any:
+    """What a recording begins with: the text or the image file that was named, or an example."""
+    if text is not None:
+        return text
+    example = first_example(m)
+    return example.get("text") or example.get("ids") or _image(m, None)
+
+
+def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
+    """What the page begins with, where it was named; an image file travels as its bytes."""
+    if text is None:
+        return None
+    body: dict[str, Any] = {"text": text, "target": target, "pair": pair}
+    path = Path(text)
+    if len(text) < 1000 and path.suffix.lower() in IMAGES and path.is_file():
+        body = {"image": base64.b64encode(path.read_bytes()).decode("ascii")}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+class Session:
+    """The models of a page and what was asked of them."""
+
+    def __init__(self, models: Sequence[Opened]) -> None:
+        self.models = list(models)
+        self.lock = threading.Lock()
+        self._runs: OrderedDict[str, Run] = OrderedDict()
+        self._count = itertools.count(1)
+
+    def start(self) -> None:
+        """Load the models in the background, and then look for what each head does."""
+        threading.Thread(target=self._prepare, name="clearhead-explorer", daemon=True).start()
+
+    def _prepare(self) -> None:
+        for opened in self.models:
+            opened.open()
+        for opened in self.models:
+            if opened.m is not None:
+                try:
+                    with self.lock:
+                        opened.roles = named_roles(opened.m)
+                except ClearheadError:
+                    opened.roles = {}
+
+    def model(self, number: int = 0) -> Loaded:
+        """A model that is ready."""
+        if not 0 <= number < len(self.models):
+            raise InputError(f"there is no model {number}: there are {len(self.models)}")
+        opened = self.models[number]
+        if opened.m is None:
+            raise InputError(opened.says if opened.failed else "the model is still loading: try again in a moment")
+        return opened.m
+
+    def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """A new run from what the page sends."""
+        number = asked.get("model") or 0
+        if type(number) is not int:
+            raise InputError(f"model {number!r:.40} must be a whole number")
+        m = self.model(number)
+        given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
+        for name, text in (("target", target), ("pair", pair)):
+            if text is not None and (not isinstance(text, str) or len(text) > LONGEST_TEXT):
+                raise InputError(f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
+        opened = self.models[number]
+        with self.lock:
+            return self.keep(begin(m, given, target or None, pair or None, roles=lambda: opened.roles or {}), number)
+
+    def keep(self, run: Run, number: int = 0) -> dict[str, Any]:
+        """Remember a run; the oldest is forgotten when there are many."""
+        if len(run.prepared.tokens) > MOST_TOKENS:
+            raise InputError(f"the text has {len(run.prepared.tokens):,} tokens: the page shows at most {MOST_TOKENS:,}")
+        name = f"r{next(self._count)}"
+        self._runs[name] = run
+        while len(self._runs) > KEPT:
+            self._runs.popitem(last=False)
+        return {"run": name, "model": number, **run.about()}
+
+    def run(self, name: str) -> Run:
+        """A run that is remembered."""
+        if name not in self._runs:
+            raise KeyError(f"run {name[:20]} is forgotten: the page keeps the latest {KEPT}; type the text again")
+        self._runs.move_to_end(name)
+        return self._runs[name]
+
+
+def _given(m: Loaded, asked: dict[str, Any]) -> Any:
+    """What the model is to read: a text, token ids, or an image."""
+    if m.config.input == "patches":
+        return _image(m, asked.get("image"))
+    ids = asked.get("ids")
+    if ids is not None:
+        if not isinstance(ids, list) or not ids or len(ids) > MOST_TOKENS or not all(type(token) is int for token in ids):
+            raise InputError(f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
+        size = m.model.main.plan.vocab_size
+        if not all(0 <= token < size for token in ids):
+            raise InputError(f"ids must lie between 0 and {size - 1}")
+        return ids
+    text = asked.get("text")
+    if not isinstance(text, str) or len(text) > LONGEST_TEXT:
+        raise InputError(f"text must be a string of at most {LONGEST_TEXT:,} characters")
+    return text
+
+
+def _image(m: Loaded, encoded: Any) -> Any:
+    """An image file in base64, or a shape drawn here where none is given."""
+    config = m.config
+    assert config.image_size is not None
+    if encoded is None:
+        height, width = config.image_size
+        y, x = np.mgrid[0:height, 0:width]
+        ring = np.abs(np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2) < min(height, width) / 10
+        return np.repeat((ring * 255).astype(np.uint8)[:, :, None], config.n_channels, axis=2)
+    if not isinstance(encoded, str):
+        raise InputError("image must be a file in base64")
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError("reading images needs Pillow: pip install pillow") from None
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))) as picture:
+            if picture.width * picture.height > 40_000_000:
+                raise InputError(f"the image has {picture.width} x {picture.height} pixels: at most 40 million are read")
+            return np.array(picture.convert("L" if config.n_channels == 1 else "RGB"))
+    except (OSError, binascii.Error, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"the image cannot be read: {str(error).splitlines()[0][:120]}") from None

@@ -1,0 +1,50 @@
+// Colours of amounts: one scale that begins with the page's own background, so that nothing looks like nothing, in light and in dark.
+
+const STOPS = {
+  light: [[247, 248, 250], [190, 220, 238], [92, 160, 211], [33, 102, 172], [16, 44, 97]],
+  dark: [[22, 26, 34], [24, 62, 104], [28, 116, 158], [72, 187, 170], [250, 236, 130]],
+};
+const SIGNED = {
+  light: [[178, 55, 60], [240, 160, 130], [247, 248, 250], [130, 180, 220], [33, 102, 172]],
+  dark: [[240, 110, 100], [130, 50, 50], [22, 26, 34], [35, 80, 130], [100, 180, 250]],
+};
+
+/** "light" or "dark", as the page is shown now. */
+export function theme() {
+  const chosen = document.documentElement.dataset.theme;
+  if (chosen) return chosen;
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+function between(stops, share) {
+  const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const low = Math.min(Math.floor(place), stops.length - 2);
+  return stops[low].map((value, channel) => Math.round(value + (stops[low + 1][channel] - value) * (place - low)));
+}
+
+/** [r, g, b] of an amount between 0 and 1. */
+export function amountColour(share) {
+  return between(STOPS[theme()], share);
+}
+
+/** [r, g, b] of a number between -1 and 1. */
+export function signedColour(share) {
+  return between(SIGNED[theme()], (share + 1) / 2);
+}
+
+/** 256 colours of amounts, for pixels: a flat Uint8Array of r, g, b. */
+export function amountTable() {
+  const table = new Uint8Array(768);
+  for (let i = 0; i < 256; i++) table.set(amountColour(i / 255), 3 * i);
+  return table;
+}
+
+/** Black or white, whichever reads better on a colour. */
+export function inkOn([red, green, blue]) {
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#111" : "#fff";
+}
+
+/** As CSS writes it. */
+export function css([red, green, blue]) {
+  return `rgb(${red},${green},${blue})`;
+}

@@ -1,0 +1,59 @@
+// Elements, made one way: text is always text. Nothing here, or anywhere on the page, reads a string as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, entry] of Object.entries(value)) node.style.setProperty(key, entry);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return node;
+}
+
+/** An HTML element: el("p", {class: "hint"}, "text", otherElement). Listeners are given as onclick, oninput, ... */
+export function el(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function svg(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** Put children in the place of all that a node holds. */
+export function replace(node, ...children) {
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** A number as people read it: 124.4M, 0.0312, 3. */
+export function figure(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  for (const [limit, unit] of [[1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "K"]]) {
+    const scale = unit === "K" ? 1e3 : limit;
+    if (size >= limit) return `${(value / scale).toPrecision(digits)}${unit}`;
+  }
+  if (Number.isInteger(value)) return String(value);
+  return size >= 0.001 ? value.toPrecision(digits) : value.toExponential(digits - 1);
+}
+
+/** Bytes as people read them. */
+export function bytes(value) {
+  for (const [limit, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (value >= limit) return `${(value / limit).toFixed(1)} ${unit}`;
+  }
+  return `${Math.round(value)} B`;
+}
+
+/** A percentage. */
+export function percent(value) {
+  if (value === null || value === undefined) return "–";
+  return value >= 0.0995 ? `${(100 * value).toFixed(1)} %` : `${(100 * value).toPrecision(2)} %`;
+}

@@ -1,0 +1,186 @@
+// Input: what somebody types, as the tokens that the model reads, and how they were made.
+
+import { el, figure, replace } from "./dom.js";
+
+const INPUT_CHIPS = 600; // shown at first; more on demand
+
+function inputFile(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => done(reader.result));
+    reader.addEventListener("error", () => failed(new Error("the file cannot be read")));
+    reader.readAsDataURL(file);
+  });
+}
+
+/** Tokens as chips; the chosen one is pressed. */
+function inputChips(tokens, chosen, onChoose, all, showAll) {
+  const some = all ? tokens.labels : tokens.labels.slice(0, INPUT_CHIPS);
+  const chips = some.map((label, place) => {
+    const span = tokens.spans[place];
+    const small = [tokens.ids.length ? tokens.ids[place] : null, span && span[1] > span[0] ? `${span[0]}–${span[1]}` : null].filter((part) => part !== null).join(" · ");
+    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, el("span", { dir: "auto" }, label), el("small", {}, small)));
+  });
+  const more = tokens.labels.length > some.length ? el("li", {}, el("button", { type: "button", onclick: showAll }, `show all ${tokens.labels.length}`)) : null;
+  return [...chips, more].filter(Boolean);
+}
+
+/** The text with the characters behind one token marked. */
+function inputMarked(text, span) {
+  if (!text || !span || span[1] <= span[0]) return text ? [text] : [];
+  const letters = Array.from(text);
+  return [letters.slice(0, span[0]).join(""), el("mark", {}, letters.slice(span[0], span[1]).join("")), letters.slice(span[1]).join("")];
+}
+
+/** How one token came about, stage by stage. */
+function inputStages(stages, place) {
+  if (!stages) return null;
+  const final = stages.final[place];
+  if (!final) return null;
+  if (final.text === null || final.text === undefined) return el("ol", { class: "stages" }, el("li", {}, "put there by the tokenizer: it is not in the text"), el("li", {}, `id ${final.id}`));
+  const part = final.text === 1 && stages.pair ? stages.pair : stages.text;
+  const token = part.tokens.find((one) => one.start === final.start && one.end === final.end && one.id === final.id);
+  const piece = token ? part.pieces[token.piece] : null;
+  const rows = [
+    ["normalise", part.normalised === part.text ? "unchanged" : part.normalised],
+    ["split", piece ? piece.text : "–"],
+    ["subword model", final.token],
+    ["as a number", String(final.id)],
+  ];
+  return el("ol", { class: "stages" }, rows.map(([name, value]) => el("li", {}, el("strong", {}, `${name}: `), el("span", { class: "mono", dir: "auto" }, value.length > 200 ? `${value.slice(0, 199)}…` : value))));
+}
+
+export const inputSection = {
+  id: "input",
+  title: "Input",
+  hint: "Type something. The model reads tokens, each a number.",
+
+  mount(root, app) {
+    const text = el("textarea", { id: "input-text", rows: 3, spellcheck: "false" });
+    const target = el("textarea", { id: "input-target", rows: 2, spellcheck: "false", placeholder: "empty: the model writes its own" });
+    const pair = el("textarea", { id: "input-pair", rows: 2, spellcheck: "false" });
+    const image = el("input", { type: "file", id: "input-image", accept: "image/*", onchange: () => pick(image.files[0]) });
+    const preview = el("img", { id: "input-preview", alt: "the chosen image", hidden: true });
+    const go = el("button", { type: "button", id: "input-run", class: "primary", onclick: () => send() }, "Run");
+    const problem = el("p", { role: "alert", class: "problem" });
+    const tokens = el("ul", { class: "chips", id: "input-tokens", "aria-label": "Tokens" });
+    const source = el("ul", { class: "chips", id: "input-source", "aria-label": "Tokens of the source" });
+    const about = el("p", { class: "soft", id: "input-about" });
+    const marked = el("p", { class: "marked mono", id: "input-marked", dir: "auto" });
+    const made = el("div", { id: "input-stages", "aria-live": "polite" });
+    const boxes = {
+      text: el("div", { class: "grow" }, el("label", { for: "input-text" }, "Text"), text),
+      target: el("div", { class: "grow" }, el("label", { for: "input-target" }, "What the decoder has written"), target),
+      pair: el("details", { class: "grow" }, el("summary", {}, "A second text"), el("label", { for: "input-pair" }, "Pair"), pair),
+      image: el("div", { class: "grow drop" }, el("label", { for: "input-image" }, "An image: choose one, or drop it here"), image, preview),
+    };
+    const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
+    const tokensTitle = el("h3", {}, "Tokens");
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("p", {}, go, el("span", { class: "soft" }, " or Ctrl + Enter")), problem, sourceBox, tokensTitle, about, tokens, marked, made);
+    let picture = null;
+    let stages = null;
+    const all = { tokens: false, source: false };
+
+    for (const box of [text, target, pair]) {
+      box.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+      });
+    }
+    boxes.image.addEventListener("dragover", (event) => event.preventDefault());
+    boxes.image.addEventListener("drop", (event) => {
+      event.preventDefault();
+      pick(event.dataTransfer.files[0]);
+    });
+
+    async function pick(file) {
+      if (!file) return;
+      try {
+        picture = await inputFile(file);
+        preview.src = picture;
+        preview.hidden = false;
+        await send();
+      } catch (error) {
+        problem.textContent = error.message;
+      }
+    }
+
+    function asked() {
+      const model = app.store.get("model");
+      if (model.input === "patches") return { image: picture };
+      if (!model.tokenizer) {
+        const ids = text.value.split(/[\s,]+/).filter(Boolean).map(Number);
+        if (ids.some((id) => !Number.isInteger(id))) throw new Error("this model has no tokenizer: give token ids, whole numbers with spaces between them");
+        return { ids, ...(target.value ? { target: target.value } : {}) };
+      }
+      const body = { text: text.value };
+      if (!boxes.target.hidden && target.value) body.target = target.value;
+      if (!boxes.pair.hidden && pair.value) body.pair = pair.value;
+      return body;
+    }
+
+    async function send() {
+      problem.textContent = "";
+      go.disabled = true;
+      try {
+        const body = asked();
+        app.say("The model reads…");
+        const run = await app.source.post("run", body);
+        app.say("");
+        app.store.set("run", run);
+      } catch (error) {
+        app.say("");
+        problem.textContent = error.message;
+      } finally {
+        go.disabled = !app.source.live;
+      }
+    }
+
+    function choose(side, place, quietly) {
+      const run = app.store.get("run");
+      const list = side === "source" ? run.source : run.tokens;
+      const typed = side === "source" || !run.source ? stages && stages.text : stages && stages.target;
+      replace(marked, inputMarked(list.text, list.spans[place]));
+      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, list.ids.length ? `id ${list.ids[place]}` : "a patch of the image"));
+      if (quietly) return;
+      for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
+      if (side !== "source") {
+        app.store.set("token", place);
+        if (run.columns.length === run.tokens.labels.length) app.store.set("position", place);
+      }
+    }
+
+    function showTokens(run) {
+      sourceBox.hidden = !run.source;
+      tokensTitle.textContent = run.source ? "The decoder reads" : "Tokens";
+      if (run.source) replace(source, inputChips(run.source, -1, (place, quietly) => choose("source", place, quietly), all.source, () => { all.source = true; showTokens(run); }));
+      const chosen = run.columns.length === run.tokens.labels.length ? run.position : -1;
+      replace(tokens, inputChips(run.tokens, chosen, (place, quietly) => choose("tokens", place, quietly), all.tokens, () => { all.tokens = true; showTokens(run); }));
+      const count = run.tokens.labels.length;
+      about.textContent = `${figure(count)} ${app.store.get("model").input === "patches" ? "patches" : count === 1 ? "token" : "tokens"}`;
+      about.dataset.value = String(count);
+    }
+
+    app.store.on("model", (model) => {
+      const both = model.family === "encoder-decoder";
+      boxes.text.hidden = model.input === "patches";
+      boxes.image.hidden = model.input !== "patches";
+      boxes.target.hidden = !both;
+      boxes.pair.hidden = model.family !== "encoder" || model.input === "patches";
+      boxes.text.firstChild.textContent = model.tokenizer ? (both ? "What the encoder reads" : "Text") : "Token ids";
+      go.disabled = !app.source.live;
+      for (const box of [text, target, pair, image]) box.disabled = !app.source.live;
+    });
+    app.store.on("run", async (run) => {
+      if (!run) return;
+      all.tokens = all.source = false;
+      problem.textContent = "";
+      const first = run.source || run.tokens;
+      if (document.activeElement !== text) text.value = first.text || first.ids.join(" ");
+      if (run.source && document.activeElement !== target) target.value = run.tokens.text || "";
+      showTokens(run);
+      replace(marked);
+      replace(made, el("p", { class: "soft" }, "Choose a token to see how it came about."));
+      stages = await app.source.get(`run/${run.run}/stages`).catch(() => null);
+    });
+  },
+};

@@ -1,0 +1,181 @@
+// The lens: what the model would say if it stopped after each layer; and what each of its parts adds to a choice.
+
+import { amountColour, css, inkOn, signedColour } from "./colour.js";
+import { el, figure, percent, replace, svg } from "./dom.js";
+import { whenNear } from "./near.js";
+import { saveButtons } from "./picture.js";
+
+const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
+const LENS_WIDE = 64; // columns that are drawn at once
+
+/** A small chart: a value by layer. */
+function lensChart(values, layers, name) {
+  const width = 420;
+  const height = 130;
+  const x = (i) => 40 + (i / Math.max(values.length - 1, 1)) * (width - 60);
+  const y = (value) => 14 + (1 - value) * (height - 44);
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": `${name} by layer` },
+    [0, 0.5, 1].map((level) => svg("text", { x: 34, y: y(level) + 4, "text-anchor": "end" }, level)),
+    svg("polyline", { class: "curve curve-forward", points: values.map((value, i) => `${x(i)},${y(value)}`).join(" ") }),
+    values.map((value, i) => svg("circle", { class: "curve curve-forward dot", cx: x(i), cy: y(value), r: 3.5 }, svg("title", {}, `${layers[i]}: ${percent(value)}`))),
+    svg("text", { x: x(0), y: height - 6, "text-anchor": "middle" }, layers[0]),
+    svg("text", { x: x(values.length - 1), y: height - 6, "text-anchor": "end" }, layers.at(-1)),
+  );
+}
+
+export const lensSection = {
+  id: "lens",
+  title: "Residual and lens",
+  hint: "What the model would say if it stopped after each layer, at each position: the last norm and the head on every layer's state. The last layer, at the bottom, is what it says.",
+
+  mount(root, app) {
+    const problem = el("p", { role: "alert", class: "problem" });
+    const grid = el("div", { class: "wide", id: "lens-grid" });
+    const detail = el("div", { id: "lens-detail", "aria-live": "polite" });
+    const parts = el("div", { id: "lens-parts" });
+    const window = el("div", { class: "row" });
+    const shows = el("select", { id: "lens-shows", onchange: () => draw() }, Object.entries(LENS_SHOWS).map(([value, words]) => el("option", { value }, words)));
+    replace(root, el("div", { class: "row" }, el("div", {}, el("label", { for: "lens-shows" }, "Colour"), shows), window), problem, grid, detail, parts);
+    let view = null;
+    let first = 0;
+    let chosen = [0, 0];
+
+    function value(layer, column) {
+      if (shows.value === "entropy") return view.entropy[layer][column];
+      return shows.value === "final" ? view.final[layer][column] : view.top[layer][column][0].p;
+    }
+
+    function choose(layer, column, focus) {
+      chosen = [layer, column];
+      for (const cell of grid.querySelectorAll("td[tabindex]")) {
+        const here = Number(cell.dataset.layer) === layer && Number(cell.dataset.column) === column;
+        cell.tabIndex = here ? 0 : -1;
+        cell.setAttribute("aria-selected", String(here));
+        if (here && focus) cell.focus();
+      }
+      const best = view.top[layer][column];
+      replace(
+        detail,
+        el("h3", {}, `${view.layers[layer]}, at `, el("span", { class: "mono" }, view.columns[column])),
+        el(
+          "div",
+          { class: "row" },
+          el("table", { class: "candidates" }, el("tbody", {}, best.map((entry) => el("tr", { "data-id": entry.id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, entry.label), el("td", { class: "number", "data-value": entry.p }, percent(entry.p)))))),
+          el("figure", { class: "grow" }, lensChart(view.final.map((row) => row[column]), view.layers, `probability of ${view.chosen[column]}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen[column]), `, by layer; entropy here ${figure(view.entropy[layer][column])} bits`)),
+        ),
+      );
+      showParts(column);
+    }
+
+    function keys(event) {
+      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const layer = Math.min(Math.max(chosen[0] + step[0], 0), view.layers.length - 1);
+      const column = Math.min(Math.max(chosen[1] + step[1], first), Math.min(first + LENS_WIDE, view.columns.length) - 1);
+      choose(layer, column, true);
+    }
+
+    function cell(layer, column, most) {
+      const best = view.top[layer][column][0];
+      const amount = value(layer, column);
+      const colour = amountColour(Math.min(amount / most, 1));
+      return el(
+        "td",
+        {
+          tabindex: "-1",
+          role: "gridcell",
+          "data-layer": layer,
+          "data-column": column,
+          "data-value": amount,
+          "data-id": best.id,
+          title: `${best.label}: ${percent(best.p)}`,
+          style: { background: css(colour), color: inkOn(colour) },
+          onclick: () => choose(layer, column, false),
+        },
+        el("span", { class: "mono token", dir: "auto" }, best.label),
+      );
+    }
+
+    function draw() {
+      if (!view) return;
+      const last = Math.min(first + LENS_WIDE, view.columns.length);
+      const columns = Array.from({ length: last - first }, (_, i) => first + i);
+      const most = shows.value === "entropy" ? Math.max(...view.entropy.flat(), 1e-9) : 1;
+      const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", class: "mono token", dir: "auto", title: view.columns[column] }, view.columns[column])));
+      const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
+      replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
+      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); };
+      replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
+      choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), false);
+    }
+
+    async function showParts(column) {
+      const run = app.store.get("run");
+      const here = run;
+      try {
+        const body = await app.source.get(`run/${run.run}/contributions?position=${column}`);
+        if (app.store.get("run") !== here || chosen[1] !== column) return;
+        drawParts(body);
+      } catch (error) {
+        if (chosen[1] === column) replace(parts, app.source.live ? el("p", { class: "soft" }, error.message) : null);
+      }
+    }
+
+    function drawParts(body) {
+      const terms = [...body.terms].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
+      const most = Math.max(...terms.map((term) => Math.abs(term.value)), 1e-9);
+      const shown = terms.slice(0, 16);
+      const rest = terms.slice(16).reduce((sum, term) => sum + term.value, 0);
+      const rows = [...shown, ...(terms.length > 16 ? [{ name: `${terms.length - 16} smaller ones`, kind: "", value: rest }] : [])];
+      const line = 24;
+      const middle = 330;
+      const picture = svg(
+        "svg",
+        { viewBox: `0 0 640 ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
+        svg("line", { x1: middle, x2: middle, y1: 0, y2: rows.length * line, class: "axis" }),
+        rows.map((term, i) => {
+          const reach = (Math.abs(term.value) / most) * 230;
+          return [
+            svg("text", { x: 92, y: i * line + 17, "text-anchor": "end" }, term.name.length > 16 ? `${term.name.slice(0, 15)}…` : term.name),
+            svg("rect", { x: term.value < 0 ? middle - reach : middle, y: i * line + 4, width: reach, height: line - 8, fill: css(signedColour(term.value < 0 ? -0.8 : 0.8)) }),
+            svg("text", { x: term.value < 0 ? middle + 6 : middle - 6, y: i * line + 17, "text-anchor": term.value < 0 ? "start" : "end", "data-term": term.name, "data-value": term.value }, figure(term.value)),
+          ];
+        }),
+      );
+      replace(
+        parts,
+        el("h3", {}, "What each part adds to the logit of ", el("span", { class: "mono" }, body.choice), ` at position ${body.column}`),
+        el("p", { class: "soft" }, "Heads, feed-forwards and embeddings, with every norm held at what it does here. Together: ", el("span", { class: "mono", id: "lens-sum", "data-value": body.total }, figure(body.total, 5)), "; the model's logit: ", el("span", { class: "mono", id: "lens-logit", "data-value": body.logit }, figure(body.logit, 5)), "."),
+        el("figure", { class: "wide" }, picture),
+        saveButtons(() => picture, "contributions"),
+      );
+    }
+
+    whenNear(root, app, async (run) => {
+      problem.textContent = "";
+      if (run.task === "embed") {
+        replace(grid, el("p", { class: "soft" }, "This model gives vectors and chooses nothing: there is nothing to read at its layers."));
+        replace(detail);
+        replace(parts);
+        view = null;
+        return;
+      }
+      try {
+        const found = await app.source.get(`run/${run.run}/lens`);
+        if (app.store.get("run") !== run) return;
+        view = found;
+        first = Math.max(0, view.columns.length - LENS_WIDE);
+        chosen = [view.layers.length - 1, Math.min(run.position, view.columns.length - 1)];
+        draw();
+      } catch (error) {
+        view = null;
+        replace(grid);
+        problem.textContent = error.message;
+      }
+    });
+    app.store.on("theme", () => draw());
+  },
+};

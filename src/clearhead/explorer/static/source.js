@@ -1,0 +1,75 @@
+// Where the page's data comes from: a live model behind /inside/, or a record inside an exported file. Both answer the same paths.
+
+/** Arrays travel packed: {shape, type, low, high, data}. Gives {shape, values} with values as a typed array of numbers. */
+export function unpack(packed) {
+  const text = atob(packed.data);
+  const raw = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) raw[i] = text.charCodeAt(i);
+  if (packed.type === "f32") return { shape: packed.shape, values: new Float32Array(raw.buffer) };
+  if (packed.type === "i32") return { shape: packed.shape, values: new Int32Array(raw.buffer) };
+  const values = new Float32Array(raw.length);
+  const step = (packed.high - packed.low) / 255;
+  for (let i = 0; i < raw.length; i++) values[i] = packed.low + raw[i] * step;
+  return { shape: packed.shape, values };
+}
+
+/** A model that runs: every answer is kept, so that going back costs nothing. */
+export class LiveSource {
+  constructor() {
+    this.live = true;
+    this.kept = new Map();
+  }
+
+  async get(path) {
+    if (!this.kept.has(path)) {
+      const answer = this.ask(path);
+      this.kept.set(path, answer);
+      answer.catch(() => this.kept.delete(path));
+      if (this.kept.size > 400) this.kept.delete(this.kept.keys().next().value);
+    }
+    return this.kept.get(path);
+  }
+
+  /** A path whose answer changes: `model` while it loads, `roles`. */
+  async fresh(path) {
+    this.kept.delete(path);
+    return this.get(path);
+  }
+
+  async post(path, body) {
+    return this.ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  }
+
+  async ask(path, options) {
+    let response;
+    try {
+      response = await fetch(`/inside/${path}`, options);
+    } catch {
+      throw new Error("the server does not answer: is `clearhead explore` still running?");
+    }
+    const body = await response.json().catch(() => ({}));
+    if (!response.ok) throw new Error(body.error || `the server answered ${response.status}`);
+    return body;
+  }
+}
+
+/** A run that was recorded: what is not in it cannot be computed. */
+export class RecordedSource {
+  constructor(record) {
+    this.live = false;
+    this.record = record;
+  }
+
+  async get(path) {
+    if (!(path in this.record.views)) throw new Error("this was not recorded: open the model with `clearhead explore` to compute it");
+    return this.record.views[path];
+  }
+
+  async fresh(path) {
+    return this.get(path);
+  }
+
+  async post() {
+    throw new Error("this page is a recording: open the model with `clearhead explore` to run it again");
+  }
+}

@@ -1,0 +1,285 @@
+"""Attention patterns as data: where each head looks, how spread its looking is, and what flows through a whole stack.
+
+`attention` in the file beside this one records them. A head's pattern is a table: a row per query, a column per key, and
+each row sums to 1. Long inputs come in cells of several tokens; `Axis.size` says of how many.
+
+Shapes: L layers, H heads, T queries, S keys, N tokens of a stack (T of them unless aggregated).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clearhead.errors import InputError, nearest
+from clearhead.inside.names import Head
+
+Array = np.ndarray[Any, Any]
+FORMATS = (".json", ".npz")
+
+
+def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
+    """How spread each query's attention is, in bits: [..., T, S] -> [..., T].
+
+    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query that sees
+    nothing at all are NaN: they have no part in a mean.
+    """
+    bits: Tensor = torch.special.entr(pattern).sum(-1) / math.log(2)
+    sees = pattern.sum(-1) > 0
+    return bits.masked_fill(~(sees if real is None else sees & real), torch.nan)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The queries or the keys of a pattern: one label per cell."""
+
+    labels: tuple[str, ...]
+    size: int = 1  # tokens per cell
+
+    @classmethod
+    def over(cls, labels: Sequence[str], size: int) -> Axis:
+        """The cells of so many tokens each over these tokens; a cell's label has its first and last place and its first token."""
+        if size == 1:
+            return cls(tuple(labels))
+        starts = range(0, len(labels), size)
+        places = [(start, min(start + size, len(labels)) - 1) for start in starts]
+        return cls(
+            tuple(f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}" for first, last in places), size
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"labels": list(self.labels), "tokens_per_cell": self.size}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One query looking at one key."""
+
+    query: int
+    key: int
+    query_label: str
+    key_label: str
+    weight: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """The pattern of one head."""
+
+    head: Head
+    pattern: Array  # T S
+    queries: Axis
+    keys: Axis
+    entropies: Array  # N, in bits, one per query token; NaN: it sees nothing
+
+    @property
+    def entropy(self) -> float:
+        """The mean over queries, in bits; NaN where none sees anything."""
+        return float(np.nanmean(self.entropies)) if np.isfinite(self.entropies).any() else math.nan
+
+    @property
+    def strongest(self) -> Link:
+        """The largest weight, among the queries that have a choice: one that sees a single key gives it all its weight."""
+        choice = (self.pattern > 0).sum(-1) > 1
+        rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
+        query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
+        return Link(query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key]))
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON, in few numbers."""
+        return {"head": str(self.head), "entropy": _plain(self.entropy), "strongest": self.strongest.to_dict()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        axes = {"queries": self.queries.to_dict(), "keys": self.keys.to_dict()}
+        return {**self.summary(), **axes, "entropies": _plain(self.entropies), "pattern": self.pattern.tolist()}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMap:
+    """The patterns of all heads of one attention."""
+
+    kind: str  # self, encoder or cross, as in the names of heads
+    layer: int
+    pattern: Array  # H T S; mapped from disk where it was streamed there
+    queries: Axis
+    keys: Axis
+    recorded_entropies: Array | None = None  # H N, of the tokens themselves, where the pattern is of cells
+
+    @property
+    def name(self) -> str:
+        """As heads are named, without the head: "3", "encoder.0", "cross.1"."""
+        return str(self.layer) if self.kind == "self" else f"{self.kind}.{self.layer}"
+
+    @property
+    def aggregated(self) -> int:
+        """Tokens per cell, on the axis that has more."""
+        return max(self.queries.size, self.keys.size)
+
+    def entropies(self) -> Array:
+        """[H, N] bits of each query of each head, always of single tokens; NaN where a query sees nothing."""
+        if self.recorded_entropies is not None:
+            return self.recorded_entropies
+        return query_entropy(torch.from_numpy(np.array(self.pattern))).numpy()
+
+    def heads(self) -> list[HeadMap]:
+        """Each head by itself."""
+        bits = self.entropies()
+        return [
+            HeadMap(Head(self.kind, self.layer, number), pattern, self.queries, self.keys, bits[number])
+            for number, pattern in enumerate(self.pattern)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        named = {"kind": self.kind, "layer": self.layer, "queries": self.queries.to_dict(), "keys": self.keys.to_dict()}
+        return {**named, "entropies": _plain(self.entropies()), "pattern": self.pattern.tolist()}
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What each place is made of after each layer, if attention were all that moves anything."""
+
+    kind: str
+    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
+    tokens: Axis
+
+    @property
+    def last(self) -> Array:
+        """[T, T] after the last layer."""
+        final: Array = self.flow[-1]
+        return final
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"kind": self.kind, "tokens": self.tokens.to_dict(), "flow": self.flow.tolist()}
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    """Every pattern that was recorded, in the order of the forward pass."""
+
+    maps: tuple[LayerMap, ...]
+
+    @property
+    def aggregated(self) -> int:
+        """Tokens per cell where most were put together; 1: nothing was."""
+        return max(each.aggregated for each in self.maps)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which kinds there are."""
+        return tuple(dict.fromkeys(each.kind for each in self.maps))
+
+    def of(self, kind: str) -> list[LayerMap]:
+        """All layers of one kind."""
+        if kind not in self.kinds:
+            raise InputError(f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}')
+        return [each for each in self.maps if each.kind == kind]
+
+    def layer(self, number: int, kind: str = "self") -> LayerMap:
+        """One layer, all heads."""
+        known = {each.layer: each for each in self.of(kind)}
+        if number not in known:
+            raise InputError(f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}")
+        return known[number]
+
+    def head(self, name: str) -> HeadMap:
+        """One head by its name: "3.2", "encoder.0.5", "cross.1.2"."""
+        known = {f"{each.name}.{number}": (each, number) for each in self.maps for number in range(len(each.pattern))}
+        wanted = name.strip().removeprefix("self.")
+        if wanted not in known:
+            some = ", ".join(list(known)[:3])
+            raise InputError(f'head "{name}" was not recorded{nearest(wanted, known)}: heads are called layer.head, such as {some}')
+        found, number = known[wanted]
+        return found.heads()[number]
+
+    def heads(self) -> list[HeadMap]:
+        """Every head by itself."""
+        return [head for each in self.maps for head in each.heads()]
+
+    def entropy(self, kind: str = "self") -> Array:
+        """[L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads than another."""
+        layers = self.of(kind)
+        table = np.full((len(layers), max(len(each.pattern) for each in layers)), np.nan, dtype=np.float32)
+        for row, each in zip(table, layers):
+            row[: len(each.pattern)] = [head.entropy for head in each.heads()]
+        return table
+
+    def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
+        """Attention rollout of one stack: the heads' mean with a `residual` share of the identity, multiplied over layers.
+
+        Every row is brought back to a sum of 1. Of aggregated maps it is the rollout of their cells.
+        """
+        layers = self.of(kind)
+        if kind == "cross":
+            raise InputError("rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder")
+        if [each.layer for each in layers] != list(range(len(layers))):
+            raise InputError("rollout starts at the first layer and leaves none out: record all layers")
+        if not 0 <= residual <= 1:
+            raise InputError(f"residual {residual} must be a share between 0 and 1")
+        flow, flows = np.eye(layers[0].pattern.shape[-1]), []
+        for each in layers:
+            heads = np.asarray(each.pattern, dtype=np.float64)
+            mixed = residual * np.eye(len(flow)) + (1 - residual) * (heads.mean(0) if len(heads) else 0)
+            sums = mixed.sum(-1, keepdims=True)
+            flow = np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0) @ flow
+            flows.append(flow)
+        return Rollout(kind, np.stack(flows).astype(np.float32), layers[0].queries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every number of every pattern."""
+        return {"aggregated": self.aggregated, "maps": [each.to_dict() for each in self.maps]}
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything as .json, or as arrays in an .npz: per attention its pattern, entropies and labels."""
+        path = checked_ending(path)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix.lower() == ".json":
+                part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            else:
+                with part.open("wb") as file:
+                    np.savez(file, **self._arrays())
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+        return path
+
+    def _arrays(self) -> dict[str, Any]:
+        arrays: dict[str, Any] = {"aggregated": np.array(self.aggregated)}
+        for each in self.maps:
+            at = f"{each.kind}.{each.layer}"
+            arrays |= {f"{at}.pattern": each.pattern, f"{at}.entropies": each.entropies()}
+            arrays |= {f"{at}.queries": np.array(each.queries.labels), f"{at}.keys": np.array(each.keys.labels)}
+        return arrays
+
+
+def checked_ending(path: str | Path) -> Path:
+    """A path that says in which format to write."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}')
+    return path
+
+
+def _plain(values: Array | float) -> Any:
+    """Numbers as JSON has them: None in place of NaN."""
+    found = np.asarray(values, dtype=object)
+    found[np.isnan(np.asarray(values))] = None
+    return found.tolist()

@@ -1,0 +1,117 @@
+"""Random inputs that fit any model, for the equality suite.
+
+Shapes: B rows, T tokens of the stack that feeds the head, S tokens of the encoder before it, P padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.model.transformer import Output, Transformer
+
+PADDING = 3
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Inputs with padding of random content among them, and where the real tokens now stand."""
+
+    given: dict[str, Tensor]  # what the model is called with
+    slots: Tensor  # [T] places of the real tokens
+
+
+class Inputs:
+    """`rows` rows, up to `length` tokens long; seeded."""
+
+    def __init__(self, model: Transformer, rows: int = 3, length: int = 12, seed: int = 0) -> None:
+        self.model, self.rows, config = model, rows, model.config
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        generator = torch.Generator().manual_seed(seed)
+        table = config.max_positions if config.positions == "learned" else length
+        self.length = min(length, table)
+
+        def draw(kind: str, vocab: int, size: int) -> Tensor:
+            if kind == "tokens":
+                return torch.randint(vocab, (rows, size), generator=generator).to(self.device)
+            shape = (rows, config.n_channels, *(config.image_size or ())) if kind == "patches" else (rows, size, config.d_input)
+            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+        plan = model.main.plan
+        self.kind = plan.input
+        self.main = draw(plan.input, plan.vocab_size, self.length)
+        self.other = draw(plan.input, plan.vocab_size, self.length)  # for padding and for another future
+        self.types: Tensor | None = None
+        if config.n_types and plan.input == "tokens":
+            self.types = torch.randint(config.n_types, (rows, self.length), generator=generator).to(self.device)
+        self.source: Tensor | None = None
+        self.other_source: Tensor | None = None
+        self.source_kind = ""
+        if model.encoder is not None and model.decoder is not None:
+            front = model.encoder.plan
+            self.source_kind = front.input
+            self.source, self.other_source = (draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2))
+
+    @property
+    def sequences(self) -> bool:
+        """Does the main stack read rows that can be padded, token by token?"""
+        return self.kind in ("tokens", "vectors")
+
+    def given(self, main: Tensor | None = None, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """What the model is called with."""
+        values = {"ids": self.main if main is None else main, "source": self.source, "types": self.types}
+        return {name: value[rows] for name, value in values.items() if value is not None}
+
+    def piece(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What the model is called with for some of the tokens, the earlier ones being in a cache."""
+        given = self.given()
+        source = {"source": given.pop("source")} if "source" in given else {}
+        return {**{name: value[:, start:stop] for name, value in given.items()}, **source}
+
+    def output(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Output:
+        """What the model says."""
+        output: Output = self.model(**{**self.given(main, rows), **options})
+        return output
+
+    def run(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Tensor:
+        """The model's logits."""
+        return self.output(main, rows, **options).logits
+
+    def padded(self, side: str) -> Padded:
+        """The same inputs with padding left, right or in between ("gaps"), in the source too."""
+        length = self.length
+        slots = _slots(length, side).to(self.device)
+        given = {"ids": _with_padding(self.main, self.other, slots), "mask": _mask(self.rows, length, slots)}
+        if self.types is not None:
+            given["types"] = _with_padding(self.types, self.types.flip(1), slots)
+        if self.source is not None and self.other_source is not None:
+            given["source"] = self.source
+            if self.source_kind in ("tokens", "vectors"):
+                places = _slots(self.source.shape[1], side).to(self.device)
+                given["source"] = _with_padding(self.source, self.other_source, places)
+                given["source_mask"] = _mask(self.rows, self.source.shape[1], places)
+        return Padded(given, slots)
+
+
+def _slots(length: int, side: str) -> Tensor:
+    """Where real tokens stand among padding: [T]."""
+    count = torch.arange(length)
+    return {"left": count + PADDING, "right": count, "gaps": count + (count * PADDING + length - 1) // length}[side]
+
+
+def _mask(rows: int, length: int, slots: Tensor) -> Tensor:
+    """[B, T + P], True where a real token stands."""
+    mask = torch.zeros(rows, length + PADDING, dtype=torch.bool, device=slots.device)
+    mask[:, slots] = True
+    return mask
+
+
+def _with_padding(x: Tensor, other: Tensor, slots: Tensor) -> Tensor:
+    """`x` [B, T, ...] in its slots, and something of `other` in the rest: [B, T + P, ...]."""
+    filled = torch.cat([other] * (1 + PADDING), dim=1)[:, : x.shape[1] + PADDING].clone()
+    filled[:, slots] = x
+    return filled

@@ -1,0 +1,133 @@
+"""What a head chooses among, by name: tokens of the vocabulary, classes, or the places of a span.
+
+A head's scores are a table of columns and choices. A language model has one column for each token that it reads; a
+classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among the tokens.
+
+Shapes: B batch, T tokens, C columns, N choices, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.errors import InputError, nearest
+from clearhead.inside.inputs import Prepared
+from clearhead.tokens.labels import label, visible
+
+KINDS = {"lm": "token", "mlm": "token", "classifier": "class", "tagger": "class", "span": "place"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The columns and the choices of one prepared input."""
+
+    prepared: Prepared
+    kind: str  # token, class or place
+    columns: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every class, or every place; tokens are too many, see `name`."""
+        if self.kind == "place":
+            return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
+        m = self.prepared.m
+        return m.labels or tuple(f"LABEL_{number}" for number in range(m.config.n_classes))
+
+    @property
+    def count(self) -> int:
+        """How many choices there are."""
+        return self.prepared.m.config.vocab_size if self.kind == "token" else len(self.names)
+
+    def name(self, number: int) -> str:
+        """One choice, as people read it."""
+        return label(self.prepared.m.tokenizer, number) if self.kind == "token" else self.names[number]
+
+    def find(self, wanted: str | int) -> int:
+        """The number of a choice, from its name or its number."""
+        if isinstance(wanted, str):
+            found = self._token(wanted) if self.kind == "token" else _place_in(self.names, wanted, self.kind)
+            wanted = _number(wanted) if found is None else found
+        if not 0 <= wanted < self.count:
+            raise InputError(f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}")
+        return wanted
+
+    def _token(self, wanted: str) -> int | None:
+        """A token by its own writing, by its label (· is a space), or as the whole of a text; None for a number."""
+        tokenizer = self.prepared.m.tokenizer
+        if tokenizer is None:
+            return None
+        found = tokenizer.token_to_id(wanted)
+        if found is not None:
+            return int(found)
+        shown = visible(wanted)
+        found = next((token for token in range(self.count) if label(tokenizer, token) == shown), None)
+        if found is not None or wanted.isdecimal():
+            return found
+        pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
+        if len(pieces) != 1:
+            said = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
+            raise InputError(f'"{wanted}" is {len(pieces)} tokens ({said}): name one token of the vocabulary')
+        return int(pieces[0])
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """What the head says, as a table for each row: [B, ...] -> [B, C, N]."""
+        if self.kind == "place":
+            return logits.transpose(1, 2)
+        return logits[:, None] if logits.ndim == 2 else logits
+
+    def column_scores(self, hidden: Tensor, column: int) -> Tensor:
+        """What the head says in one column; of a vocabulary only that column is computed: [B, T, D] -> [B, N]."""
+        head = self.prepared.model.head
+        if self.kind == "token":
+            said: Tensor = head(hidden[:, column : column + 1], None)
+            return said[:, 0]
+        return self.scores(head(hidden, None))[:, column]
+
+
+def choices_of(prepared: Prepared) -> Choices:
+    """What the head of a model chooses among for this input."""
+    head = prepared.m.config.head or "none"
+    if head not in KINDS:
+        raise InputError(f'head "{head}" gives vectors, not choices: this takes a model whose head is one of {", ".join(KINDS)}')
+    columns = prepared.tokens.labels
+    if head == "classifier":
+        columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
+    if head == "span":
+        columns = ("begins", "ends")
+    return Choices(prepared, KINDS[head], columns)
+
+
+def find_column(position: int, columns: Sequence[str]) -> int:
+    """A column from its number; negative ones count from the end."""
+    count = len(columns)
+    if not -count <= position < count:
+        raise InputError(f"there is no position {position}: there are {count}, from 0 to {count - 1}, or from the end, -1 to -{count}")
+    return position % count
+
+
+def _place_in(names: Sequence[str], wanted: str, kind: str) -> int | None:
+    """Where a name stands; None for a number."""
+    if wanted in names:
+        return list(names).index(wanted)
+    if wanted.lstrip("-").isdecimal():
+        return None
+    some = ", ".join(names[:12]) + ", ..." * (len(names) > 12)
+    raise InputError(f'there is no {kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
+
+
+def _number(wanted: str) -> int:
+    if not wanted.lstrip("-").isdecimal():
+        raise InputError(f'"{wanted}" is not a token id, and this model has no tokenizer: give a number')
+    return int(wanted)
+
+
+def plain_numbers(values: Tensor) -> Any:
+    """A tensor as lists for JSON; what is not a number becomes None."""
+    if values.ndim:
+        return [plain_numbers(row) for row in values]
+    value = values.item()
+    return value if value == value else None

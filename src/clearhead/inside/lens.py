@@ -1,0 +1,148 @@
+"""The logit lens: what the model would say if it stopped after each layer.
+
+The state after a layer goes through the last norm, whose statistics are taken anew, and through the head, as if the
+layer were the last. For the last layer that is the model's own answer, bit for bit.
+
+    seen = lens(m, "Once upon a time")
+    seen.layers, seen.columns                               # L + 1 layers, T tokens
+    seen.top_names[3][-1]                                   # the five best tokens after block 2, at the last token
+
+Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the vocabulary, or
+the classes), K the best of them. Only K of the N choices are kept, layer by layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.errors import InputError
+from clearhead.hub.pixels import Image
+from clearhead.inside.choices import Choices, choices_of, plain_numbers
+from clearhead.inside.inputs import Prepared, prepare
+from clearhead.loaded import Loaded
+from clearhead.model.norms import wide
+from clearhead.model.transformer import Transformer, evaluating
+
+ROWS = 64  # columns whose probabilities over all choices are held at a time
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What the model would say after each layer. Ranks count from 1; probabilities and ranks of what is not known are NaN and 0."""
+
+    layers: tuple[str, ...]  # L + 1: "embedding", "block 0", ...
+    columns: tuple[str, ...]  # C: tokens, "whole text", or "begins" and "ends"
+    kind: str  # what is chosen: token, class or place
+    top: Tensor  # [L + 1, C, K] the best choices, best first
+    top_names: tuple[tuple[tuple[str, ...], ...], ...]  # the same by name
+    top_probabilities: Tensor  # [L + 1, C, K]
+    entropy: Tensor  # [L + 1, C] bits
+    divergence: Tensor  # [L + 1, C] bits: Kullback-Leibler, of the last layer from this one
+    chosen: Tensor  # [C] what the model says in the end
+    chosen_names: tuple[str, ...]
+    chosen_probabilities: Tensor  # [L + 1, C]
+    chosen_ranks: Tensor  # [L + 1, C]
+    true: Tensor  # [C] the token that does come next (for a masked model: that stands there); -1: not known
+    true_names: tuple[str | None, ...]
+    true_probabilities: Tensor  # [L + 1, C]
+    true_ranks: Tensor  # [L + 1, C]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: plain_numbers(x) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+
+
+def lens(
+    m: Loaded | Transformer,
+    given: str | Sequence[int] | Tensor | Image,
+    target: str | Sequence[int] | None = None,
+    pair: str | None = None,
+    top: int = 5,
+) -> Lens:
+    """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
+
+    `top` says how many of the best choices are kept for each layer and column.
+    """
+    prepared = prepare(m, given, target, pair)
+    choices = choices_of(prepared)
+    if top < 1:
+        raise InputError(f"top {top} keeps nothing: choose 1 or more")
+    model, taps = prepared.model, lens_taps(prepared.model)
+    output, seen = prepared.record(*taps)
+    last = choices.scores(output.logits)[0]  # C N
+    chosen, true = _best(last, 1)[:, 0], _true(prepared, choices)
+    read = [_measure(choices.scores(stopped_at(model, seen[tap]))[0], last, chosen, true, min(top, choices.count)) for tap in taps]
+    found = {name: torch.stack([layer[name] for layer in read]).cpu() for name in read[0]}
+    return Lens(
+        layers=("embedding", *(f"block {layer}" for layer in range(len(taps) - 1))),
+        columns=choices.columns,
+        kind=choices.kind,
+        top_names=tuple(tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()),
+        chosen=chosen.cpu(),
+        chosen_names=tuple(map(choices.name, chosen.tolist())),
+        true=true.cpu(),
+        true_names=tuple(choices.name(token) if token >= 0 else None for token in true.tolist()),
+        **found,
+    )
+
+
+def lens_taps(model: Transformer) -> list[str]:
+    """The names of the states that the lens reads: the embedding's, and each block's."""
+    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.plan.n_layers))]
+
+
+def stopped_at(model: Transformer, state: Tensor) -> Tensor:
+    """The logits of a model that stops at this state of the residual stream: [B, T, D] -> what the head says."""
+    norm = model.main.norm
+    with torch.no_grad(), evaluating(model):
+        said: Tensor = model.head(norm(state) if norm is not None else state, None)
+        return said
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The best choices of each column, best first: [C, N] -> [C, count]."""
+    return scores.topk(count, -1).indices
+
+
+def _true(prepared: Prepared, choices: Choices) -> Tensor:
+    """The token that each column should have said, [C]; -1 where nobody knows."""
+    unknown = torch.full((len(choices.columns),), -1, device=prepared.main.device)
+    if choices.kind != "token":
+        return unknown
+    ids = prepared.main[0]
+    if prepared.m.config.head == "lm":
+        return torch.cat([ids[1:], unknown[:1]])
+    return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
+
+
+def _measure(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
+    """What is kept of one layer's scores [C, N], some columns at a time."""
+    some = [slice(start, start + ROWS) for start in range(0, len(scores), ROWS)]
+    measured = [_measure_some(scores[part], last[part], chosen[part], true[part], top) for part in some]
+    return {name: torch.cat([piece[name] for piece in measured]) for name in measured[0]}
+
+
+def _measure_some(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
+    scores, final = wide(scores), wide(last).log_softmax(-1)
+    logs = scores.log_softmax(-1)  # C N
+    best = _best(scores, top)
+    found = {
+        "top": best,
+        "top_probabilities": logs.gather(-1, best).exp(),
+        "entropy": torch.special.entr(logs.exp()).sum(-1) / math.log(2),
+        "divergence": nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0) / math.log(2),
+    }
+    for name, wanted in (("chosen", chosen), ("true", true)):
+        place, known = wanted.clamp(min=0)[:, None], wanted >= 0
+        probability = logs.gather(-1, place)[:, 0].exp()
+        rank = 1 + (scores > scores.gather(-1, place)).sum(-1)
+        found[f"{name}_probabilities"] = torch.where(known, probability, math.nan)
+        found[f"{name}_ranks"] = torch.where(known, rank, 0)
+    return {name: x if name == "top" or name.endswith("ranks") else x.float() for name, x in found.items()}

@@ -1,0 +1,102 @@
+"""Planted faults: each is caught by `ch.check`, in the rows that should see it, and no other row cries."""
+
+from __future__ import annotations
+
+import pytest
+
+import clearhead as ch
+from tests.faults.plants import PLANTS
+from tests.harness import build
+
+LLAMA = {
+    "positions": "rope",
+    "n_kv_heads": 2,
+    "norm": "rmsnorm",
+    "bias": False,
+    "activation": "silu",
+    "gated": True,
+    "tie_embeddings": False,
+}
+WINDOWED = {**LLAMA, "n_layers": 2, "window": (4, None)}
+T5 = {"family": "encoder-decoder", "positions": "relative", "attention_scale": 1.0, "norm": "rmsnorm", "bias": False, "activation": "relu"}
+BUCKETS = {"relative_buckets": 8, "relative_max_distance": 16}
+CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
+
+CODE = {"model = formula", "model = formula (lively)", "model = formula (quiet)", "cached = formula (lively)"}
+PADDED = {f"padded = unpadded ({side})" for side in ("left", "right", "gaps")}
+GROWING, RING, FIXED = (
+    {f"cached = recomputed ({form}, {how})" for how in ("1", "3", "reordered")} for form in ("growing", "windowed", "fixed")
+)
+CROPPED = {"cached = recomputed (cropped)"}
+NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
+NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past = whole", "fast copy = model"}
+
+CASES: dict[str, tuple[dict, set[str]]] = {
+    # the seven: RoPE layout, mask offset, cache order, norm eps, tied weights, dropout, head repeat
+    "rope_layout": (LLAMA, CODE),
+    "sees_the_next": (LLAMA, CODE | GROWING | RING | FIXED | {"past = whole"}),
+    "misses_itself": (LLAMA, CODE),
+    "misses_itself_in_a_cache": (LLAMA, {"cached = formula (lively)"} | GROWING | RING | FIXED | CROPPED),
+    "cache_order": (LLAMA, {"cached = formula (lively)"} | GROWING | RING | CROPPED),
+    "cache_rows": (LLAMA, {"cached = recomputed (growing, reordered)", "cached = recomputed (windowed, reordered)"}),
+    "norm_eps": ({}, {"model = formula", "model = formula (quiet)"}),
+    "untied": ({}, CODE | {"built = config", "pruned = masked"}),
+    "untied_copy": ({}, CODE - {"model = formula"} | {"built = config"}),
+    "tied": ({"tie_embeddings": False}, NEW | {"built = config"}),
+    "untied_when_loaded": ({}, {"built = config", "resumed = uninterrupted"}),
+    "dropout": (
+        {},
+        CODE | NOTHING_RANDOM | PADDED | GROWING | RING | FIXED | CROPPED | {"saved = loaded", "accumulated = whole", "pruned = masked"},
+    ),
+    "head_repeat": (LLAMA, CODE | {"pruned = masked"}),
+    # others of the model
+    "activation": ({}, CODE),
+    "no_embedding_scale": ({"embedding_scale": 4.0}, CODE),
+    "position_offset": ({}, CODE),
+    "window": (WINDOWED, CODE | {"cached = recomputed (windowed, 1)"}),
+    "queries_for_keys": ({}, CODE | {"fast copy = model"}),
+    "post_for_pre": ({}, CODE),
+    "softmax_scale": ({}, CODE),
+    "mean_subtracted": (LLAMA, CODE),
+    "bucket_sides": ({**T5, **BUCKETS}, CODE),
+    "padding_in_the_source": ({**T5, **BUCKETS}, PADDED | {"model = formula (lively)"}),
+    "router_order": ({"n_experts": 4}, CODE),
+    "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
+    "ring_forgets": (WINDOWED, RING | {"cached = formula (lively)"}),
+    # of what is done with a model
+    "forgotten_optimizer": ({}, {"resumed = uninterrupted"}),
+    "mean_of_means": ({}, {"accumulated = whole"}),
+    "lens_without_norm": ({}, {"lens at the last layer = logits"}),
+    "another_head_pruned": ({}, {"pruned = masked"}),
+}
+
+
+def failed(model: ch.Transformer) -> set[str]:
+    """The names of the rows that do not pass."""
+    return {row.name for row in ch.check(model) if not row.passed}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch):
+    (plant, wants_model), (changes, rows) = PLANTS[name], CASES[name]
+    if not wants_model:
+        plant(monkeypatch)
+    model = build(**{"n_layers": 1, **changes})
+    if wants_model:
+        plant(monkeypatch, model)
+    assert failed(model) == rows
+
+
+def test_every_plant_has_a_case():
+    assert CASES.keys() == PLANTS.keys()
+
+
+def test_a_fault_too_small_for_the_weights_is_seen_in_a_copy(monkeypatch):
+    """Where weights are tame both formulas of GELU say the same; where activations are large eps is lost beside them."""
+    with monkeypatch.context() as patched:
+        PLANTS["activation"][0](patched)
+        assert failed(ch.Transformer(ch.preset("micro-decoder"))) == CODE - {"model = formula"}
+    PLANTS["norm_eps"][0](monkeypatch)
+    model = build()
+    model.decoder.embedding.front.tokens.weight.data *= 30
+    assert failed(model) == {"model = formula (quiet)"}

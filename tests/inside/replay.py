@@ -1,0 +1,307 @@
+"""A trace recomputed by hand: each step from the values of the steps before it and the weights, in float64.
+
+Nothing of the model's own code is used: weights come from the state dict, formulas are written out here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import clearhead as ch
+
+
+class Replay:
+    """`chained`: from what was recomputed, so that errors would add up; otherwise from what the trace recorded."""
+
+    def __init__(self, model: ch.Transformer, trace: ch.Trace, chained: bool) -> None:
+        self.config, self.trace, self.chained = model.config, trace, chained
+        self.weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
+        self.values: dict[str, torch.Tensor] = {}  # what later steps are computed from
+        self.made: dict[str, torch.Tensor] = {}  # what was computed
+        self.stream = torch.empty(0)
+        self.memory = torch.empty(0)
+
+    def run(self) -> dict[str, float]:
+        """The largest difference of each step."""
+        differences = {}
+        for step in self.trace.steps:
+            value = self.compute(step.name)
+            recorded = step.value.double()
+            assert value.shape == recorded.shape, f"{step.name}: {tuple(value.shape)} against {tuple(recorded.shape)}"
+            differences[step.name] = (value - recorded).abs().max().item()
+            assert differences[step.name] == differences[step.name], step.name
+            self.made[step.name] = value
+            self.values[step.name] = value if self.chained else recorded
+            embedded = ".embedding." in f".{step.name}" and not step.name.endswith(".types")
+            if embedded or step.name.endswith((".add", ".after")) or step.name in ("norm", "encoder.norm"):
+                self.stream = self.values[step.name]
+            if step.name.startswith("encoder."):
+                self.memory = self.stream
+        return differences
+
+    # Where things are
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """Of the part that a step is called after."""
+        if name.startswith("head."):
+            return self.weights.get(name)
+        stack = "encoder." if name.startswith("encoder.") or self.config.family == "encoder" else "decoder."
+        return self.weights.get(stack + name.removeprefix("encoder."))
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = self.weight(f"{name}.bias")
+        return x @ self.weight(f"{name}.weight").T + (0 if bias is None else bias)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale, bias, eps = self.weight(f"{name}.weight"), self.weight(f"{name}.bias"), self.config.norm_eps
+        scale = scale + 1 if self.config.norm_unit_offset else scale
+        if self.config.norm == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        return x * scale + (0 if bias is None else bias)
+
+    def activation(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return {
+            "relu": lambda: x * (x > 0),
+            "gelu": lambda: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+            "gelu_tanh": lambda: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+            "silu": lambda: x / (1 + torch.exp(-x)),
+        }[kind]()
+
+    def read(self, block: str, sublayer: str) -> torch.Tensor:
+        """What a sublayer reads: its norm's answer, that of the norm it shares, or the stream."""
+        for owner in (sublayer, "attention") if self.config.parallel else (sublayer,):
+            if f"{block}.{owner}_residual.before" in self.values:
+                return self.values[f"{block}.{owner}_residual.before"]
+        return self.stream
+
+    # The steps
+
+    def compute(self, name: str) -> torch.Tensor:
+        at, _, leaf = name.rpartition(".")
+        recorded = self.trace[name].value
+        if leaf in ("ids", "pixels"):
+            return recorded.double()
+        if ".blocks." in f".{name}":
+            block, _, part = at.rpartition(".")
+            if part.endswith("_residual"):
+                return self.residual(block, part.removesuffix("_residual"), leaf, name)
+            if ".feedforward" in at:
+                return self.feedforward(name, at, leaf)
+            return self.attention(at, block, part, leaf)
+        if at.startswith("head"):
+            return self.head(leaf)
+        return self.embedding(name, at, leaf)
+
+    def embedding(self, name: str, at: str, leaf: str) -> torch.Tensor:
+        config, stack = self.config, "encoder." if name.startswith("encoder.") else ""
+        if name.endswith("front.tokens"):
+            table = self.weight(f"{name}.weight")
+            return (self.weights["encoder.embedding.front.tokens.weight"] if table is None else table)[self.values[f"{stack}ids"].long()]
+        if name.endswith("front.scaled"):
+            return self.stream * config.embedding_scale
+        if name.endswith("front.patches"):
+            pixels, side = self.values["pixels"], config.patch_size
+            rows, columns = pixels.shape[2] // side, pixels.shape[3] // side
+            squares = [
+                pixels[:, :, r * side : r * side + side, c * side : c * side + side].flatten(1) for r in range(rows) for c in range(columns)
+            ]
+            return torch.stack(squares, 1)
+        if name.endswith(("front.project", "embedding.project")):
+            return self.linear(self.stream, name)
+        if name.endswith("front.class_token"):
+            return torch.cat([self.weight(name)[None, None], self.stream], 1)
+        if leaf == "types":
+            return self.weight(f"{name}.weight")[torch.zeros(self.stream.shape[:2], dtype=torch.long)]
+        if leaf in ("typed", "placed"):
+            return self.stream + self.values[f"{stack}embedding.types" if leaf == "typed" else f"{stack}positions.table"]
+        if leaf == "table":
+            return self.weight(f"{name}.weight")[None, : self.stream.shape[1]]
+        if leaf == "norm":
+            return self.norm(self.stream, name)
+        if leaf == "rotary":
+            width, length = int(config.d_head * config.rope_fraction), self.stream.shape[1]
+            angle = torch.tensor([[t / config.rope_base ** (2 * i / width) for i in range(width // 2)] for t in range(length)]).double()
+            angle = torch.cat([angle, angle], 1) if config.rope_layout == "half" else angle.repeat_interleave(2, 1)
+            return torch.stack([angle.cos(), angle.sin()])[:, None, None]
+        if leaf == "bias":
+            return self.bias(name, stack)
+        assert name.removeprefix("encoder.").startswith("mask"), name
+        length, causal = self.stream.shape[1], not stack and config.family != "encoder"
+        window = int(leaf) if leaf.isdigit() else None
+        allowed = [[(s <= t or not causal) and (window is None or abs(t - s) < window) for s in range(length)] for t in range(length)]
+        return torch.tensor(allowed)[None, None].double()
+
+    def bias(self, name: str, stack: str) -> torch.Tensor:
+        length, config = self.stream.shape[1], self.config
+        if config.positions == "alibi":  # for a number of heads that is a power of two
+            slopes = [2 ** (-8 * (head + 1) / config.n_heads) for head in range(config.n_heads)]
+            return torch.tensor([[[-m * abs(t - s) for s in range(length)] for t in range(length)] for m in slopes]).double()[None]
+        table = self.weight(f"{name.removesuffix('bias')}table.weight")
+
+        def bucket(distance: int) -> int:  # key minus query
+            buckets, first = config.relative_buckets, 0
+            if stack:
+                buckets, first = buckets // 2, buckets // 2 * (distance > 0)
+                distance = abs(distance)
+            else:
+                distance = max(-distance, 0)
+            exact = buckets // 2
+            if distance < exact:
+                return first + distance
+            far = math.log(distance / exact) / math.log(config.relative_max_distance / exact) * (buckets - exact)
+            return first + min(exact + int(far), buckets - 1)
+
+        return torch.stack([torch.stack([table[bucket(s - t)] for s in range(length)]) for t in range(length)]).permute(2, 0, 1)[None]
+
+    def residual(self, block: str, sublayer: str, leaf: str, name: str) -> torch.Tensor:
+        v, at = self.values, name.rpartition(".")[0]
+        if leaf in ("before", "after"):
+            return self.norm(self.stream, name)
+        ends = [f"{block}.{sublayer}.{end}" for end in ("out", "down", "mixed")]
+        answer = next(v[end] for end in ends if end in v)
+        if leaf == "inside":
+            return self.norm(answer, name)
+        answer = v.get(f"{at}.inside", answer)
+        if leaf == "scaled":
+            return answer * self.config.residual_scale
+        assert leaf == "add"
+        return self.stream + v.get(f"{at}.scaled", answer)
+
+    def attention(self, at: str, block: str, part: str, leaf: str) -> torch.Tensor:
+        config, v = self.config, self.values
+        if leaf in ("q", "k", "v"):
+            x = self.memory if part == "cross" and leaf != "q" else self.read(block, part)
+            return self.linear(x, f"{at}.{leaf}")
+        if leaf.endswith("_heads"):
+            x = v[f"{at}.{leaf[0]}"] if config.qk_norm != "full" or leaf[0] == "v" else v[f"{at}.{leaf[0]}_norm"]
+            return torch.stack(x.split(config.d_value if leaf[0] == "v" else config.d_head, -1), 1)
+        if leaf.endswith("_norm"):
+            return self.norm(v[f"{at}.{leaf[0]}" + "_heads" * (config.qk_norm == "head")], f"{at}.{leaf}")
+        q, k = (self.latest(f"{at}.{side}_rotated", f"{at}.{side}_norm", f"{at}.{side}_heads") for side in "qk")
+        if leaf.endswith("_rotated"):
+            x = self.latest(f"{at}.{leaf[0]}_norm", f"{at}.{leaf[0]}_heads")
+            return self.rotated(x)
+        if leaf == "scores":
+            shared = q.shape[1] // k.shape[1]
+            return torch.stack([q[:, head] @ k[:, head // shared].transpose(1, 2) for head in range(q.shape[1])], 1)
+        scores = self.latest(f"{at}.masked", f"{at}.biased", f"{at}.softcapped", f"{at}.scaled", f"{at}.scores")
+        if leaf == "scaled":
+            scale = config.attention_scale if config.attention_scale != config.d_head**-0.5 else 1 / math.sqrt(q.shape[-1])
+            return scores * scale
+        if leaf == "softcapped":
+            return config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+        if leaf == "biased":
+            return scores + v["encoder.positions.bias" if at.startswith("encoder.") else "positions.bias"]
+        lowest = torch.finfo(torch.float32).min
+        if leaf == "masked":
+            stack, layer = "encoder." if at.startswith("encoder.") else "", int(block.rpartition(".")[2])
+            window = config.window[layer] if isinstance(config.window, tuple) else config.window
+            mask = v[f"{stack}mask.{window or 'full'}"] if f"{stack}mask" not in v else v[f"{stack}mask"]
+            return scores if part == "cross" else torch.where(mask.bool(), scores, torch.tensor(lowest).double())
+        if leaf == "pattern":
+            return torch.softmax(torch.where(scores <= lowest, -torch.inf, scores), -1)
+        if leaf == "z":
+            pattern, values = v[f"{at}.pattern"], v[f"{at}.v_heads"]
+            shared = pattern.shape[1] // values.shape[1]
+            return torch.stack([pattern[:, head] @ values[:, head // shared] for head in range(pattern.shape[1])], 1)
+        if leaf == "concat":
+            return torch.cat(list(v[f"{at}.z"].unbind(1)), -1)
+        assert leaf == "out", leaf
+        return self.linear(v[f"{at}.concat"], f"{at}.out")
+
+    def latest(self, *names: str) -> torch.Tensor:
+        """The newest of some values; nothing, where there is none yet."""
+        found = [name for name in self.values if name in names]
+        return self.values[found[-1]] if found else torch.empty(0, 1, 1, 1)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Each pair as a complex number, turned."""
+        cos, sin = self.values["positions.rotary"]
+        half, rotated = self.config.rope_layout == "half", cos.shape[-1]
+        a = list(range(rotated // 2)) if half else list(range(0, rotated, 2))
+        b = [i + rotated // 2 if half else i + 1 for i in a]
+        turned = torch.complex(x[..., a], x[..., b]) * torch.complex(cos[..., a], sin[..., a])
+        y = x.clone()
+        y[..., a], y[..., b] = turned.real, turned.imag
+        return y
+
+    def feedforward(self, name: str, at: str, leaf: str) -> torch.Tensor:
+        config, v = self.config, self.values
+        if config.n_experts:
+            return self.experts(name, at.removesuffix(".experts"), leaf)
+        x = self.read(at.removesuffix(".feedforward"), "feedforward")
+        if leaf in ("up", "gate"):
+            return self.linear(x, name)
+        if leaf == "activated":
+            return self.activation(v[f"{at}.gate" if config.gated else f"{at}.up"], config.activation)
+        if leaf == "gated":
+            return v[f"{at}.activated"] * v[f"{at}.up"]
+        assert leaf == "down", leaf
+        return self.linear(v[f"{at}.gated" if config.gated else f"{at}.activated"], name)
+
+    def experts(self, name: str, at: str, leaf: str) -> torch.Tensor:
+        """Row by row: `pairs` are (expert, token, which of its choices), expert by expert."""
+        config, v = self.config, self.values
+        x = self.read(at.removesuffix(".feedforward"), "feedforward")
+        if leaf == "router":
+            return self.linear(x, name)
+        logits, rows = v[f"{at}.router"][0], x[0]
+        if leaf == "chosen":
+            return torch.stack([torch.tensor(sorted(range(len(row)), key=lambda i: -row[i])) for row in logits])[
+                :, : config.n_active_experts
+            ].double()
+        chosen = v[f"{at}.chosen"].long().tolist()
+        if leaf == "weights":
+            kept = torch.stack([row[choice] for row, choice in zip(logits, chosen)])
+            if config.router_order == "topk_softmax":
+                return kept.exp() / kept.exp().sum(-1, keepdim=True)
+            shares = kept.exp() / logits.exp().sum(-1, keepdim=True)
+            return shares / shares.sum(-1, keepdim=True) if config.router_renormalise else shares
+        pairs = sorted((expert, token, place) for token, choice in enumerate(chosen) for place, expert in enumerate(choice))
+        if leaf == "sorted":
+            return torch.stack([rows[token] for _, token, _ in pairs])
+        if leaf == "mixed":
+            mixed = torch.zeros_like(rows)
+            for row, (_, token, place) in enumerate(pairs):
+                mixed[token] += v[f"{at}.weights"][token, place] * v[f"{at}.experts.down"][row]
+            return mixed[None]
+        if leaf in ("activated", "gated"):
+            inner = f"{at}.experts"
+            if leaf == "gated":
+                return v[f"{inner}.activated"] * v[f"{inner}.up"]
+            return self.activation(v[f"{inner}.gate" if config.gated else f"{inner}.up"], config.activation)
+        last = f"{at}.experts.gated" if config.gated else f"{at}.experts.activated"
+        inputs = v[last] if leaf == "down" else v[f"{at}.sorted"]
+        return torch.stack([self.linear(row, f"{at}.experts.{expert}.{leaf}") for row, (expert, _, _) in zip(inputs, pairs)])
+
+    def head(self, leaf: str) -> torch.Tensor:
+        config, v = self.config, self.values
+        last = [name for name in v if name.startswith("head.")]
+        x = v[last[-1]] if last else self.stream
+        if leaf in ("transform", "pooler"):
+            return self.linear(x, f"head.{leaf}")
+        if leaf == "out":
+            stack = "decoder" if config.family != "encoder" else "encoder"
+            tied = config.tie_embeddings and config.head in ("lm", "mlm")
+            shared = self.weights.get(f"{stack}.embedding.front.tokens.weight", self.weights.get("encoder.embedding.front.tokens.weight"))
+            weight = shared if tied else self.weights["head.out.weight"]
+            return x @ weight.T + self.weights.get("head.out.bias", torch.zeros(()).double())
+        if leaf == "activation":
+            return self.activation(x, config.head_activation)
+        if leaf == "norm":
+            return self.norm(x, "head.norm")
+        if leaf == "scaled":
+            return x * config.logit_scale
+        if leaf == "softcapped":
+            return config.logit_softcap * torch.tanh(x / config.logit_softcap)
+        if leaf == "pooled":
+            return {"cls": x[:, 0], "last": x[:, -1], "mean": x.sum(1) / x.shape[1]}[config.pooling]
+        if leaf == "bent":
+            return torch.tanh(x) if config.pooler == "tanh" else x.clamp(min=0)
+        if leaf == "probabilities":
+            return x.exp() / x.exp().sum(-1, keepdim=True)
+        assert leaf == "candidates", leaf
+        return x.sort(-1, descending=True).values[..., : self.trace["head.candidates"].shape[-1]]

@@ -1,0 +1,275 @@
+"""The lens and direct contributions: the last layer is the model's answer; the parts add up to the logit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.inside.contributions import contributions
+from clearhead.inside.lens import lens, lens_taps, stopped_at
+from clearhead.model.norms import LayerNorm, RMSNorm
+from clearhead.plot.lens import draw_contributions, draw_lens
+from tests.harness import V, build, some_ids
+
+IDS, TARGET = some_ids(1)[0].tolist(), some_ids(1, 5, seed=3)[0].tolist()
+PLACES = {
+    "pre": {},
+    "post": {"norm_position": "post"},
+    "post, final norm": {"norm_position": "post", "final_norm": True},
+    "sandwich": {"norm_position": "sandwich"},
+    "output": {"norm_position": "output"},
+    "parallel": {"parallel": True},
+    "parallel sandwich": {"parallel": True, "norm_position": "sandwich", "parallel_norms": 2},
+}
+IMAGE = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True, "vocab_size": 0}
+HEADS = {
+    "soft cap": {"logit_softcap": 2.0, "logit_scale": 0.5, "residual_scale": 0.3},
+    "narrow table": {"d_embedding": 8, "head_bias": True, "embedding_norm": True, "tie_embeddings": True},
+    "masked": {"family": "encoder", "n_types": 2},
+    "masked, linear": {"family": "encoder", "head_transform": False},
+    "classifier, first": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooler": "tanh"},
+    "classifier, mean": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean", "pooler": "relu"},
+    "classifier, last": {"head": "classifier", "n_classes": 3},
+    "tagger": {"family": "encoder", "head": "tagger", "n_classes": 3},
+    "span": {"family": "encoder", "head": "span"},
+    "image": {"family": "encoder", "head": "classifier", "n_classes": 3, "positions": "sinusoidal", **IMAGE},
+    "experts": {"n_experts": 3, "positions": "alibi"},
+    "shared layers": {"layer_groups": 1, "positions": "relative"},
+    "pruned": {"pruned_heads": {"blocks.0.attention": (1,)}, "norm_unit_offset": True},
+    "wide values": {"d_value": 6, "positions": "sinusoidal"},
+}
+
+
+def inputs(config: ch.ModelConfig):
+    """What to look at, and the target for a model of two stacks."""
+    if config.input == "patches":
+        return torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)), {}
+    return IDS, {"target": TARGET} if config.family == "encoder-decoder" else {}
+
+
+def matrix():
+    """Models over norm position, norm, gate, tied table, grouped heads, positions and family."""
+    for number, (family, place) in enumerate(itertools.product(("decoder", "encoder", "encoder-decoder"), PLACES)):
+        if family == "encoder-decoder" and "parallel" in place:
+            continue
+        for norm, gated, tied, groups, positions in itertools.product(
+            ("layernorm", "rmsnorm"), (False, True), (False, True), (4, 2), ("learned", "rope")
+        ):
+            # A quarter of them, in which any two of the four choices still occur together.
+            if (gated + tied + (groups == 4)) % 2 == 0 and (tied + (positions == "rope") + number + (norm == "rmsnorm")) % 2 == 0:
+                choices = {"norm": norm, "gated": gated, "tie_embeddings": tied, "n_kv_heads": groups, "positions": positions}
+                yield f"{family} {place}", build(number, family=family, **PLACES[place], **choices)
+
+
+@pytest.mark.ledger("K6")
+def test_the_last_layer_is_the_models_answer_bit_for_bit():
+    models = {name: build(**changes) for name, changes in HEADS.items()}
+    models |= {f"{place} {norm}": build(norm=norm, **PLACES[place]) for place in PLACES for norm in ("layernorm", "rmsnorm")}
+    models |= {f"both, {place}": build(family="encoder-decoder", norm_position=place) for place in ("pre", "post", "sandwich")}
+    for name, model in models.items():
+        given, more = inputs(model.config)
+        main_input = given if isinstance(given, torch.Tensor) else torch.tensor([more.get("target", given)])
+        source = {"source": torch.tensor([given])} if more else {}
+        with torch.no_grad(), ch.record(model, *lens_taps(model)) as seen:
+            logits = model(main_input, **source).logits
+        assert torch.equal(stopped_at(model, seen[lens_taps(model)[-1]]), logits), name
+        found = lens(model, given, **more, top=2)
+        assert found.chosen_ranks[-1].eq(1).all(), name
+        assert found.divergence[-1].abs().max() == 0, name
+
+
+@pytest.mark.ledger("K6")
+def test_every_number_of_the_lens_by_hand():
+    model = build(n_layers=3, logit_scale=3.0).double()
+    found = lens(model, IDS, top=4)
+    with torch.no_grad(), ch.record(model, "embedding", "blocks.*.resid_post") as seen:
+        last = model(torch.tensor([IDS])).logits[0].numpy()
+    head, norm = model.head.out.weight.detach().numpy(), model.decoder.norm
+    assert found.layers == ("embedding", "block 0", "block 1", "block 2")
+    for layer, name in enumerate(("embedding", "blocks.0.resid_post", "blocks.1.resid_post", "blocks.2.resid_post")):
+        for place, x in enumerate(seen[name][0].numpy()):
+            x = (x - x.mean()) / np.sqrt(x.var() + norm.eps) * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+            p = np.exp(head @ x * 3.0) / np.exp(head @ x * 3.0).sum()
+            final = np.exp(last[place]) / np.exp(last[place]).sum()
+            order = np.argsort(-p)
+            assert found.top[layer, place].tolist() == order[:4].tolist()
+            assert found.top_names[layer][place] == tuple(map(str, order[:4]))
+            np.testing.assert_allclose(found.top_probabilities[layer, place], p[order[:4]], atol=1e-6)
+            assert float(found.entropy[layer, place]) == pytest.approx(-(p * np.log2(p)).sum(), abs=1e-5)
+            assert float(found.divergence[layer, place]) == pytest.approx((final * np.log2(final / p)).sum(), abs=1e-5)
+            assert found.chosen[place] == final.argmax()
+            assert int(found.chosen_ranks[layer, place]) == 1 + order.tolist().index(final.argmax())
+            assert float(found.chosen_probabilities[layer, place]) == pytest.approx(p[final.argmax()], abs=1e-6)
+            if place + 1 < len(IDS):
+                assert found.true[place] == IDS[place + 1]
+                assert int(found.true_ranks[layer, place]) == 1 + order.tolist().index(IDS[place + 1])
+                assert float(found.true_probabilities[layer, place]) == pytest.approx(p[IDS[place + 1]], abs=1e-6)
+    assert found.true[-1] == -1 and found.true_names[-1] is None and found.true_probabilities[:, -1].isnan().all()
+    plain = found.to_dict()
+    assert json.loads(json.dumps(plain, allow_nan=False))["true_probabilities"][0][-1] is None
+
+
+@pytest.mark.ledger("K6")
+def test_columns_and_choices_of_each_head():
+    span = lens(build(**HEADS["span"]), IDS, top=3)
+    assert span.columns == ("begins", "ends") and span.kind == "place"
+    assert span.chosen_names[0].split(":")[1] == str(IDS[int(span.chosen[0])])
+    assert lens(build(**HEADS["image"]), inputs(build(**HEADS["image"]).config)[0]).columns == ("whole image",)
+    assert lens(build(**HEADS["classifier, mean"]), IDS).top_names[0][0][0].startswith("LABEL_")
+    masked = ch.Loaded(build(**HEADS["masked"]), special={"mask": IDS[2]})
+    assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [token for token in IDS if token != IDS[2]]
+    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (3, 2 * V, V)  # more than one piece of columns, all choices
+    for head in ("embedding", "none"):
+        with pytest.raises(ch.InputError, match="gives vectors, not choices"):
+            lens(build(family="encoder", head=head), IDS)
+    with pytest.raises(ch.InputError, match="top 0 keeps nothing"):
+        lens(build(), IDS, top=0)
+
+
+@pytest.mark.ledger("K6")
+def test_contributions_add_up_to_the_logit(differences):
+    cases = [*matrix(), *((name, build(**changes)) for name, changes in HEADS.items())]
+    for number, (name, model) in enumerate(cases):
+        given, more = inputs(model.config)
+        against = [None, 1][number % 2]
+        found = contributions(model, given, 0, **more, against=against, position=-1)
+        total, logit = torch.tensor(found.total), torch.tensor(found.logit)
+        assert differences.see("sum=logit", total, logit) <= 1e-5, name
+        assert (found.capped is not None) == (model.config.logit_softcap is not None)
+        if found.capped is not None:
+            cap = model.config.logit_softcap
+            bent = cap * math.tanh(found.logit / cap) if against is None else found.capped
+            assert found.capped == pytest.approx(bent, abs=1e-5)
+
+
+@pytest.mark.ledger("K6")
+def test_contributions_name_the_logit_of_the_model():
+    model = build(n_layers=2)
+    logits = model(torch.tensor([IDS])).logits[0].detach()
+    assert contributions(model, IDS, 4, position=2).logit == pytest.approx(float(logits[2, 4]), abs=1e-6)
+    assert contributions(model, IDS, "4", against="7").logit == pytest.approx(float(logits[-1, 4] - logits[-1, 7]), abs=1e-6)
+    assert contributions(model, IDS).choice == str(int(logits[-1].argmax()))
+    span = build(**HEADS["span"])
+    said = span(torch.tensor([IDS])).logits[0].detach()
+    assert contributions(span, IDS, 3, position=0, against=5).logit == pytest.approx(float(said[3, 0] - said[5, 0]), abs=1e-6)
+
+
+def frozen_run(model: ch.Transformer, run, sizes: dict[nn.Module, torch.Tensor] | None):
+    """Run with the norms held at `sizes`, or, with None, as they are; the logits, and the sizes that the norms had."""
+    seen, hooks = {}, []
+
+    def hook(norm, given, _):
+        (x,) = given
+        centred = x - x.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else x
+        seen[norm] = (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        scale = 1 + norm.weight if norm.unit_offset else norm.weight
+        y = centred / (seen[norm] if sizes is None else sizes[norm]) * scale
+        return y + norm.bias if isinstance(norm, LayerNorm) and norm.bias is not None else y
+
+    for part in model.modules():
+        if isinstance(part, LayerNorm | RMSNorm):
+            hooks.append(part.register_forward_hook(hook))
+    try:
+        with torch.no_grad():
+            return run(), seen
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+@pytest.mark.ledger("K6")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_a_head_is_what_is_missing_without_it(family, place):
+    """A slow reference: the model run with frozen norms and with every other sublayer's answer held, one head's z at zero."""
+    if family == "encoder-decoder" and "parallel" in place:
+        pytest.skip("no place for cross-attention")
+    model = build(family=family, n_kv_heads=2, residual_scale=0.7, **PLACES[place]).double()
+    given, more = inputs(model.config)
+    ids = torch.tensor([more.get("target", given)])
+    source = {"source": torch.tensor([given])} if more else {}
+
+    def run():
+        return model(ids, **source).logits[0, -1, 3]
+
+    outs = [name for name in ch.tap_names(model.config) if name.endswith(".out") and not name.startswith("encoder.")]
+    with ch.record(model, *outs) as seen:
+        whole, sizes = frozen_run(model, run, None)
+    found = contributions(model, given, 3, **more)
+    assert found.logit == pytest.approx(float(whole), abs=1e-10)
+    terms = {(term.kind, term.layer, term.head): term.value for term in found.terms if term.kind != "bias"}
+    for name in outs:
+        layer, kind = int(name.split(".")[1]), name.split(".")[2]
+        held = {other: lambda x, y=seen[other]: y for other in outs if other != name}
+        if kind == "feedforward":
+            with ch.edit(model, {**held, name: torch.zeros_like}):
+                without, _ = frozen_run(model, run, sizes)
+            assert terms["feedforward", layer, None] == pytest.approx(float(whole - without), abs=1e-10)
+            continue
+        for head in range(4):
+            without_head = torch.ones(1, 4, 1, 1, dtype=torch.float64).index_fill(1, torch.tensor([head]), 0)
+            with ch.edit(model, {**held, name.replace(".out", ".z"): lambda z, kept=without_head: z * kept}):
+                without, _ = frozen_run(model, run, sizes)
+            assert terms["self" if kind == "attention" else kind, layer, head] == pytest.approx(float(whole - without), abs=1e-10)
+
+
+def test_wrong_names_are_refused_in_one_line():
+    model = build()
+    for change, words in (
+        ({"token": 99}, "there is no token 99"),
+        ({"token": "cat"}, "no tokenizer"),
+        ({"position": 8}, "there is no position 8"),
+        ({"token": 2, "against": 2}, "against itself"),
+    ):
+        with pytest.raises(ch.InputError, match=words):
+            contributions(model, IDS, **change)
+    with pytest.raises(ch.InputError, match='no class "LABEL_9"'):
+        contributions(build(**HEADS["tagger"]), IDS, "LABEL_9")
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    folder = shared / "weights" / "stories260K"
+    return folder, ch.load(folder / "hf", tokenizer=folder / "tok512.bin")
+
+
+@pytest.mark.ledger("K6")
+def test_a_trained_model_and_its_pictures(stories):
+    _, m = stories
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day"
+    found = lens(m, text)
+    assert found.chosen_names[-1] == "," and found.true_names[:2] == ("·Once", "·upon")
+    figure = draw_lens(found)
+    cells = [cell.get_text() for axes in figure.axes for cell in axes.texts]
+    assert len(cells) == len(found.layers) * len(found.columns)
+    assert cells[:20] == [names[0] for names in found.top_names[-1]][:20]  # the last layer stands on top
+    assert any("probability of the token" in axes.get_ylabel() for axes in figure.axes)
+    parts = contributions(m, text, against="·her")
+    assert parts.total == pytest.approx(parts.logit, abs=1e-4)
+    assert any("added to the logit" in axes.get_ylabel() for axes in draw_contributions(parts).axes)
+
+
+@pytest.mark.ledger("K6")
+def test_the_command(stories, capsys, tmp_path):
+    folder, _ = stories
+    asked = ["lens", str(folder / "hf"), "Once upon a", "--tokenizer", str(folder / "tok512.bin")]
+    main([*asked, "--json", "--plot", str(tmp_path / "lens.png")])
+    body = json.loads(capsys.readouterr().out)
+    assert body["chosen_names"][-1] == "·time" and (tmp_path / "lens.png").stat().st_size > 1000
+    main(asked)
+    assert "·time" in capsys.readouterr().out
+    main([*asked, "--contributions", "--token", " time", "--against", "·day", "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert (body["choice"], body["against"]) == ("·time", "·day") and body["total"] == pytest.approx(body["logit"], abs=1e-4)
+    for wrong in (["--token", "·time"], ["--position", "9"], ["--contributions", "--token", "girls and boys"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*asked, *wrong])
+        assert stop.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1

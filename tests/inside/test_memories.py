@@ -1,0 +1,294 @@
+"""Neurons as memories: a running top equals a sort of all activations, promoted tokens a float64 loop, a planted neuron is found."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import clearhead as ch
+from clearhead import cli
+from clearhead.errors import InputError
+from clearhead.inside import passages
+from clearhead.inside.memories import memories
+from tests.harness import V, build, config, scramble, some_ids
+
+pytestmark = pytest.mark.ledger("K5")
+BOTH = {"family": "encoder-decoder", "n_encoder_layers": 1}
+ENCODER = {"family": "encoder"}
+IMAGES = {
+    "family": "encoder",
+    "input": "patches",
+    "image_size": (8, 8),
+    "patch_size": 4,
+    "class_token": True,
+    "vocab_size": 0,
+    "n_classes": 3,
+}
+WORDS = ["<s>", "</s>", "sun", "moon", "rises", "sets", "and", "then", "late", "early"]
+TEXTS = ["sun rises early and then moon sets", "late sun rises", "and sun rises then moon rises late", "moon sets"] * 4
+
+
+def worded(model: ch.Transformer) -> ch.Loaded:
+    """A model with a tokenizer of ten words."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return ch.Loaded(model, tokenizer, special={"bos": 0, "eos": 1, "unk": 1})
+
+
+def texts_for(model: ch.Transformer, count: int = 7) -> list:
+    """Rows of unequal length, pairs of such rows, or pictures."""
+    if model.config.input == "patches":
+        return [torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    rows = [some_ids(1, 3 + 2 * seed % 7, seed)[0].tolist() for seed in range(count)]
+    return rows if model.decoder is None or model.encoder is None else [(row, other) for row, other in zip(rows, rows[::-1])]
+
+
+def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple[int, int], np.ndarray]:
+    """By text and place, one row at a time, no padding: what each neuron did. Experts by a loop over tokens."""
+    seen: dict[tuple[int, int], np.ndarray] = {}
+    expert = int(tap.split(".")[-2]) if "experts" in tap else None
+    router = tap.split(".experts")[0] + ".router"
+    for number, text in enumerate(texts):
+        with torch.no_grad(), ch.record(model, tap, *([router] if expert is not None else [])) as recorded:
+            if isinstance(text, tuple):
+                model(torch.tensor([text[1]]), source=torch.tensor([text[0]]))
+            else:
+                model(text[None] if isinstance(text, torch.Tensor) else torch.tensor([text]))
+        rows = recorded[tap].reshape(-1, recorded[tap].shape[-1]).numpy()
+        places = list(range(len(rows)))
+        if expert is not None:
+            logits = recorded[router][0]
+            places = [place for place in range(len(logits)) if expert in logits[place].argsort(descending=True)[:2].tolist()]
+        seen |= {(number, place): row for place, row in zip(places, rows)}
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation": "silu", "gated": True, "norm": "rmsnorm"},
+        {"norm_position": "post", **ENCODER},
+        {"n_experts": 3, "n_active_experts": 2},
+        {"parallel": True, "layer_groups": 1},
+        BOTH,
+        {"positions": "sinusoidal", **IMAGES},
+    ],
+    ids=["decoder", "gated", "encoder", "experts", "parallel shared", "both", "patches"],
+)
+@pytest.mark.parametrize("batch", [4096, 12], ids=["one batch", "small batches"])
+def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypatch, differences):
+    monkeypatch.setattr(passages, "BATCH", batch)
+    model = build(**{**changes, "d_ff": 8})
+    texts = texts_for(model)
+    found = memories(model, iter(texts), top=4)
+    assert len(found.shelves) == (3 if changes is BOTH else 2) * max(1, model.config.n_experts)
+    for shelf in found.shelves:
+        stack = "encoder." if shelf.kind == "encoder" else ""
+        part = f"{stack}blocks.{shelf.layer}.feedforward" + ("" if shelf.expert is None else f".experts.{shelf.expert}")
+        everything = every_activation(model, texts, f"{part}.post")
+        table = np.stack(list(everything.values()))
+        for row in range(len(shelf.units)):
+            wanted = np.sort(table[:, row])[::-1][:4]
+            wanted = wanted[wanted > 0]
+            contexts = found.neuron(shelf.name(row)).contexts
+            values = torch.tensor([context.activation for context in contexts])
+            assert differences.see("top", values, torch.from_numpy(wanted.copy())) < 1e-5
+            there = torch.tensor([everything[context.text, context.place][row] for context in contexts])
+            assert differences.see("place", values, there) < 1e-5
+
+
+def by_hand(model: ch.Transformer, layer: int, unit: int) -> np.ndarray:
+    """Scores of all tokens, in float64: a column of `down` through the linear part of each norm on its way."""
+
+    def array(tensor):
+        return tensor.detach().numpy().astype(np.float64)
+
+    def through(norm, x):
+        if norm is None:
+            return x
+        weight = array(norm.weight) + float(model.config.norm_unit_offset)
+        mean = sum(x) / len(x) if model.config.norm == "layernorm" else 0.0
+        return np.array([(value - mean) * scale for value, scale in zip(x, weight)])
+
+    blocks = list(model.main.blocks)
+    x = through(blocks[layer].feedforward_residual.inside, array(blocks[layer].feedforward.down.weight)[:, unit])
+    x = through(blocks[layer].feedforward_residual.after, x * model.config.residual_scale)
+    for block in blocks[layer + 1 :]:
+        for residual in (block.attention_residual, *([block.cross_residual] if block.cross else []), block.feedforward_residual):
+            x = through(residual.after, x)
+    x = through(model.main.norm, x)
+    head = model.head
+    if getattr(head, "transform", None) is not None:
+        x = array(head.transform.weight) @ x
+    x = through(getattr(head, "norm", None), x)
+    return array(head.out.weight) @ x * model.config.logit_scale
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"residual_scale": 0.4, "logit_scale": 0.5},
+        {"norm_position": "post", "family": "encoder"},
+        {"norm_position": "sandwich", "norm": "rmsnorm", "norm_unit_offset": True, "tie_embeddings": False},
+        {"norm_position": "output", "d_embedding": 8},
+        {**BOTH, "norm_position": "post"},
+        {**ENCODER, "head": "tagger", "n_classes": 12},
+        {**ENCODER, "head": "classifier", "n_classes": 12, "pooling": "mean"},
+    ],
+    ids=["pre", "post masked", "sandwich", "output narrow", "both post", "tagger", "classifier"],
+)
+def test_promoted_tokens_equal_a_loop_in_float64(changes, differences):
+    model = build(**changes)
+    found = memories(model, texts_for(model), top=5)
+    for layer, unit in ((0, 3), (1, 7)):
+        scores = by_hand(model, layer, unit)
+        memory = found.neuron(f"{layer}.{unit}")
+        order = np.argsort(scores)
+        names = [str(token) for token in order] if not found.head.names else [f"LABEL_{token}" for token in order]
+        assert [name for name, _ in memory.promoted] == names[::-1][:5]
+        assert [name for name, _ in memory.suppressed] == names[:5]
+        ours = torch.tensor([score for _, score in (*memory.promoted, *memory.suppressed)], dtype=torch.float64)
+        theirs = torch.from_numpy(np.concatenate([scores[order[::-1][:5]], scores[order[:5]]]))
+        assert differences.see("score", ours, theirs) < 1e-5
+        token = 4
+        promoting = dict(found.search(f"LABEL_{token}" if found.head.names else token, count=48).promoting)
+        assert promoting[memory.name] == pytest.approx(scores[token], abs=1e-5)
+
+
+def planted() -> ch.Loaded:
+    """A model in which neuron 1.5 fires at "sun" and writes "rises"; all its other weights are noise."""
+    settings = {"vocab_size": len(WORDS), "d_model": 32, "tie_embeddings": False, "positions": "none"}
+    model = scramble(ch.Transformer(config(**settings)), spread=0.02).eval()
+    with torch.no_grad():
+        block = model.decoder.blocks[1]
+        model.decoder.embedding.front.tokens.weight.copy_(torch.nn.init.orthogonal_(torch.empty(len(WORDS), 32)) * 4)
+        sun = model.decoder.embedding.front.tokens.weight[WORDS.index("sun")]
+        block.feedforward.up.weight[5] = sun
+        block.feedforward.up.bias[5] = -5.0
+        block.feedforward.down.weight[:, 5] = 3 * model.head.out.weight[WORDS.index("rises")]
+    return worded(model)
+
+
+def test_a_planted_neuron_is_found():
+    m = planted()
+    texts = TEXTS
+    found = memories(m, texts, top=8)
+    best = found.ranked(count=1)[0]
+    assert best.name == "1.5"
+    assert best.agreement == 1.0 and best.chance < 0.3
+    assert best.promoted[0][0] == "rises"
+    assert {(context.token, context.answer) for context in best.contexts} == {("sun", "rises")}
+    assert best.contexts[0].before + best.contexts[0].token + best.contexts[0].after in texts
+    assert found.search("rises", 1).promoting[0][0] == "1.5"
+    assert ("1.5", 1.0) in [(name, share) for name, share, _ in found.search("sun", 3).fired]
+    answers = [word for text in texts for word in text.split()[1:]]
+    assert best.chance == pytest.approx(answers.count("rises") / len(answers))  # depth is one token of ten
+    assert found.ranked("activation", 1)[0].activation == max(float(shelf.activations.max()) for shelf in found.shelves)
+
+
+def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
+    model = build(vocab_size=40)
+    texts = [some_ids(1, 20, seed, 40)[0].tolist() for seed in range(5)]
+    found = memories(model, texts, top=6)
+    assert found.depth == 2
+    for memory in found.ranked(count=None):
+        said = {name for name, _ in memory.promoted[:2]}
+        following = [texts[context.text][context.place + 1 : context.place + 2] for context in memory.contexts]
+        assert memory.agreement == pytest.approx(sum(str(token[0]) in said for token in following if token) / 6)
+
+
+def test_long_texts_are_read_in_stretches_and_the_limit_holds():
+    m = worded(build(vocab_size=len(WORDS), max_positions=8))
+    text = " ".join(WORDS[2:]) + " " + " ".join(WORDS[2:][::-1])
+    assert [len(p.prepared.tokens) for p in passages.passages(m, [text, "", text])] == [8, 8, 8, 8]
+    assert [p.answers[-1] for p in passages.passages(m, [text])] == [WORDS.index("early"), passages.NOTHING]
+    assert memories(m, [text] * 9).tokens == 9 * 16
+    assert memories(m, [text] * 9, limit=30).tokens == 32
+
+
+def test_a_target_ends_and_its_answers_are_its_next_tokens():
+    m = worded(build(vocab_size=len(WORDS), **BOTH))
+    m.special["decoder_start"] = 0
+    passage = next(passages.passages(m, [("sun and moon", "moon and sun")]))
+    assert passage.prepared.tokens.ids == (0, *(WORDS.index(word) for word in ("moon", "and", "sun")))
+    assert passage.answers == (*passage.prepared.tokens.ids[1:], WORDS.index("</s>"))
+
+
+def test_what_cannot_be_promoted_is_refused_and_the_contexts_stay():
+    both = memories(build(**BOTH), texts_for(build(**BOTH)))
+    assert both.neuron("encoder.0.1").promoted == () and both.neuron("encoder.0.1").contexts
+    for changes in ({"head": "classifier", "n_classes": 3, "pooler": "tanh"}, {"head": "embedding"}, {"head": "none"}):
+        model = build(**ENCODER, **changes)
+        found = memories(model, texts_for(model))
+        assert "cannot be read off" in found.note and not found.agrees
+        assert found.ranked(count=1)[0].contexts and not found.ranked(count=1)[0].promoted
+        with pytest.raises(InputError, match="sort by activation"):
+            found.ranked("agreement")
+
+
+def test_patches_are_named_by_row_and_column():
+    model = build(**IMAGES)
+    found = memories(model, texts_for(model), top=40)
+    assert {context.token for memory in found.ranked(count=None) for context in memory.contexts} == {"[CLS]", "0,0", "0,1", "1,0", "1,1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"neurons": ["2.5"]}, 'no neuron "2.5": neurons are called layer.neuron'),
+        ({"neurons": ["0.24"]}, "neurons 0 to 23"),
+        ({"neurons": []}, "no neurons are named"),
+        ({"layer": 7}, 'no layer "7": layers are 0, 1'),
+        ({"layer": "encoder.0"}, "no layer"),
+        ({"top": 0}, "top 0 must be 1 or more"),
+        ({"texts": []}, "corpus is empty"),
+        ({"texts": [("a", "b")]}, "a pair was given"),
+    ],
+)
+def test_mistakes_are_one_line(given, message):
+    with pytest.raises(InputError, match=message) as error:
+        memories(build(), **{"texts": [[1, 2, 3]], **given})
+    assert "\n" not in str(error.value)
+
+
+def test_only_the_neurons_asked_for_are_kept():
+    found = memories(build(), [[1, 2, 3]], neurons=["1.7", "1.2"])
+    assert [shelf.name(row) for shelf in found.shelves for row in range(len(shelf.units))] == ["1.2", "1.7"]
+    with pytest.raises(InputError, match="was not looked at"):
+        found.neuron("0.3")
+    with pytest.raises(InputError, match=f"ids go from 0 to {V - 1}"):
+        found.search(99)
+
+
+def command(*arguments, capsys):
+    try:
+        cli.main([str(argument) for argument in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command(tmp_path, capsys):
+    planted().save(tmp_path / "model")
+    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS))
+    model = tmp_path / "model"
+    code, out, _ = command("memories", model, tmp_path / "corpus.txt", "--json", "--top", 8, "--plot", tmp_path / "all.png", capsys=capsys)
+    body = json.loads(out)
+    assert code == 0 and body["neurons"][0]["name"] == "1.5" and (tmp_path / "all.png").stat().st_size > 5000
+    code, out, _ = command("memories", model, "--text", "sun rises", "--neuron", "1.5", "--plot", tmp_path / "one.svg", capsys=capsys)
+    assert code == 0 and "⟦sun⟧" in out and (tmp_path / "one.svg").exists()
+    code, out, _ = command("memories", model, "--text", "sun rises", "--token", "rises", "--json", capsys=capsys)
+    assert code == 0 and json.loads(out)["promoting"][0][0] == "1.5"
+    for wrong in (("--neuron", "9.9"), ("--layer", "x"), ("--token", "nowhere and back"), ("--plot", "picture.doc")):
+        code, out, err = command("memories", model, "--text", "sun rises", *wrong, capsys=capsys)
+        assert code == 2 and err.startswith("clearhead: ") and err.count("\n") == 1, err
+    code, _, err = command("memories", model, tmp_path / "nothing.txt", capsys=capsys)
+    assert code == 2 and "nothing.txt" in err

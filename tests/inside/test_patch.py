@@ -1,0 +1,211 @@
+"""Activation patching: batches against one run at a time, whole layers against the clean run, a circuit planted by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.inside import patch as module
+from clearhead.inside.inputs import prepare
+from clearhead.inside.patch import PARTS, Site, patch, patched_scores
+from clearhead.plot.patch import draw_patching
+from tests.harness import build, some_ids
+
+CLEAN, CORRUPT = (some_ids(1, 6, seed=seed)[0].tolist() for seed in (1, 2))
+TARGET = some_ids(1, 4, seed=3)[0].tolist()
+IMAGE = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True, "vocab_size": 0}
+MODELS = {
+    "pre": {"n_kv_heads": 2},
+    "post": {"norm_position": "post"},
+    "parallel": {"parallel": True, "positions": "rope", "pruned_heads": {"blocks.0.attention": (1, 2)}},
+    "masked": {"family": "encoder", "n_types": 2},
+    "classifier": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"},
+    "span": {"family": "encoder", "head": "span"},
+    "experts": {"n_experts": 3},
+    "image": {"family": "encoder", "head": "classifier", "n_classes": 3, **IMAGE},
+    "both": {"family": "encoder-decoder", "norm_position": "sandwich", "n_encoder_layers": 1},
+}
+
+
+def prompts(config: ch.ModelConfig):
+    """A clean and a corrupt input, and the target for a model of two stacks."""
+    if config.input == "patches":
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(1, 1, 8, 8, generator=generator), torch.randn(1, 1, 8, 8, generator=generator), {}
+    return CLEAN, CORRUPT, {"target": TARGET} if config.family == "encoder-decoder" else {}
+
+
+def one_at_a_time(model: ch.Transformer, clean, corrupt, more, part: str, stack: str, layer: int, column: int, read) -> float:
+    """One patch, by a run of its own and an edit written out."""
+    prefix = "encoder." if stack == "encoder" else ""
+    end = {"residual": "resid_pre", "heads": "attention.z", "cross heads": "cross.z"}.get(part, f"{part}.out")
+    plan = model.config.encoder if stack == "encoder" or model.config.decoder is None else model.config.decoder
+    name = f"{prefix}blocks.{layer}.{end}" if layer < plan.n_layers else f"{prefix}blocks.{layer - 1}.resid_post"
+
+    def run(given):
+        ids = given if isinstance(given, torch.Tensor) else torch.tensor([given])
+        return model(torch.tensor([more["target"]]), source=ids).logits if more else model(ids).logits
+
+    def put(x):
+        x = x.clone()
+        if end.endswith(".z"):
+            x[0, column, :] = seen[name][0, column, :]
+        else:
+            x[0, column] = seen[name][0, column]
+        return x
+
+    with torch.no_grad():
+        with ch.record(model, name) as seen:
+            run(clean)
+        with ch.edit(model, {name: put}):
+            return read(run(corrupt))
+
+
+@pytest.mark.ledger("K8")
+@pytest.mark.parametrize("kind", MODELS)
+def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 24)  # several batches, the last one smaller
+    model = build(**MODELS[kind])
+    clean, corrupt, more = prompts(model.config)
+    found = patch(model, clean, corrupt, answer=0, wrong=1, parts=PARTS, **more)
+
+    def read(logits):
+        scores = logits if logits.ndim == 2 else logits[:, :, 1] if kind == "span" else logits[:, -1]
+        return float(scores[0, 0] - scores[0, 1])
+
+    wanted = {(part, stack) for part in PARTS for stack in ([""] if kind != "both" else ["encoder", "decoder"])}
+    wanted |= {("cross", "decoder"), ("cross heads", "decoder")} if kind == "both" else set()
+    assert {(table.part, table.stack) for table in found.maps} == wanted
+    for table in found.maps:
+        scale = found.clean_difference - found.corrupt_difference
+        for row in range(len(table.rows)):
+            for column in range(0, len(table.columns), 2):
+                value = table.values[row, column] * scale + found.corrupt_difference
+                if kind == "parallel" and table.part == "heads" and row == 0 and column >= 2:
+                    assert value.isnan()  # a pruned head
+                    continue
+                slow = one_at_a_time(model, clean, corrupt, more, table.part, table.stack, row, column, read)
+                assert differences.see("batch=alone", value, torch.tensor(slow)) <= 1e-5, (table.title, row, column)
+
+
+@pytest.mark.ledger("K8")
+@pytest.mark.parametrize("kind", MODELS)
+def test_everything_patched_at_the_bottom_is_the_clean_run_exactly(kind):
+    model = build(**MODELS[kind])
+    clean, corrupt, more = prompts(model.config)
+    first, second = prepare(model, clean, **more), prepare(model, corrupt, **more)
+    taps = ["encoder.blocks.0.resid_pre"] * (kind == "both") + ["blocks.0.resid_pre"]
+    _, seen = first.record(*taps)
+    patched = patched_scores(second, seen, [[Site(tap) for tap in taps]])
+    assert torch.equal(patched, patched_scores(first, {}, [()]))
+    assert not torch.equal(patched, patched_scores(second, {}, [()]))
+
+
+@pytest.mark.ledger("K8")
+@pytest.mark.parametrize("kind", ["pre", "post", "parallel", "both"])
+def test_the_end_of_the_last_token_is_the_whole_answer(kind):
+    model = build(**MODELS[kind]).double()
+    clean, corrupt, more = prompts(model.config)
+    found = patch(model, clean, corrupt, parts=("residual",), **more)
+    values = found.maps[-1].values
+    assert float(values[-1, -1]) == pytest.approx(1, abs=1e-4)  # scores are kept in float32, and the two runs differ by little
+    assert values[-1, :-1].abs().max() < 1e-4
+    position = patch(model, clean, corrupt, parts=("residual",), position=1, **more).maps[-1].values
+    assert float(position[-1, 1]) == pytest.approx(1, abs=1e-4) and position[-1, 2:].abs().max() < 1e-4
+
+
+WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
+
+
+def planted() -> ch.Loaded:
+    """Head 0.0 looks at all words alike and turns "cat" into "meow", "dog" into "woof"; nothing else does anything."""
+    config = ch.ModelConfig(
+        vocab_size=6, d_model=8, n_layers=2, n_heads=2, positions="none", norm="rmsnorm", bias=False, tie_embeddings=False
+    )
+    model = ch.Transformer(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1 if "norm" in name or name.endswith(("before.weight", "after.weight")) else 0)
+        model.decoder.embedding.front.tokens.weight[:, :6] = torch.eye(6)
+        attention = model.decoder.blocks[0].attention
+        for slot, (word, sound) in enumerate((("cat", "meow"), ("dog", "woof"))):
+            attention.v.weight[slot, WORDS.index(word)] = 1
+            attention.out.weight[WORDS.index(sound), slot] = 1
+            model.head.out.weight[WORDS.index(sound), WORDS.index(sound)] = 5
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return ch.Loaded(model, tokenizer)
+
+
+@pytest.mark.ledger("K8")
+def test_a_planted_circuit_is_found():
+    found = patch(planted(), "the cat says", "the dog says", parts=PARTS)
+    assert (found.answer, found.wrong, found.note, found.position) == ("meow", "woof", "", "says")
+    assert found.clean_difference == pytest.approx(-found.corrupt_difference) and found.clean_difference > 1
+    maps = {table.part: table.values for table in found.maps}
+    assert found.maps[0].columns == ("the", "cat/dog", "says")
+    nothing = torch.zeros(3)
+    # The animal carries the answer into block 0, and the last word out of it.
+    for row, wanted in enumerate([[0, 1, 0], [0, 0, 1], [0, 0, 1]]):
+        torch.testing.assert_close(maps["residual"][row], torch.tensor(wanted, dtype=torch.float32), atol=1e-6, rtol=0)
+    torch.testing.assert_close(maps["attention"], torch.stack([torch.tensor([0.0, 0, 1]), nothing]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(maps["feedforward"], torch.zeros(2, 3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(maps["heads"], torch.tensor([[1.0, 0], [0, 0]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.ledger("K8")
+def test_answers_are_chosen_and_said():
+    m = planted()
+    same = patch(m, "the cat says", "cat cat says", parts=("heads",))
+    assert same.answer == "meow" and same.wrong != "meow" and "runner-up" in same.note
+    named = patch(m, "the cat says", "the dog says", "woof", "meow", parts=("heads",))
+    assert named.clean_difference < 0 and float(named.maps[0].values[0, 0]) == pytest.approx(1)
+    body = json.loads(json.dumps(named.to_dict(), allow_nan=False))
+    assert body["maps"][0]["part"] == "heads" and body["clean"] == ["the", "cat", "says"]
+    for (clean, corrupt, *more), words in (
+        (("the cat says", "the dog"), r"3 and 2 tokens, and differ from token 1 on \(cat says / dog\)"),
+        (("the cat says", "the cat says"), "nothing to bring back"),
+        (("the cat says", "the dog says", "meow", "meow"), "both the answer and the wrong one"),
+        (("the cat says", "the dog says", "moo moo"), "is 2 tokens"),
+    ):
+        with pytest.raises(ch.InputError, match=words):
+            patch(m, clean, corrupt, *more)
+    with pytest.raises(ch.InputError, match=r'no part "head" \(did you mean "heads"'):
+        patch(m, "the cat says", "the dog says", parts=("head",))
+
+
+@pytest.mark.ledger("K8")
+def test_two_decoders_are_read_where_they_part():
+    for seed in range(20):  # some model writes different answers, after a common beginning or none
+        model = build(seed=seed, family="encoder-decoder")
+        m = ch.Loaded(model, special={"decoder_start": 0})
+        ours, theirs = (m.generate(prompt, 31).ids for prompt in (CLEAN, CORRUPT))
+        alike = next((place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other), None)
+        if alike is not None:
+            break
+    found = patch(m, CLEAN, CORRUPT, parts=("heads",))
+    assert (found.answer, found.wrong) == (str(ours[alike]), str(theirs[alike]))
+    assert len(patch(m, CLEAN, CORRUPT, parts=("attention",)).maps[1].columns) == alike + 1
+
+
+@pytest.mark.ledger("K8")
+def test_the_command_and_its_picture(shared, capsys, tmp_path):
+    folder = shared / "weights" / "stories260K"
+    asked = ["patch", str(folder / "hf"), "Lily saw a cat. Lily", "Lily saw a cat. Tim", "--tokenizer", str(folder / "tok512.bin")]
+    main([*asked, "--part", "residual", "heads", "--plot", str(tmp_path / "patch.svg"), "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert [table["part"] for table in body["maps"]] == ["residual", "heads"]
+    assert body["maps"][0]["values"][0][-1] == pytest.approx(1, abs=1e-3) and body["maps"][0]["columns"][-1] == "·Lily/·Tim"
+    assert "share of the answer brought back" in "".join(
+        axes.get_ylabel() for axes in draw_patching(patch(planted(), "the cat says", "the dog says", parts=PARTS)).axes
+    )
+    main([*asked, "--answer", " was", "--wrong", " saw"])
+    assert "logit of ·was less that of ·saw" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main([*asked[:3], "Tim and Lily", *asked[4:]])
+    assert stop.value.code == 2 and "tokens" in capsys.readouterr().err
