@@ -1,6 +1,6 @@
-"""Probes of MiniLM by depth over a treebank: part of speech, relation and governor, each with its control task.
+"""Probes of MiniLM by depth over a treebank: part of speech and relation to the governor, each with its control task.
 
-    python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR] [--save]
+    python benchmarks/probes.py [--columns upos relation] [--words 20000] [--model DIR] [--treebank DIR] [--save]
 
 The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with `*-train.conllu[.gz]`
 to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared folder. With --save the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import time
 from pathlib import Path
 
 from clearhead.inside.probe import Probes, probe
@@ -49,18 +48,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--treebank", type=Path, default=SHARED / "data" / "ud_english_ewt")
-    parser.add_argument("--columns", nargs="+", default=["upos", "relation", "arc"])
+    parser.add_argument("--columns", nargs="+", default=["upos", "relation"])
     parser.add_argument("--words", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     m, results = load(options.model or packaged()), list[dict[str, object]]()
     for column in options.columns:
-        start = time.perf_counter()
         found = probe(m, part(options.treebank, "train"), column, part(options.treebank, "dev"), words=options.words, seed=options.seed)
         shown(found)
         title = f"all-MiniLM-L6-v2: {column} by depth, {options.treebank.name} train to dev"
-        results.append({"title": title, "device": device_name(), "seconds": round(time.perf_counter() - start, 1), **found.to_dict()})
+        results.append({"title": title, "device": device_name(), **found.to_dict()})
         if options.save and column == options.columns[0]:
             place = Path(__file__).parents[1] / "docs" / "images" / f"probe_{column}.png"
             save_figure(probe_figure(found, "all-MiniLM-L6-v2"), place)

@@ -1,6 +1,6 @@
 """Quality against heads removed, on a model trained here: dates as people write them -> ISO, an encoder-decoder.
 
-    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 500] [--out /tmp/prune-curve] [--save]
+    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve] [--save]
 
 Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss and accuracy on
 the validation side while heads are masked one after another: by gradient, by ablation of each alone, and in random orders.
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--orders", type=int, default=5, help="random orders")
-    parser.add_argument("--examples", type=int, default=500)
+    parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

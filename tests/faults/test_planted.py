@@ -34,11 +34,11 @@ NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past =
 CASES: dict[str, tuple[dict, set[str]]] = {
     # the seven: RoPE layout, mask offset, cache order, norm eps, tied weights, dropout, head repeat
     "rope_layout": (LLAMA, CODE),
-    "sees_the_next": (LLAMA, CODE | GROWING | RING | FIXED | {"past = whole"}),
+    "sees_the_next": ({**LLAMA, "n_layers": 2}, CODE | GROWING | FIXED | {"past = whole"}),
     "misses_itself": (LLAMA, CODE),
-    "misses_itself_in_a_cache": (LLAMA, {"cached = formula (lively)"} | GROWING | RING | FIXED | CROPPED),
-    "cache_order": (LLAMA, {"cached = formula (lively)"} | GROWING | RING | CROPPED),
-    "cache_rows": (LLAMA, {"cached = recomputed (growing, reordered)", "cached = recomputed (windowed, reordered)"}),
+    "misses_itself_in_a_cache": (LLAMA, {"cached = formula (lively)"} | GROWING | FIXED | CROPPED),
+    "cache_order": (LLAMA, {"cached = formula (lively)"} | GROWING | CROPPED),
+    "cache_rows": (LLAMA, {"cached = recomputed (growing, reordered)"}),
     "norm_eps": ({}, {"model = formula", "model = formula (quiet)"}),
     "untied": ({}, CODE | {"built = config", "pruned = masked"}),
     "untied_copy": ({}, CODE - {"model = formula"} | {"built = config"}),
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "untied_when_loaded": ({}, {"built = config", "resumed = uninterrupted"}),
     "dropout": (
         {},
-        CODE | NOTHING_RANDOM | PADDED | GROWING | RING | FIXED | CROPPED | {"saved = loaded", "accumulated = whole", "pruned = masked"},
+        CODE | NOTHING_RANDOM | PADDED | GROWING | FIXED | CROPPED | {"saved = loaded", "accumulated = whole", "pruned = masked"},
     ),
     "head_repeat": (LLAMA, CODE | {"pruned = masked"}),
     # others of the model

@@ -375,7 +375,7 @@ def test_images_by_class() -> None:
         (sentences(1), {}, "one sentence cannot be split"),
         (sentences(9), {"column": "xpos"}, 'column "xpos" is for a treebank'),
         (sentences(9, labels="X"), {}, "nothing to tell apart"),
-        (sentences(9), {"most_classes": 2}, "3 labels, and a probe takes 2"),
+        (sentences(9), {"classes": 2}, "3 labels, and a probe takes 2"),
         (sentences(9), {"pool": "max"}, 'pool "max" is not known'),
         (sentences(9), {"stack": "encoder"}, 'stack "encoder" is not there'),
         (sentences(9), {"words": 0}, "0 words are too few"),

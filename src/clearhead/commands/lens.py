@@ -101,15 +101,15 @@ def _lens_table(found: Lens, column: int) -> Any:
     table = Table(title=Text(f"after {found.columns[column]}: {found.chosen_names[column]}"), title_justify="left")
     table.add_column("layer")
     table.add_column(f"likeliest {found.kind}, probability")
-    for name in ("entropy", "KL", "rank", *(["rank of the true one"] if true else [])):
+    for name in ("entropy", "KL", "rank", *(["true"] if true else [])):
         table.add_column(name, justify="right")
     for layer, name in enumerate(found.layers):
         best = zip(found.top_names[layer][column], found.top_probabilities[layer, column].tolist())
         numbers = [f"{float(found.entropy[layer, column]):.2f}", f"{float(found.divergence[layer, column]):.2f}"]
         ranks = [str(int(found.chosen_ranks[layer, column])), *([str(int(found.true_ranks[layer, column]))] if true else [])]
-        table.add_row(name, Text("  ".join(f"{token}\u00a0{share:.2f}" for token, share in best)), *numbers, *ranks)
+        table.add_row(name, Text("  ".join(f"{token} {share:.2f}" for token, share in best)), *numbers, *ranks)
     words = f"entropy and KL (of the last layer from this one) in bits; rank: of {found.chosen_names[column]}"
-    table.caption, table.caption_justify = Text(words + (f"; the true one: {true}" if true else "")), "left"
+    table.caption, table.caption_justify = Text(words + (f"; true: rank of {true}, which does come" if true else "")), "left"
     return table
 
 

@@ -55,9 +55,21 @@ def probe(
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise InputError(f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}')
     m = load(folder, device=str(best_device(device)), tokenizer=tokenizer)
-    chosen = {"stack": stack, "pool": pool, "words": words, "most_classes": classes, "penalty": penalty, "iterations": iterations}
     with _progress() as on_progress:
-        found = run(m, data, column, test, seed=seed, on_progress=on_progress, **chosen)
+        found = run(
+            m,
+            data,
+            column,
+            test,
+            stack=stack,
+            pool=pool,
+            words=words,
+            classes=classes,
+            penalty=penalty,
+            iterations=iterations,
+            seed=seed,
+            on_progress=on_progress,
+        )
     for line in found.said:
         print(line, file=sys.stderr)
     if plot is not None:

@@ -50,6 +50,7 @@ def ablate(
       clearhead ablate my-model/ test.txt --each --plot heads.png
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
+    from clearhead.inside.examples import examples_from
     from clearhead.loaded import load
 
     _drawable(plot)
@@ -61,7 +62,8 @@ def ablate(
         raise InputError("--each ablates every head alone: leave --heads, --layers and --feedforwards out")
     m = load(folder)
     if each:
-        _each(m, _opened(m, data, examples, set) if data else _one(m, str(text), target), how, str(folder), plot, json)
+        one: list[Any] = [text if target is None else (text, target)]
+        _each(m, _opened(m, data, examples, set) if data else examples_from(m, one, texts=True), how, str(folder), plot, json)
     elif text is not None:
         from clearhead.inside.effect import effect
 
@@ -208,13 +210,6 @@ def _opened(m: Loaded, data: tuple[str, ...], most: int | None, settings: tuple[
     for line in found.said:
         print(line, file=sys.stderr)
     return found
-
-
-def _one(m: Loaded, text: str, target: str | None) -> Examples:
-    """One text, or one pair, as examples."""
-    from clearhead.inside.examples import examples_from
-
-    return examples_from(m, [text if target is None else (text, target)], texts=True)
 
 
 # Showing --------------------------------------------------------------------------------------------------------------

@@ -35,16 +35,14 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         if allowed is not None and _name(request.headers.get("host", "")) not in allowed:
-            return JSONResponse({"error": "this page answers to its own address only"}, status_code=403)
-        response = await answer(request)
-        for name, value in HEADERS.items():
-            response.headers.setdefault(name, value)
-        return response
+            return _with_headers(JSONResponse({"error": "this page answers to its own address only"}, status_code=403))
+        return _with_headers(await answer(request))
 
     @app.exception_handler(ClearheadError)
     @app.exception_handler(KeyError)
-    async def wrong(request: Request, error: Exception) -> JSONResponse:
-        return in_words(error)
+    @app.exception_handler(Exception)  # this one is called outside of the guard
+    async def wrong(request: Request, error: Exception) -> Response:
+        return _with_headers(in_words(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -69,6 +67,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def _with_headers(response: Response) -> Response:
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
 
 
 def _file(name: str) -> Response:

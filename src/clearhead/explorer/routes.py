@@ -34,7 +34,7 @@ def inside_routes(session: Session) -> APIRouter:
     @router.get("/example")
     def example() -> Response:
         stored = page_files().get("example.json")
-        return Response(stored[0] if stored else "{}", media_type="application/json", status_code=200 if stored else 404)
+        return Response(stored[0] if stored else "null", media_type="application/json")
 
     @router.get("/roles")
     def roles() -> dict[str, Any]:

@@ -107,11 +107,10 @@ class Session:
         for opened in self.models:
             opened.open()
         for opened in self.models:
-            if opened.m is not None:
+            if opened.m is not None and opened.roles is None:
                 try:
-                    with self.lock:
-                        opened.roles = named_roles(opened.m)
-                except ClearheadError:
+                    opened.roles = named_roles(opened.m)  # without the lock: who listens to a model is a matter of its thread
+                except Exception:  # a page without the names of roles is a page still
                     opened.roles = {}
 
     def model(self, number: int = 0) -> Loaded:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest
@@ -121,10 +122,14 @@ class Run:
         if not isinstance(text, str) or tokenizer is None or self.m.config.input == "patches":
             return {"text": None, "target": None}
         written = self.prepared.tokens.text if self.prepared.source is not None else ""
-        return {
-            "text": stages(tokenizer, text, self.pair).to_dict(),
-            "target": stages(tokenizer, written).to_dict() if written else None,
-        }
+        return {"text": stages(tokenizer, text, self.pair).to_dict(), "target": self._target_stages(tokenizer, written) if written else None}
+
+    def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
+        """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""
+        start = self.m._start()
+        body = stages(tokenizer, written).to_dict()
+        begins = [{"token": tokenizer.id_to_token(token), "id": token, "start": 0, "end": 0, "type": 0, "text": None} for token in start]
+        return body | {"final": begins + [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]}
 
     def trace(self) -> dict[str, Any]:
         """Every step of the forward pass, without the values."""

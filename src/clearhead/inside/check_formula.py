@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.inside.check_forward import CACHES, caches, through
+from clearhead.inside.check_forward import cache_forms, caches, through
 from clearhead.inside.check_inputs import Inputs
 from clearhead.inside.check_row import TOLERANCE, Row, gap
 from clearhead.inside.plainly import plainly
@@ -35,14 +35,16 @@ TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
 def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     """The model itself, its lively and its quiet copy."""
     model, narrow = inputs.model, TOLERANCE[torch.float32]
-    own = Inputs(model, rows=2)
+    own = inputs.fewer()
     yield Row("model = formula", "logits with those of a plain loop in float64 over the same weights", lambda: _own(own), tolerance)
-    lively_inputs = remembered(lambda: Inputs(lively(model), rows=2))
+    lively_inputs = remembered(lambda: Inputs(lively(model), own.rows, own.length))
     said = remembered(lambda: _said(lively_inputs()))
     what = "the same with large random weights: tokens, padding, far positions, short windows"
     yield Row("model = formula (lively)", what, lambda: _lively(lively_inputs(), said()), narrow, copies=True)
     what = "the same where everything is as small as norm_eps"
-    yield Row("model = formula (quiet)", what, lambda: _quiet(quiet(lively_inputs().model)), narrow, copies=True)
+    yield Row(
+        "model = formula (quiet)", what, lambda: _quiet(Inputs(quiet(lively_inputs().model), own.rows, own.length)), narrow, copies=True
+    )
     if caches(inputs):
         what = "the same through each form of cache, in pieces of 1, 3 and 2 tokens"
         yield Row("cached = formula (lively)", what, lambda: _through_caches(lively_inputs(), said()), narrow, copies=True)
@@ -76,12 +78,12 @@ def _lively(inputs: Inputs, said: Tensor) -> float:
 
 def _through_caches(inputs: Inputs, said: Tensor) -> float:
     model, rows, length = inputs.model, inputs.rows, inputs.length
-    return max(gap(through(inputs, form(model, rows, length), [1, 3, 2]), said) for form in CACHES.values())
+    return max(gap(through(inputs, form(model, rows, length), [1, 3, 2]), said) for form in cache_forms(model).values())
 
 
-def _quiet(model: Transformer) -> float:
+def _quiet(inputs: Inputs) -> float:
     """Sinusoids are no weights, and cannot be made small: there the embedding is, on both sides."""
-    config, inputs = model.config, Inputs(model, rows=2)
+    model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     changes: dict[str, Callable[[Tensor], Tensor]] = {f"{stack.plan.prefix}embedding": lambda x: x * loud for stack in stacks}
@@ -133,7 +135,7 @@ def quiet(lively: Transformer) -> Transformer:
     if config.norm_position in ("pre", "sandwich"):
         answers = ("out.weight", "down.weight", *(("q.weight", "k.weight") if config.qk_norm != "none" else ()))
     for name, weight in made.named_parameters():
-        after_a_norm = ".blocks." in name and name.endswith(answers) or (name == "head.transform.weight" and config.final_norm)
+        after_a_norm = (".blocks." in name and name.endswith(answers)) or (name == "head.transform.weight" and config.final_norm)
         into_stream = ".inside." in name or ".after." in name or ".embedding.norm." in name
         if into_stream and name.endswith("weight") and config.norm_unit_offset:
             weight.copy_((1 + weight) * small - 1)

@@ -49,7 +49,13 @@ def forward_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
         yield from _cache_rows(inputs, tolerance)
     if model.config.head == "lm":
         what = "the copy that generation uses, its projections fused, with the model"
-        yield Row("fast copy = model", what, lambda: gap(Inputs(prepared(model)).run(), inputs.run()), tolerance, copies=True)
+        yield Row(
+            "fast copy = model",
+            what,
+            lambda: gap(Inputs(prepared(model), inputs.rows, inputs.length).run(), inputs.run()),
+            tolerance,
+            copies=True,
+        )
 
 
 def caches(inputs: Inputs) -> bool:
@@ -57,8 +63,14 @@ def caches(inputs: Inputs) -> bool:
     return inputs.kind == "tokens" and inputs.model.config.head == "lm"
 
 
+def cache_forms(model: Transformer) -> dict[str, CacheForm]:
+    """The forms that differ for this model: without a window, the windowed one is the growing one."""
+    windows = any(window is not None for window in model.main.plan.windows)
+    return {name: form for name, form in CACHES.items() if windows or name != "windowed"}
+
+
 def _cache_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
-    for name, form in CACHES.items():
+    for name, form in cache_forms(inputs.model).items():
         for chunk in (1, 3):
             what = f"{chunk} token{'s' * (chunk > 1)} at a time through the cache with one pass over all"
             yield Row(f"cached = recomputed ({name}, {chunk})", what, partial(_cached, inputs, form, [chunk]), tolerance)

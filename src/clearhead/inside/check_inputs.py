@@ -14,6 +14,7 @@ from torch import Tensor
 from clearhead.model.transformer import Output, Transformer
 
 PADDING = 3
+SLOW = 50_000_000  # parameters
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Padded:
 
 
 class Inputs:
-    """`rows` rows, up to `length` tokens long; seeded."""
+    """`rows` rows, up to `length` tokens long; seeded. Without these numbers, a few, and fewer for a model that takes its time."""
 
-    def __init__(self, model: Transformer, rows: int = 3, length: int = 12, seed: int = 0) -> None:
+    def __init__(self, model: Transformer, rows: int | None = None, length: int | None = None, seed: int = 0) -> None:
+        slow = sum(weight.numel() for weight in model.parameters()) > SLOW
+        rows, length = rows or (2 if slow else 3), length or (8 if slow else 12)
         self.model, self.rows, config = model, rows, model.config
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -55,6 +58,10 @@ class Inputs:
             front = model.encoder.plan
             self.source_kind = front.input
             self.source, self.other_source = (draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2))
+
+    def fewer(self) -> Inputs:
+        """With a row less."""
+        return Inputs(self.model, self.rows - 1, self.length)
 
     @property
     def sequences(self) -> bool:

@@ -108,6 +108,8 @@ def patch(
         position: where the answer is read; -1 is the last token.
         target: what the decoder of an encoder-decoder has written; None: what it writes for both alike.
     """
+    if not parts:
+        raise InputError(f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
         if part not in PARTS:
             raise InputError(f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}')

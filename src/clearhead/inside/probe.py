@@ -97,7 +97,7 @@ def probe(
     pool: str | None = None,
     words: int = WORDS,
     test_share: float = TEST_SHARE,
-    most_classes: int = MOST_CLASSES,
+    classes: int = MOST_CLASSES,
     penalty: float = PENALTY,
     iterations: int = ITERATIONS,
     seed: int = 0,
@@ -115,7 +115,7 @@ def probe(
             model pools texts by itself, else the mean.
         words: how many to train on, and how many to test on, at most; whole sentences are drawn.
         test_share: of the sentences, where there is no `test`.
-        most_classes: a column with more labels is refused.
+        classes: a column with more labels is refused.
         penalty: on half the square of the weights.
         iterations: of L-BFGS, at most.
         seed: of the split, the choice of sentences, the control task and the intervals.
@@ -126,7 +126,7 @@ def probe(
     stack, prefix = stack_of(m, stack)
     _check(pool, penalty, iterations)
     train_items, test_items, column, said = _sides(data, test, column, words, test_share, seed)
-    _check_labels({label for item in train_items for label in item.labels if label is not None}, column, most_classes)
+    _check_labels({label for item in train_items for label in item.labels if label is not None}, column, classes)
     unit = train_items[0].unit
     pool = pool or ("mean" if unit == "words" else _own_pooling(m))
     both = len(train_items) + len(test_items)
@@ -137,7 +137,7 @@ def probe(
             raise InputError(f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?")
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
-    _check_labels(set(left.labels), column, most_classes)
+    _check_labels(set(left.labels), column, classes)
     names = sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
     types, test_types = (_types(m, vectors.forms) if unit == "words" else vectors.forms for vectors in (left, right))
@@ -170,7 +170,9 @@ def _check_labels(labels: set[str], column: str, most: int) -> None:
             f'every label of "{column}" to train on is {listed(labels)}: there is nothing to tell apart; choose another column'
         )
     if len(labels) > most:
-        raise InputError(f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: choose another column, or raise most_classes')
+        raise InputError(
+            f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: choose another column, or allow more (classes)'
+        )
 
 
 def _sides(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.files import expand
 from clearhead.data.guess import format_of
@@ -93,8 +94,8 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[Item], str]:
 
 def _read(path: str, column: str | None) -> Data:
     """The examples of a file or folder, by what it looks like."""
-    files = expand([path])
-    if all(format_of(file) == "conll" for file in files) and tag_columns(files[0], {})[0].universal:
+    files = [] if path in CORPORA else expand([path], CORPORA)
+    if files and all(format_of(file) == "conll" for file in files) and tag_columns(files[0], {})[0].universal:
         _labeller(column or "upos")  # a wrong name is said before the file is read
         return [sentence for file in files for sentence in read_treebank(file)]
     corpus, _ = open_examples(DataPlan(paths=(path,)), split=False)

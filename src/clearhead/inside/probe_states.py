@@ -30,6 +30,7 @@ from clearhead.model.transformer import evaluating
 Floats = NDArray[np.float32]
 OnProgress = Callable[[str, int, int], None]
 BATCH_TOKENS = 4096  # of a batch, padding included
+BATCH_NUMBERS = 1 << 26  # in the states of a batch, all depths together
 IN_MEMORY = 1 << 31  # bytes of vectors; more go into a file
 POOLS = ("mean", "first", "last")
 
@@ -102,11 +103,12 @@ def vectors_of(
     layers = _room((len(taps), int(first[-1]), width))
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     done = 0
-    for some in _batches(order, [_size(m, row) for row in rows]):
-        states = _recorded(m, [rows[row] for row in some], bool(prefix), taps)  # L B T D
+    for some in _batches(order, [_size(m, row) for row in rows], min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))):
+        states = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
         for place, row in enumerate(some):
             if kept[row]:
-                layers[:, first[row] : first[row + 1]] = _pooled(states[:, place], [rows[row].places[word] for word in kept[row]], pool)
+                own = torch.stack([state[place] for state in states])  # L T D
+                layers[:, first[row] : first[row + 1]] = _pooled(own, [rows[row].places[word] for word in kept[row]], pool)
         done += len(some)
         on_progress(done)
     things = [(item, place) for item, places in zip(items, kept) for place in places]
@@ -153,11 +155,11 @@ def _size(m: Loaded, row: Row) -> int:
     return len(row) or m.config.n_patches + m.config.class_token
 
 
-def _batches(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Rows of like length together, so many that their tokens fit, padding included."""
+def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Rows of like length together, so many that their tokens are `most` with padding; a longer row is alone."""
     made: list[list[int]] = []
     for row in order:  # shortest first, so a row is as long as any before it
-        if made and (len(made[-1]) + 1) * sizes[row] <= BATCH_TOKENS:
+        if made and (len(made[-1]) + 1) * sizes[row] <= most:
             made[-1].append(row)
         else:
             made.append([row])
@@ -165,8 +167,8 @@ def _batches(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _recorded(m: Loaded, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -> Tensor:
-    """States of all depths, [L, B, T, D], on the model's device. `feeds`: the probed stack is an encoder before a decoder."""
+def _recorded(m: Loaded, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
+    """The states [B, T, D] of each depth, on the model's device. `feeds`: the probed stack is an encoder before a decoder."""
     weight = next(m.model.parameters())
     given: dict[str, Any] = {"logits": "none"}
     if rows[0].image is not None:
@@ -183,7 +185,7 @@ def _recorded(m: Loaded, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) 
             given["types"] = _padded([row.types for row in rows], 0, device)[0]
     with evaluating(m.model), record(m.model, *taps) as seen:
         m.model(main, **given)
-    return torch.stack([seen[tap] for tap in taps])
+    return [seen[tap] for tap in taps]
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ def draw_model(maps: AttentionMaps, kind: str = "self") -> Figure:
     axes.set_ylabel("layer")
     axes.set_xlabel("head")
     tokens = f"{_tokens(layers[0].queries)} queries down, {_tokens(layers[0].keys)} keys across"
-    axes.set_title(f"{KINDS[kind]}, all heads: in each picture {tokens}", fontsize=11)
+    axes.set_title(f"{KINDS[kind]}, all heads\n{tokens}", fontsize=10)
     figure.colorbar(image, ax=axes, label=WEIGHT, fraction=0.03)
     return figure
 

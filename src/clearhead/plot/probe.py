@@ -22,7 +22,13 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
         [layer.interval[1] - layer.accuracy for layer in probes.layers],
     ]
     axes.errorbar(
-        places, accuracy, [[max(0.0, edge) for edge in side] for side in edges], marker="o", markersize=4, capsize=3, label="probe"
+        places,
+        accuracy,
+        [[max(0.0, edge) for edge in side] for side in edges],
+        marker="o",
+        markersize=4,
+        capsize=3,
+        label="probe, with its 95 % interval",
     )
     axes.plot(places, [layer.control for layer in probes.layers], marker="s", markersize=4, label="control task: random label of each type")
     axes.plot(places, [layer.selectivity for layer in probes.layers], marker="^", markersize=4, label="selectivity: probe less control")

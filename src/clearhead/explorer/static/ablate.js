@@ -1,6 +1,7 @@
 // Switch heads, feed-forwards and whole layers off, and see what the model says without them, beside what it said before.
 
 import { el, figure, percent, replace } from "./dom.js";
+import { whileWorking } from "./near.js";
 
 const ABLATE_KINDS = { self: "self-attention", encoder: "encoder", cross: "cross-attention" };
 
@@ -67,7 +68,7 @@ export const ablateSection = {
 
     function later() {
       clearTimeout(waiting);
-      waiting = setTimeout(ask, 120);
+      waiting = setTimeout(() => whileWorking(answer, ask()), 120);
     }
 
     async function ask() {
@@ -103,7 +104,7 @@ export const ablateSection = {
       grid.hidden = !works;
       if (!works) return replace(answer, el("p", { class: "soft" }, "This model chooses nothing that could change."));
       if (!app.source.live) return replace(answer, el("p", { class: "soft" }, "Switching parts off needs the model itself: open it with clearhead explore."));
-      return ask();
+      return whileWorking(answer, ask());
     });
     app.store.on("position", () => later());
   },

@@ -2,6 +2,7 @@
 
 import { el, figure, percent, replace } from "./dom.js";
 import { paint } from "./heatmap.js";
+import { inputFile } from "./input.js";
 import { distributionOf } from "./sampling.js";
 import { unpack } from "./source.js";
 
@@ -12,13 +13,16 @@ export const compareSection = {
 
   mount(root, app) {
     const text = el("textarea", { id: "compare-text", rows: 2, spellcheck: "false" });
+    const image = el("input", { type: "file", id: "compare-image", accept: "image/*" });
     const which = el("select", { id: "compare-model" });
     const go = el("button", { type: "button", id: "compare-run", class: "primary", onclick: () => send() }, "Compare");
     const head = el("input", { type: "text", id: "compare-head", value: "0.0", onchange: () => show() });
     const problem = el("p", { role: "alert", class: "problem" });
     const shown = el("div", { id: "compare-shown" });
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
-    const controls = el("div", { class: "row" }, el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text"), text), whichBox, el("div", {}, el("label", { for: "compare-head" }, "Head"), head), go);
+    const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text; empty: the same"), text);
+    const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
+    const controls = el("div", { class: "row" }, textBox, imageBox, whichBox, el("div", {}, el("label", { for: "compare-head" }, "Head"), head), go);
     replace(root, controls, problem, shown);
 
     async function send() {
@@ -28,7 +32,7 @@ export const compareSection = {
       if (!run) return;
       const body = { model: Number(which.value) || 0 };
       const first = run.source || run.tokens;
-      if (model.input === "patches") body.image = null;
+      if (model.input === "patches") body.image = image.files[0] ? await inputFile(image.files[0]) : app.store.get("picture") || null;
       else if (text.value.trim()) body[model.tokenizer ? "text" : "ids"] = model.tokenizer ? text.value : text.value.split(/[\s,]+/).filter(Boolean).map(Number);
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;
@@ -94,6 +98,8 @@ export const compareSection = {
     app.store.on("model", (model) => {
       replace(which, [model, model.other].filter(Boolean).map((one, place) => el("option", { value: place, selected: place === (model.other ? 1 : 0) }, one.name)));
       whichBox.hidden = !model.other;
+      textBox.hidden = model.input === "patches";
+      imageBox.hidden = model.input !== "patches";
       app.store.set("second", null);
       controls.hidden = !app.source.live;
       head.value = model.attentions && model.attentions[0].kind === "encoder" ? "encoder.0.0" : "0.0";

@@ -61,7 +61,8 @@ export const costSection = {
     replace(root, el("div", { class: "row" }, lengthBox, more), problem, shown);
     let asked = 0;
 
-    const path = (tokens) => (app.source.live ? `cost?length=${tokens}&batch=${batch.value}&dtype=${dtype.value}` : `cost?length=${tokens}`);
+    const options = () => `batch=${batch.value}&dtype=${dtype.value}`;
+    const path = (tokens) => (app.source.live ? `cost?length=${tokens}&${options()}` : `cost?length=${tokens}`);
 
     async function show() {
       const model = app.store.get("model");
@@ -70,7 +71,7 @@ export const costSection = {
       problem.textContent = "";
       try {
         const tokens = Number(length.value);
-        const here = await app.source.get(model.input === "patches" && app.source.live ? "cost" : path(tokens));
+        const here = await app.source.get(model.input === "patches" && app.source.live ? `cost?${options()}` : path(tokens));
         if (mine !== asked) return;
         const memory = here.memory;
         replace(

@@ -38,10 +38,16 @@ export function figure(value, digits = 3) {
   const size = Math.abs(value);
   for (const [limit, unit] of [[1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "K"]]) {
     const scale = unit === "K" ? 1e3 : limit;
-    if (size >= limit) return `${(value / scale).toPrecision(digits)}${unit}`;
+    if (size >= limit) return `${rounded(value / scale, digits)}${unit}`;
   }
   if (Number.isInteger(value)) return String(value);
-  return size >= 0.001 ? value.toPrecision(digits) : value.toExponential(digits - 1);
+  return size >= 0.001 ? rounded(value, digits) : value.toExponential(digits - 1);
+}
+
+/** So many digits, and never an exponent. */
+function rounded(value, digits) {
+  const before = Math.max(Math.floor(Math.log10(Math.abs(value))) + 1, 1 - 3);
+  return value.toFixed(Math.max(digits - before, 0));
 }
 
 /** Bytes as people read them. */
@@ -55,5 +61,6 @@ export function bytes(value) {
 /** A percentage. */
 export function percent(value) {
   if (value === null || value === undefined) return "–";
-  return value >= 0.0995 ? `${(100 * value).toFixed(1)} %` : `${(100 * value).toPrecision(2)} %`;
+  if (value >= 0.0995) return `${(100 * value).toFixed(1)} %`;
+  return value >= 1e-6 || value === 0 ? `${Number((100 * value).toPrecision(2))} %` : "< 0.0001 %";
 }

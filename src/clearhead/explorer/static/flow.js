@@ -92,7 +92,7 @@ export const flowSection = {
         el("h3", { "data-step": step.name }, step.title, " ", el("span", { class: "soft mono" }, step.name)),
         el("p", { class: "formula mono" }, step.formula),
         el("p", {}, step.why),
-        el("div", { class: "row" }, el("table", { class: "facts" }, el("tbody", {}, facts.map(([name, value, more]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value), el("td", { class: "soft" }, more))))), el("div", { class: "grow" }, numbers)),
+        el("div", { class: "row step-facts" }, el("table", { class: "facts" }, el("tbody", {}, facts.map(([name, value, more]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value), el("td", { class: "soft" }, more))))), el("div", { class: "grow" }, numbers)),
       );
       try {
         const body = await app.source.get(`run/${run.run}/step/${step.name}`);

@@ -4,7 +4,8 @@ import { el, figure, replace } from "./dom.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 
-function inputFile(file) {
+/** A file as the page sends it: a data address. */
+export function inputFile(file) {
   return new Promise((done, failed) => {
     const reader = new FileReader();
     reader.addEventListener("load", () => done(reader.result));
@@ -96,6 +97,7 @@ export const inputSection = {
       if (!file) return;
       try {
         picture = await inputFile(file);
+        app.store.set("picture", picture);
         preview.src = picture;
         preview.hidden = false;
         await send();
@@ -169,6 +171,13 @@ export const inputSection = {
       boxes.text.firstChild.textContent = model.tokenizer ? (both ? "What the encoder reads" : "Text") : "Token ids";
       go.disabled = !app.source.live;
       for (const box of [text, target, pair, image]) box.disabled = !app.source.live;
+      const begin = model.example || {};
+      target.value = begin.target || "";
+      pair.value = begin.pair || "";
+      picture = begin.image || null;
+      app.store.set("picture", picture);
+      preview.hidden = !picture;
+      if (picture) preview.src = `data:image/png;base64,${picture}`;
     });
     app.store.on("run", async (run) => {
       if (!run) return;
@@ -176,7 +185,7 @@ export const inputSection = {
       problem.textContent = "";
       const first = run.source || run.tokens;
       if (document.activeElement !== text) text.value = first.text || first.ids.join(" ");
-      if (run.source && document.activeElement !== target) target.value = run.tokens.text || "";
+      if (run.source && !app.source.live) target.value = run.tokens.text || "";
       showTokens(run);
       replace(marked);
       replace(made, el("p", { class: "soft" }, "Choose a token to see how it came about."));

@@ -2,7 +2,7 @@
 
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg } from "./dom.js";
-import { whenNear } from "./near.js";
+import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
@@ -16,7 +16,7 @@ function lensChart(values, layers, name) {
   const y = (value) => 14 + (1 - value) * (height - 44);
   return svg(
     "svg",
-    { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": `${name} by layer` },
+    { viewBox: `0 0 ${width} ${height}`, class: "chart small", role: "img", "aria-label": `${name} by layer` },
     [0, 0.5, 1].map((level) => svg("text", { x: 34, y: y(level) + 4, "text-anchor": "end" }, level)),
     svg("polyline", { class: "curve curve-forward", points: values.map((value, i) => `${x(i)},${y(value)}`).join(" ") }),
     values.map((value, i) => svg("circle", { class: "curve curve-forward dot", cx: x(i), cy: y(value), r: 3.5 }, svg("title", {}, `${layers[i]}: ${percent(value)}`))),
@@ -66,7 +66,7 @@ export const lensSection = {
           el("figure", { class: "grow" }, lensChart(view.final.map((row) => row[column]), view.layers, `probability of ${view.chosen[column]}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen[column]), `, by layer; entropy here ${figure(view.entropy[layer][column])} bits`)),
         ),
       );
-      showParts(column);
+      whileWorking(parts, showParts(column));
     }
 
     function keys(event) {
@@ -103,7 +103,7 @@ export const lensSection = {
       if (!view) return;
       const last = Math.min(first + LENS_WIDE, view.columns.length);
       const columns = Array.from({ length: last - first }, (_, i) => first + i);
-      const most = shows.value === "entropy" ? Math.max(...view.entropy.flat(), 1e-9) : 1;
+      const most = shows.value === "entropy" ? view.entropy.flat().reduce((most, bits) => Math.max(most, bits), 1e-9) : 1;
       const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", class: "mono token", dir: "auto", title: view.columns[column] }, view.columns[column])));
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
       replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
@@ -131,15 +131,15 @@ export const lensSection = {
       const rest = terms.slice(16).reduce((sum, term) => sum + term.value, 0);
       const rows = [...shown, ...(terms.length > 16 ? [{ name: `${terms.length - 16} smaller ones`, kind: "", value: rest }] : [])];
       const line = 24;
-      const middle = 330;
+      const middle = 300;
       const picture = svg(
         "svg",
         { viewBox: `0 0 640 ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
         svg("line", { x1: middle, x2: middle, y1: 0, y2: rows.length * line, class: "axis" }),
         rows.map((term, i) => {
-          const reach = (Math.abs(term.value) / most) * 230;
+          const reach = (Math.abs(term.value) / most) * 300;
           return [
-            svg("text", { x: 92, y: i * line + 17, "text-anchor": "end" }, term.name.length > 16 ? `${term.name.slice(0, 15)}…` : term.name),
+            svg("text", { x: 150, y: i * line + 17, "text-anchor": "end" }, term.name.length > 22 ? `${term.name.slice(0, 21)}…` : term.name),
             svg("rect", { x: term.value < 0 ? middle - reach : middle, y: i * line + 4, width: reach, height: line - 8, fill: css(signedColour(term.value < 0 ? -0.8 : 0.8)) }),
             svg("text", { x: term.value < 0 ? middle + 6 : middle - 6, y: i * line + 17, "text-anchor": term.value < 0 ? "start" : "end", "data-term": term.name, "data-value": term.value }, figure(term.value)),
           ];

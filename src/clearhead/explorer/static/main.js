@@ -78,7 +78,7 @@ function mountTools(app) {
   const dark = el("button", { type: "button", id: "theme", onclick: () => switchTheme(app) }, "Light / dark");
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
-  app.store.on("run", (run) => save.setAttribute("href", `/inside/export?run=${encodeURIComponent(run.run)}`));
+  app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `/inside/export?run=${encodeURIComponent(run.run)}` : "#"));
   replace(byId("tools"), tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);

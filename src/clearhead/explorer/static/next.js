@@ -2,6 +2,7 @@
 // The logits are here; moving a slider asks nobody.
 
 import { el, percent, replace } from "./dom.js";
+import { whileWorking } from "./near.js";
 import { diceFrom, distributionOf, drawFrom } from "./sampling.js";
 import { unpack } from "./source.js";
 
@@ -139,6 +140,12 @@ export const nextSection = {
     function showWhere(run) {
       if (run.columns.length < 2) return replace(where);
       const chosen = app.store.get("position") ?? run.position;
+      const shown = where.querySelector("select");
+      if (shown && where.dataset.run === run.run) {
+        shown.value = chosen; // the same element: whoever moves through it by keys stays in it
+        return where;
+      }
+      where.dataset.run = run.run;
       const select = el("select", { id: "next-position", onchange: () => app.store.set("position", Number(select.value)) }, run.columns.map((label, place) => el("option", { value: place, selected: place === chosen }, `${place}  ${label}`)));
       return replace(where, el("label", { for: "next-position" }, "At the token"), select);
     }
@@ -157,13 +164,13 @@ export const nextSection = {
       if (reads) return;
       app.store.values.position = run.position;
       showWhere(run);
-      load(run, run.position);
+      whileWorking(root, load(run, run.position));
     });
     app.store.on("position", (position) => {
       const run = app.store.get("run");
       if (run && run.task !== "embed" && position >= 0 && position < run.columns.length) {
         showWhere(run);
-        load(run, position);
+        whileWorking(root, load(run, position));
       }
     });
   },

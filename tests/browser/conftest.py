@@ -1,0 +1,133 @@
+"""A real browser, a served page for each kind of model, and what both have logged."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from clearhead.explorer.session import Opened
+from tests.explorer.toys import Served, serving, toy
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+
+
+class Watched:
+    """A page with a log of what it asked for and what went wrong on it."""
+
+    def __init__(self, context: Any) -> None:
+        self.context, self.page = context, context.new_page()
+        self.requests: list[str] = []
+        self.wrong: list[str] = []
+        self.page.set_default_timeout(20_000)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.wrong.append(f"page error: {error}"))
+        self.page.on("console", lambda said: self.wrong.append(f"{said.type}: {said.text}") if said.type in ("error", "warning") else None)
+        self.page.on("dialog", self._dialog)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.wrong.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def open(self, address: str) -> Watched:
+        """Go there and wait until a run is shown."""
+        self.page.goto(address)
+        self.wait("() => window.clearhead && clearhead.store.get('run') && !clearhead.store.get('example')")
+        return self
+
+    def look(self, section: str, ready: str) -> Any:
+        """Scroll to a section and wait for something in it."""
+        self.page.evaluate("id => document.getElementById(id).scrollIntoView({behavior: 'instant'})", section)
+        found = self.page.locator(f"#{section} {ready}")
+        found.first.wait_for()
+        self.wait("id => !document.querySelector(`#${id} [aria-busy]`)", section)
+        return found
+
+    def read(self, text: str, target: str | None = None) -> None:
+        """Type a text and let the model read it."""
+        page = self.page
+        before = page.evaluate("clearhead.store.get('run').run")
+        page.fill("#input-text", text)
+        if target is not None:
+            page.fill("#input-target", target)
+        page.click("#input-run")
+        self.wait("before => clearhead.store.get('run').run !== before", before)
+
+    def see(self, name: str, data: bytes) -> None:
+        """Choose an image file and let the model see it."""
+        before = self.page.evaluate("clearhead.store.get('run').run")
+        self.page.set_input_files("#input-image", {"name": name, "mimeType": "image/png", "buffer": data})
+        self.wait("before => clearhead.store.get('run').run !== before", before)
+
+    def values(self, selector: str, attribute: str = "data-value") -> list[float]:
+        """Numbers that the page holds in an attribute."""
+        got = self.page.eval_on_selector_all(selector, "(nodes, name) => nodes.map((node) => node.getAttribute(name))", attribute)
+        return [float(value) for value in got]
+
+    def texts(self, selector: str) -> list[str]:
+        """What stands in some elements."""
+        return self.page.eval_on_selector_all(selector, "nodes => nodes.map((node) => node.textContent)")
+
+    def wait(self, condition: str, given: Any = None, seconds: float = 20) -> None:
+        """Wait until a function of the page gives something true. The page's policy forbids it to be polled from within."""
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(condition, given):
+            assert time.monotonic() < end, f"never came true: {condition} of {given}; on the page: {self.wrong}"
+            self.page.wait_for_timeout(15)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def watched(chromium) -> Iterator[Any]:
+    """`watched(**options)`: a fresh page, in a context of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> Watched:
+            options.setdefault("viewport", {"width": 1280, "height": 720})
+            context = stack.enter_context(contextlib.closing(chromium.new_context(**options)))
+            return Watched(context)
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Any]:
+    """`served(family)`: a server for that model, started once."""
+    with contextlib.ExitStack() as stack:
+        running: dict[str, Served] = {}
+
+        def of(family: str) -> Served:
+            if family not in running:
+                running[family] = stack.enter_context(serving(Opened(family, lambda: toy(family))))
+            return running[family]
+
+        yield of
+
+
+@pytest.fixture(scope="session")
+def live(chromium, served) -> Iterator[Any]:
+    """`live(family)`: the page of that model, opened once; tests give it inputs of their own."""
+    with contextlib.ExitStack() as stack:
+        open_pages: dict[str, Watched] = {}
+
+        def of(family: str) -> Watched:
+            if family not in open_pages:
+                context = stack.enter_context(contextlib.closing(chromium.new_context(viewport={"width": 1280, "height": 720})))
+                open_pages[family] = Watched(context).open(served(family).url)
+            return open_pages[family]
+
+        yield of

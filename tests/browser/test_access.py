@@ -1,0 +1,29 @@
+"""Accessibility, by axe, in light and in dark: nothing serious."""
+
+import pytest
+
+from tests.browser.test_numbers import FAMILIES
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+SECTIONS = {"flow": "[data-group]", "attention": "canvas.heat", "lens": "td[data-value]", "next": "tbody tr", "ablate": ".part", "cost": "#cost-flops"}
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_axe_finds_nothing_serious(watched, served, family, scheme):
+    seen = watched(color_scheme=scheme, reduced_motion="reduce", bypass_csp=True).open(served(family).url)  # axe is put in as a script
+    for section, ready in SECTIONS.items():
+        seen.look(section, ready)
+    seen.page.locator("#flow-lane .step").first.click()
+    seen.page.locator("#flow-numbers td").first.wait_for()
+    if family == "decoder":
+        seen.page.locator("#ablate [data-heads]").first.click()
+        seen.page.locator("#ablate-table").wait_for()
+        seen.page.click("#compare-run")
+        seen.page.locator("#compare-table").wait_for()
+        seen.page.click("#tour")
+        seen.page.locator(".tour").wait_for()
+    found = axe.Axe().run(seen.page).response["violations"]
+    bad = [(one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]]) for one in found if one["impact"] in ("serious", "critical")]
+    assert bad == []

@@ -1,0 +1,213 @@
+"""What one does on the page with hands: by keys alone, appending tokens, choosing another place, being told what is wrong."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+
+from clearhead.errors import InputError
+from clearhead.explorer.session import Opened
+from clearhead.inside.effect import effect
+from clearhead.inside.inputs import prepare
+from tests.explorer.toys import TEXTS, picture, serving, toy
+
+
+def focused(watched, attribute):
+    return watched.page.evaluate("name => document.activeElement.getAttribute(name)", attribute)
+
+
+def tab_to(watched, condition, most=80):
+    """Press Tab until the focused element is the one that is meant."""
+    for _ in range(most):
+        watched.page.keyboard.press("Tab")
+        if watched.page.evaluate(f"() => {{ const it = document.activeElement; return {condition}; }}"):
+            return
+    raise AssertionError(f"Tab does not lead to {condition}")
+
+
+@pytest.mark.ledger("F2")
+def test_keys_alone(watched, served):
+    """No pointer is ever used: text, run, heads, an ablation, the lens, a slider, theme, tour."""
+    m, text = toy("decoder"), "they speak of England"
+    seen = watched().open(served("decoder").url)
+    keys = seen.page.keyboard
+    tab_to(seen, "it.id === 'input-text'")
+    keys.press("Control+a")
+    keys.type(text)
+    before = seen.page.evaluate("clearhead.store.get('run').run")
+    keys.press("Control+Enter")
+    seen.wait("before => clearhead.store.get('run').run !== before", before)
+    assert seen.texts("#input-tokens .chip > span") == list(prepare(m, text).tokens.labels)
+
+    tab_to(seen, "it.dataset.token === '1'")
+    keys.press("Enter")
+    assert focused(seen, "aria-pressed") == "true"
+    tab_to(seen, "it.dataset.group !== undefined")
+    tab_to(seen, "it.dataset.step !== undefined")
+    keys.press("Enter")
+    seen.page.locator("#flow-numbers td").first.wait_for()
+
+    seen.look("attention", ".head")
+    tab_to(seen, "it.dataset.head !== undefined")
+    assert focused(seen, "data-head") == "0.0"
+    for key, name in (("ArrowRight", "0.1"), ("ArrowDown", "1.1"), ("ArrowRight", "1.2"), ("ArrowRight", "1.2"), ("ArrowLeft", "1.1"), ("ArrowUp", "0.1")):
+        keys.press(key)
+        assert focused(seen, "data-head") == name
+    keys.press("Enter")
+    seen.page.wait_for_selector('#attention-head[data-head="0.1"]')
+    assert "previous token" in seen.texts("#attention-head")[0]
+    tab_to(seen, "it.classList.contains('heat')")
+    keys.press("ArrowDown")
+    keys.press("ArrowDown")
+    labels = prepare(m, text).tokens.labels
+    assert seen.texts("#attention-large .cell-words")[0].startswith(f"{labels[1]} looks at {labels[0]}: ")
+
+    seen.look("lens", "td[tabindex='0']")
+    tab_to(seen, "it.dataset.layer !== undefined")
+    keys.press("ArrowUp")
+    keys.press("ArrowLeft")
+    assert (focused(seen, "data-layer"), focused(seen, "data-column")) == ("1", str(len(labels) - 2))
+
+    seen.look("next", "#next-table tbody tr")
+    tab_to(seen, "it.id === 'next-position'")
+    keys.press("ArrowUp")
+    assert focused(seen, "id") == "next-position", "the choice of a place takes the focus away"
+    tab_to(seen, "it.id === 'next-temperature'")
+    keys.press("ArrowRight")
+    assert seen.page.input_value("#next-temperature") == "1.05"
+
+    seen.look("ablate", "[data-heads]")
+    tab_to(seen, "it.dataset.heads === '0.0'")
+    keys.press("Enter")
+    place = seen.page.evaluate("clearhead.store.get('position')")
+    expected = effect(m, text, heads=["0.0"], position=place).kl
+    seen.wait("kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected)
+    assert focused(seen, "data-heads") == "0.0"
+
+    seen.page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    tab_to(seen, "it.id === 'theme'")
+    keys.press("Enter")
+    theme = seen.page.evaluate("document.documentElement.dataset.theme")
+    keys.press("Enter")
+    assert {theme, seen.page.evaluate("document.documentElement.dataset.theme")} == {"light", "dark"}
+    assert focused(seen, "id") == "theme"
+    keys.press("Shift+Tab")
+    keys.press("Enter")
+    seen.page.locator(".tour").wait_for()
+    for _ in range(3):
+        keys.press("ArrowRight")
+    assert seen.texts("#tour-place")[0].startswith("4 of ")
+    assert 8 <= int(seen.texts("#tour-place")[0].split()[-1]) <= 14
+    keys.press("Escape")
+    assert seen.page.locator(".tour").count() == 0
+    assert focused(seen, "id") == "tour"
+    assert seen.wrong == []
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_append_and_step_back(watched, served, family):
+    """The likeliest token is appended, its probability kept; the model then reads one more; a step back is where one was."""
+    m, text = toy(family), TEXTS[family]
+    target = ["speak"] if family == "encoder-decoder" else []
+    seen = watched().open(served(family).url)
+    seen.read(text, *target)
+    prepared = prepare(m, text, *target)
+    ids = list(prepared.tokens.ids)
+    seen.look("next", "#next-table tbody tr")
+    for step in range(2):
+        with torch.no_grad():
+            given = {"source": prepared.source} if target else {}
+            probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
+        seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
+        seen.wait("p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6", float(probabilities.max()))
+        seen.page.click("#next-greedy")
+        ids.append(int(probabilities.argmax()))
+        seen.wait("ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids", str(ids).replace(" ", ""))
+        assert seen.values("#next-history small")[step] == pytest.approx(float(probabilities.max()), abs=1e-6)
+    seen.page.click("#next-sample")
+    seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids) + 1)
+    for left in (len(ids), len(ids) - 1, len(ids) - 2):
+        seen.page.click("#next-back")
+        seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", left)
+    assert seen.page.is_disabled("#next-back")
+    assert seen.wrong == []
+
+
+@pytest.mark.ledger("F2")
+def test_another_source_gets_its_own_answer(watched, served):
+    """What the model wrote of the last text is not sent along with the next one; what somebody wrote is kept, and explained."""
+    m = toy("encoder-decoder")
+    seen = watched().open(served("encoder-decoder").url)
+    for text in ("Ein Hund", "the king"):
+        seen.read(text)
+        assert seen.texts("#input-tokens .chip > span") == list(prepare(m, text).tokens.labels)
+    seen.read("Ein Hund", "speak of it")
+    tokens = prepare(m, "Ein Hund", "speak of it").tokens
+    seen.wait("async () => (await clearhead.source.get(`run/${clearhead.store.get('run').run}/stages`)).target")
+    for place, token in enumerate(tokens.ids):
+        seen.page.locator("#input-tokens .chip").nth(place).click()
+        assert seen.texts("#input-stages li")[-1] in (f"as a number: {token}", f"id {token}")
+
+
+@pytest.mark.ledger("F2")
+def test_wrong_is_said_in_words(watched, served):
+    seen = watched().open(served("decoder").url)
+    seen.page.fill("#input-text", "")
+    seen.page.click("#input-run")
+    seen.page.locator("#input .problem", has_text="empty").wait_for()
+    seen.wrong.clear()  # the browser itself notes an answer of 400
+    seen.read("speak")
+    assert seen.texts("#input .problem") == [""]
+    vit = watched().open(served("vit").url)
+    vit.page.set_input_files("#input-image", {"name": "no.png", "mimeType": "image/png", "buffer": b"not an image"})
+    vit.page.locator("#input .problem", has_text="cannot be read").wait_for()
+
+    def fails():
+        raise InputError("the weights <b>are</b> gone")
+
+    with serving(Opened("gone", fails)) as broken:
+        page = watched().page
+        page.goto(broken.url)
+        page.locator("#status.error", has_text="the weights <b>are</b> gone").wait_for()
+
+
+@pytest.mark.ledger("F2")
+def test_two_models(watched):
+    """The same image and the same text, read by two models side by side."""
+    with serving(Opened("one", lambda: toy("vit")), Opened("two", lambda: toy("vit"))) as both:
+        seen = watched().open(both.url)
+        image = picture(8)
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG")
+        seen.see("a.png", buffer.getvalue())
+        seen.look("compare", "#compare-run")
+        seen.page.click("#compare-run")
+        seen.page.locator("#compare-kl").wait_for()
+        assert seen.values("#compare-kl") == [0]
+        assert seen.texts("#compare-shown h3") == ["A: one", "B: two"]
+        assert seen.wrong == []
+
+
+@pytest.mark.ledger("F2")
+def test_pictures_can_be_saved(live):
+    """A drawing as SVG is XML with its colours in it; as PNG it is a PNG."""
+    seen = live("decoder")
+    seen.look("lens", ".save button")
+    for kind, begins in (("SVG", b"<svg"), ("PNG", b"\x89PNG")):
+        with seen.page.expect_download() as waiting:
+            seen.page.click(f'#lens [aria-label="Save contributions as {kind}"]')
+        data = open(waiting.value.path(), "rb").read()
+        assert data.startswith(begins)
+        assert len(data) > 1000
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_no_page_is_wider_than_its_window(watched, served, width):
+    for family in ("decoder", "vit"):
+        seen = watched(viewport={"width": width, "height": 720}).open(served(family).url)
+        for section in ("flow", "attention", "lens", "next", "ablate", "cost"):
+            seen.look(section, "h2")
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,281 @@
+"""What the page shows against what `inside` computes for the same input, number by number, for every family."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clearhead as ch
+from clearhead.generate.sampling import Sampling, distribution
+from clearhead.inside.attention import attention
+from clearhead.inside.choices import choices_of
+from clearhead.inside.contributions import contributions
+from clearhead.inside.effect import effect
+from clearhead.inside.inputs import prepare
+from clearhead.inside.lens import lens
+from clearhead.inside.trace import trace
+from tests.explorer.toys import picture, toy
+
+FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
+INPUTS = {
+    "decoder": ("The men, 12 of Straße 北京 speak",),
+    "encoder": ("England [MASK] the king's men",),
+    "encoder-decoder": ("Ein Hund läuft", "speak of it"),
+    "classifier": ("Москва и люди; they shall",),
+    "vit": (picture(3),),
+}
+SETTINGS = [(0.7, 0, 1, 0), (1.5, 7, 1, 0), (1, 0, 0.35, 0), (1, 0, 1, 0.2), (0.85, 40, 0.8, 0.05), (0, 0, 1, 0), (2, 1, 0.01, 1)]
+
+
+def shown(live, family):
+    """The page with this family's input on it, and what `prepare` makes of it."""
+    watched, (given, *target) = live(family), INPUTS[family]
+    if not getattr(watched, "has_read", False):
+        if family == "vit":
+            buffer = io.BytesIO()
+            Image.fromarray(given).save(buffer, "PNG")
+            watched.see("picture.png", buffer.getvalue())
+        else:
+            watched.read(given, *target)
+        watched.has_read = True
+    return watched, prepare(toy(family), given, *target), (given, *target)
+
+
+def column_of(family, prepared):
+    """Where the page asks the model unless told otherwise."""
+    if family == "encoder":
+        return prepared.tokens.ids.index(prepared.m.special["mask"])
+    return 0 if family in ("classifier", "vit") else len(prepared.tokens) - 1
+
+
+def scores_of(prepared):
+    """[C, N] what the head says."""
+    with torch.no_grad():
+        return choices_of(prepared).scores(prepared.run().logits)[0]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.mark.ledger("F2")
+def test_tokens(live, family):
+    watched, prepared, _ = shown(live, family)
+    watched.look("input", ".chip[data-token]")
+    assert watched.texts("#input-tokens .chip > span") == list(prepared.tokens.labels)
+    if family == "vit":
+        return
+    assert watched.values("#input-tokens .chip", "data-id") == list(prepared.tokens.ids)
+    first = prepared.source_tokens or prepared.tokens
+    if prepared.source_tokens is not None:
+        assert watched.texts("#input-source .chip > span") == list(first.labels)
+        assert watched.values("#input-source .chip", "data-id") == list(first.ids)
+    chips = "#input-source" if prepared.source_tokens is not None else "#input-tokens"
+    for place, (start, end) in enumerate(first.spans):
+        watched.page.locator(f"{chips} .chip").nth(place).hover()
+        marked = watched.texts("#input-marked mark")
+        assert marked == ([first.text[start:end]] if end > start else [])
+
+
+@pytest.mark.ledger("K1")
+def test_flow(live, family):
+    watched, prepared, given = shown(live, family)
+    seen = trace(prepared.m, *given)
+    lengths = [None if family == "vit" else len(prepared.tokens), None if prepared.source is None else prepared.source.shape[1]]
+    price = ch.cost(prepared.m.config, lengths[0], source_length=lengths[1])
+    watched.look("flow", "[data-group]")
+    assert watched.values("#flow-totals", "data-parameters") == [price.parameters.total]
+    assert watched.values("#flow-totals", "data-flops") == [price.flops.forward.total]
+    closed = watched.page.locator("#flow-lane [aria-expanded=false]")
+    while closed.count():
+        closed.first.click()
+    names = watched.page.eval_on_selector_all("#flow-lane [data-step]", "nodes => nodes.map((node) => node.dataset.step)")
+    assert names == [step.name for step in seen.steps]
+    shapes = watched.texts("#flow-lane .step .shape .soft")
+    assert shapes == [" × ".join(map(str, step.shape)) for step in seen.steps]
+    for step in [seen.steps[-1], *(step for step in seen.steps if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid")))]:
+        watched.page.locator(f'#flow-lane [data-step="{step.name}"]').click()
+        watched.page.locator(f'#flow-step h3[data-step="{step.name}"]').wait_for()
+        watched.page.locator("#flow-numbers td").first.wait_for()
+        value = step.value.float()
+        while value.ndim > 2:
+            value = value[0]
+        corner = (value if value.ndim == 2 else value.reshape(1, -1))[:6, :8]
+        assert watched.values("#flow-numbers td") == pytest.approx(corner.flatten().tolist(), abs=1e-6)
+        assert watched.texts("#flow-step .formula") == [step.formula]
+
+
+@pytest.mark.ledger("K2")
+def test_attention(live, family):
+    """Every pixel of a head is its weight's colour; thumbnails say each head's entropy; chips say where a token looks."""
+    watched, prepared, given = shown(live, family)
+    maps = attention(prepared.m, *given, budget=None)
+    for kind in dict.fromkeys(each.kind for each in maps.maps):
+        watched.look("attention", ".head")
+        if watched.page.locator("#attention [role=tab]").count():
+            watched.page.click(f"#attention-tab-{kind}")
+        prefix = "" if kind == "self" else f"{kind}."
+        layers = maps.of(kind)
+        names = [f"{prefix}{each.layer}.{number}" for each in layers for number in range(len(each.pattern))]
+        watched.page.wait_for_selector(f'#attention-grid [data-head="{names[-1]}"]')
+        assert watched.page.eval_on_selector_all("#attention-grid .head", "nodes => nodes.map((node) => node.dataset.head)") == names
+        entropies = [head.entropy for each in layers for head in each.heads()]
+        assert watched.values("#attention-grid .head", "data-entropy") == pytest.approx(entropies, abs=1e-5)
+        head, pattern = names[-1], layers[-1].pattern[-1]
+        watched.page.click(f'#attention-grid [data-head="{head}"]')
+        watched.page.wait_for_selector(f'#attention-head[data-head="{head}"]')
+        assert off_by(watched, pattern) <= 1 / 510 + 1e-6
+        row = 2
+        watched.page.select_option("#attention-query", str(row))
+        said = [float(re.match(r"[\d.e+-]+", text)[0]) / 100 for text in watched.texts("#attention-large .looks .chip small")]
+        assert said == pytest.approx(pattern[row].tolist(), abs=1 / 510 + 6e-4)
+        assert watched.texts("#attention-large .looks .chip > span") == list(layers[-1].keys.labels)
+
+
+def off_by(watched, pattern) -> float:
+    """How far the enlarged heat map's colours are from those of a pattern, as a weight; half a level of 255 is 1/510."""
+    shades = watched.page.evaluate(
+        """async () => {
+          const { amountTable } = await import("/colour.js");
+          const canvas = document.querySelector("#attention-large canvas.heat");
+          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          return { table: Array.from(amountTable()), pixels: Array.from(data), shape: [canvas.height, canvas.width] };
+        }"""
+    )
+    table = np.array(shades["table"]).reshape(256, 3)
+    pixels = np.array(shades["pixels"]).reshape(*shades["shape"], 4)[..., :3]
+    assert list(pattern.shape) == shades["shape"]
+    same = (pixels[:, :, None] == table).all(-1)  # T S 256: several levels may share a colour
+    assert same.any(-1).all(), "a pixel has a colour that stands for nothing"
+    distance = np.abs(np.arange(256) / 255 - pattern[..., None])
+    return float(np.where(same, distance, np.inf).min(-1).max())
+
+
+@pytest.mark.ledger("K3")
+def test_lens(live, family):
+    watched, prepared, given = shown(live, family)
+    seen = lens(prepared.m, *given, top=5)
+    watched.look("lens", "td[data-value]")
+    shows = {"p": seen.top_probabilities[..., 0], "final": seen.chosen_probabilities, "entropy": seen.entropy}
+    for name, expected in shows.items():
+        watched.page.select_option("#lens-shows", name)
+        assert watched.values("#lens-grid td") == pytest.approx(expected.flatten().tolist(), abs=1e-6)
+    assert watched.values("#lens-grid td", "data-id") == seen.top[..., 0].flatten().tolist()
+    assert watched.texts("#lens-grid td .token") == [cell[0] for layer in seen.top_names for cell in layer]
+    column = len(seen.columns) - 1
+    watched.page.click(f'#lens-grid td[data-layer="1"][data-column="{column}"]')
+    assert watched.values("#lens-detail .candidates td") == pytest.approx(seen.top_probabilities[1, column].tolist(), abs=1e-6)
+    found = contributions(prepared.m, given[0], position=column, target=given[1] if given[1:] else None)
+    watched.wait("logit => Math.abs(Number(document.querySelector('#lens-logit')?.dataset.value) - logit) < 1e-5", found.logit)
+    terms = watched.page.eval_on_selector_all("#lens-parts [data-term]", "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])")
+    assert sum(value for _, value in terms) == pytest.approx(found.logit, abs=1e-4)
+    listed = {term.name: term.value for term in found.terms}
+    for name, value in terms[:10]:
+        assert listed[name] == pytest.approx(value, abs=1e-6)
+    assert watched.values("#lens-sum") == pytest.approx([found.total], abs=1e-6)
+
+
+@pytest.mark.ledger("F2")
+def test_next(live, family):
+    """Probabilities of what comes next, at every column, and where they are known to the tokens that follow."""
+    watched, prepared, _ = shown(live, family)
+    scores, column = scores_of(prepared), column_of(family, prepared)
+    watched.look("next", "#next-table tbody tr")
+    for place in dict.fromkeys([column, 0, column]):
+        if len(scores) > 1:
+            watched.page.select_option("#next-position", str(place))
+        probabilities = scores[place].double().softmax(-1)
+        best = probabilities.topk(min(20, len(probabilities)))
+        wanted = ",".join(map(str, best.indices.tolist()))
+        watched.wait("wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted", wanted)
+        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(best.values.tolist(), abs=1e-6)
+        choices = choices_of(prepared)
+        assert watched.texts("#next-table tbody th") == [choices.name(one) for one in best.indices.tolist()]
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"], indirect=True)
+def test_sliders_are_the_sampling_functions(live, family):
+    watched, prepared, _ = shown(live, family)
+    logits = scores_of(prepared)[column_of(family, prepared)]
+    watched.look("next", "#next-table tbody tr")
+    if watched.page.input_value("#next-position") != str(column_of(family, prepared)):
+        watched.page.select_option("#next-position", str(column_of(family, prepared)))
+    asked = len(watched.requests)
+    for temperature, top_k, top_p, min_p in SETTINGS:
+        for name, value in (("temperature", temperature), ("top-k", top_k), ("top-p", top_p), ("min-p", min_p)):
+            watched.page.fill(f"#next-{name}", str(value))
+        expected = distribution(logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))[0]
+        ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
+        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(expected[ids].tolist(), abs=1e-9)
+        gone = watched.page.eval_on_selector_all("#next-table tbody tr", "rows => rows.map((row) => 'gone' in row.dataset)")
+        assert gone == [float(expected[one]) == 0 for one in ids]
+        assert watched.values("#next-kept") == [int((expected > 0).sum())]
+    watched.page.click("#next-reset")
+    assert len(watched.requests) == asked, "a slider asked the server"
+
+
+@pytest.mark.ledger("K3")
+def test_ablation(live, family):
+    watched, prepared, (given, *target) = shown(live, family)
+    watched.look("ablate", "[data-heads]")
+    position = column_of(family, prepared)
+    head = "cross.1.2" if family == "encoder-decoder" else "1.2"
+    parts = [("heads", head), ("feedforwards", "0"), ("layers", "1")]
+    off = {"heads": [], "feedforwards": [], "layers": []}
+    watched.page.evaluate("place => clearhead.store.set('position', place)", position)
+    for (kind, name), how in zip(parts, ("zero", "mean", "zero")):
+        off[kind].append(name)
+        watched.page.select_option("#ablate-how", how)
+        watched.page.click(f'#ablate-grid [data-{kind}="{name}"]')
+        expected = effect(prepared.m, given, **off, how=how, target=target[0] if target else None, position=position)
+        watched.wait("kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected.kl)
+        ids = [int(one) for one in watched.values("#ablate-table tbody tr", "data-id")]
+        for side, logits in (("before", expected.before), ("after", expected.after)):
+            assert watched.values(f"#ablate-table td[data-{side}]", f"data-{side}") == pytest.approx(logits.softmax(-1)[ids].tolist(), abs=1e-6)
+    watched.page.click("#ablate-reset")
+    watched.page.locator("#ablate-answer", has_text="Everything is on").wait_for()
+
+
+@pytest.mark.ledger("K9")
+def test_cost(live, family):
+    watched, prepared, _ = shown(live, family)
+    watched.look("cost", "#cost-parameters")
+    config = prepared.m.config
+    for length, batch, dtype in ((17, 3, "bfloat16"), (40, 1, "float32")):
+        watched.page.select_option("#cost-dtype", dtype)
+        for name, value in (("batch", batch), *([("length", length)] if family != "vit" else [])):
+            watched.page.fill(f"#cost-{name}", str(value))
+            watched.page.dispatch_event(f"#cost-{name}", "change")
+        price = ch.cost(config, None if family == "vit" else length, batch, dtype)
+        watched.wait("flops => Number(document.querySelector('#cost-flops')?.dataset.value) === flops", price.flops.forward.total)
+        assert watched.values("#cost-parameters") == [price.parameters.total]
+        assert price.memory.weights in watched.values("#cost .cost-memory td")
+
+
+@pytest.mark.ledger("F2")
+def test_compare(live, family):
+    watched, prepared, (given, *target) = shown(live, family)
+    other = given if family == "vit" else "they speak of the king"
+    watched.look("compare", "#compare-run")
+    if family != "vit":
+        watched.page.fill("#compare-text", other)
+    watched.page.click("#compare-run")
+    second = prepare(prepared.m, other)
+    p, q = (scores_of(each)[column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1].double() for each in (prepared, second))
+    kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
+    watched.wait("kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl)
+
+
+@pytest.mark.ledger("F2")
+def test_nothing_was_wrong_and_nothing_left_this_machine(live, family):
+    watched, _, _ = shown(live, family)
+    for section in ("input", "flow", "attention", "lens", "next", "ablate", "compare", "cost"):
+        watched.look(section, "h2")
+    assert watched.wrong == []
+    assert watched.requests
+    assert {address.split("/")[2].split(":")[0] for address in watched.requests if not address.startswith(("data:", "blob:"))} == {"127.0.0.1"}

@@ -1,0 +1,144 @@
+"""Tiny models of every family, one hostile one, and a server for any of them: what the tests of the page share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import uvicorn
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+import clearhead as ch
+from clearhead.explorer.app import make_app
+from clearhead.explorer.session import Opened, Session
+from clearhead.hub.tokenizer import special_ids
+from tests.harness import scramble
+from tests.tokens.toys import trained
+
+WIDTH = {"d_model": 24, "n_layers": 2, "n_heads": 3, "d_ff": 32, "max_positions": 64}
+TEXTS = {
+    "decoder": "The king's men, 12 of them.",
+    "encoder": "Ein Hund [MASK] speak über England",
+    "encoder-decoder": "shall they not speak of England?",
+}
+FLAG = "window.pwned=1"
+HOSTILE = [
+    "<script>window.pwned=1;alert(1)</script>",
+    "<img src=x onerror=window.pwned=1>",
+    '"><svg onload=window.pwned=1>',
+    "'><iframe srcdoc='<script>parent.pwned=1</script>'>",
+    "</script><script>window.pwned=1</script>",
+    "</style><script>window.pwned=1</script>",
+    "]]>--><!--<script>",
+    "javascript:window.pwned=1",
+    "${window.pwned=1}",
+    "{{7*7}}",
+    "&lt;b&gt;&amp;",
+    "\u202eevil\u202c\u2066x\u2069",
+    "nul\x00nul",
+    "\u2028\u2029line",
+    "__proto__",
+    "constructor",
+    "$&$1$`",
+    "\\u003cscript\\u003e",
+    "x" * 5000,
+]
+
+
+def _loaded(
+    tokenizer: Tokenizer | None, seed: int, special: dict[str, int] | None = None, labels: tuple[str, ...] = (), **config: Any
+) -> ch.Loaded:
+    size = {} if tokenizer is None else {"vocab_size": tokenizer.get_vocab_size()}
+    model = scramble(ch.Transformer(ch.ModelConfig(**{**WIDTH, **size, **config})), seed).eval()
+    found = special_ids(tokenizer, {}, {}, {}) | (special or {})
+    return ch.Loaded(model, tokenizer, special=found, labels=labels)
+
+
+@functools.cache
+def toy(family: str) -> ch.Loaded:
+    """A scrambled model of two layers with a tokenizer of its own."""
+    if family == "decoder":
+        return _loaded(trained("bpe", "lm"), 1, n_kv_heads=1)
+    if family == "encoder":
+        return _loaded(trained("bpe", "mlm"), 2, family="encoder", head="mlm", n_types=2)
+    if family == "encoder-decoder":
+        tokenizer = trained("unigram", "seq2seq")
+        ids = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
+        return _loaded(tokenizer, 3, {**ids, "decoder_start": ids["bos"]}, family="encoder-decoder")
+    if family == "classifier":
+        return _loaded(trained("bpe", "classify"), 4, labels=("good", "bad", "neither"), family="encoder", head="classifier", n_classes=3)
+    assert family == "vit"
+    image = {"input": "patches", "image_size": (12, 12), "patch_size": 4, "n_channels": 3, "class_token": True}
+    return _loaded(None, 5, labels=("cat", "dog", "bird", "fish"), family="encoder", head="classifier", n_classes=4, **image)
+
+
+@functools.cache
+def hostile(head: str = "lm") -> ch.Loaded:
+    """A model whose every token, or class, is an attempt to run something; a text is split at the sign ¦."""
+    vocabulary = {token: number for number, token in enumerate(["[UNK]", *HOSTILE])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("¦"), "removed")
+    if head == "lm":
+        return _loaded(tokenizer, 6)
+    return _loaded(tokenizer, 7, labels=tuple(HOSTILE), family="encoder", head="classifier", n_classes=len(HOSTILE))
+
+
+def picture(seed: int = 0, side: int = 20) -> np.ndarray:
+    """An image of random colours."""
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+class Served:
+    """A page on a port of this machine."""
+
+    def __init__(self, session: Session, port: int) -> None:
+        self.session, self.port, self.url = session, port, f"http://127.0.0.1:{port}"
+
+    def ask(self, path: str, body: Any = None, raw: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and bytes of one answer; a body makes it a POST of JSON."""
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        request = urllib.request.Request(self.url + path, data, sent)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, dict(answer.headers), answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, dict(error.headers), error.read()
+
+    def json(self, path: str, body: Any = None) -> Any:
+        """The body of an answer that must be good."""
+        status, _, raw = self.ask(f"/inside/{path}", body)
+        assert status == 200, raw[:300]
+        return json.loads(raw)
+
+
+@contextlib.contextmanager
+def serving(*models: Opened) -> Iterator[Served]:
+    """The page for some models, served on a free port while the block lasts."""
+    for opened in models:  # measuring roles takes seconds, and has tests of its own
+        opened.roles = {"0.1": "previous token", "1.0": "<b>first</b>"}
+    session = Session(models)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(session), log_level="critical", server_header=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    session.start()
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield Served(session, listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
