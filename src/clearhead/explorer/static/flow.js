@@ -30,6 +30,29 @@ function flowTitle(name) {
   return /^\d+$/.test(last) ? `block ${last}` : { feedforward: "feed-forward", cross: "cross-attention", view: "who sees whom" }[last] || last;
 }
 
+/** Where a group is drawn: a whole stack, a block on the stream, a sublayer beside it, something that every block uses, or any other part. */
+function flowKind(name) {
+  if (/\.(attention|cross|feedforward)$/.test(name)) return name.endsWith(".cross") ? "sublayer cross" : "sublayer";
+  if (/(^|\.)blocks\.\d+$/.test(name)) return "block";
+  if (/(^|\.)view$/.test(name)) return "aside";
+  return ["encoder", "decoder"].includes(name) ? "stack" : "part";
+}
+
+/** All steps of a group, however deep. */
+function flowSteps(group) {
+  return group.children.flatMap((child) => (child.step ? [child.step] : flowSteps(child)));
+}
+
+/** The top of the tree as rows: a stack begins one, what follows it stands beside it. */
+function flowRows(children) {
+  const rows = [];
+  for (const child of children) {
+    if (!rows.length || (child.children && flowKind(child.name) === "stack")) rows.push([]);
+    rows.at(-1).push(child);
+  }
+  return rows;
+}
+
 function flowShape(step) {
   return el("span", { class: "shape mono" }, step.symbols, el("br", {}), el("span", { class: "soft" }, step.shape.join(" × ")));
 }
@@ -37,7 +60,7 @@ function flowShape(step) {
 export const flowSection = {
   id: "flow",
   title: "Flow",
-  hint: "The whole forward pass, from left to right. Open a block to see its steps, and a step to see what it does and its numbers.",
+  hint: "The whole forward pass, from left to right. The thick line is the residual stream: each sublayer reads it and adds to it. Open a box to see its steps, and a step to see what it does and its numbers.",
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
@@ -55,20 +78,42 @@ export const flowSection = {
 
     function groupBox(group) {
       const isOpen = open.has(group.name);
+      const kind = flowKind(group.name);
+      const steps = flowSteps(group);
       const share = view.totals.flops ? ` · ${((100 * group.flops) / view.totals.flops).toFixed(1)} % of FLOPs` : "";
-      const head = el("button", { type: "button", class: "group-head", "data-group": group.name, "aria-expanded": String(isOpen), onclick: () => { if (isOpen) open.delete(group.name); else open.add(group.name); draw(group.name); } }, el("strong", {}, flowTitle(group.name)), el("small", {}, `${figure(group.parameters)} parameters${share}`));
-      const kind = group.name.includes(".blocks.") || group.name.startsWith("blocks.") ? (/\.(attention|cross|feedforward)$/.test(group.name) ? "sublayer" : "block") : "stack";
-      return el("div", { class: `group ${kind}${isOpen ? " open" : ""}` }, head, isOpen ? el("div", { class: "inner" }, boxes(group.children)) : null);
+      const about = `${steps.length} ${steps.length === 1 ? "step" : "steps"}${group.parameters ? ` · ${figure(group.parameters)} parameters` : ""}${group.flops ? share : ""}`;
+      const more = kind === "sublayer cross" ? el("small", { class: "crosses" }, "keys and values from the encoder") : kind === "aside" ? el("small", {}, "used by every block") : null;
+      const toggle = () => { if (isOpen) open.delete(group.name); else open.add(group.name); draw(group.name); };
+      const head = el("button", { type: "button", class: "group-head", "data-group": group.name, "aria-expanded": String(isOpen), onclick: toggle }, el("strong", {}, flowTitle(group.name)), el("small", {}, about), more);
+      const stream = kind === "block" && isOpen ? el("span", { class: "stream-name", "aria-hidden": "true" }, "residual stream ", el("span", { class: "mono" }, steps.at(-1).shape.join(" × "))) : null;
+      const box = el("div", { class: `group ${kind}${isOpen ? " open" : ""}` }, head, stream, isOpen ? el("div", { class: "inner" }, kind === "stack" ? group.children.map(oneBox) : kind === "block" ? group.children.map(oneBox) : boxes(group.children)) : null);
+      return kind.startsWith("sublayer") ? branch(group, box, steps) : box;
     }
 
+    /** A sublayer beside the stream: an arm that reads, and where it adds a plus that opens that step. */
+    function branch(group, box, steps) {
+      const node = (step, text) => el("button", { type: "button", class: text === "+" ? "plus" : "plus norm", "aria-label": `${flowTitle(group.name)}, ${step.title}: ${step.formula}`, title: step.why, onclick: () => openStep(step) }, text);
+      const add = steps.find((step) => step.name.endsWith("_residual.add"));
+      const after = steps.find((step) => step.name.endsWith("_residual.after"));
+      return el("div", { class: `branch${add ? " adds" : ""}${after ? " normed" : ""}${flowKind(group.name) === "sublayer cross" ? " crossing" : ""}` }, box, add ? node(add, "+") : null, after ? node(after, "norm") : null);
+    }
+
+    const oneBox = (child) => (child.step ? stepBox(child.step) : groupBox(child));
+
     function boxes(children) {
-      return children.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, "→") : null, child.step ? stepBox(child.step) : groupBox(child)]);
+      return children.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, "→") : null, oneBox(child)]);
+    }
+
+    function rowBox(children, place, rows) {
+      const wide = open.has(children[0].name) && flowKind(children[0].name || "") === "stack";
+      const feeds = rows.length > 1 && place < rows.length - 1 ? el("span", { class: "feeds" }, "↓ read by every cross-attention below") : null;
+      return el("div", { class: `flow-row${wide ? " wide-open" : ""}` }, boxes(children), feeds);
     }
 
     function draw(focus) {
       if (!view) return;
       const scrolled = lane.scrollLeft;
-      replace(lane, boxes(flowTree(view.steps).children));
+      replace(lane, flowRows(flowTree(view.steps).children).map(rowBox));
       lane.scrollLeft = scrolled;
       if (focus) [...lane.querySelectorAll("[data-group]")].find((one) => one.dataset.group === focus)?.focus();
     }
@@ -134,7 +179,7 @@ export const flowSection = {
         if (!open.size) {
           for (const stack of tree.children) if (stack.children) open.add(stack.name);
           const block = view.steps.find((step) => step.path.some((name) => name.includes("blocks.")));
-          if (block) for (const name of block.path) open.add(name);
+          if (block) for (const name of block.path) if (!flowKind(name).startsWith("sublayer")) open.add(name);
         }
         totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms one by one`;
         totals.dataset.parameters = String(view.totals.parameters);
@@ -142,7 +187,7 @@ export const flowSection = {
         draw();
         const same = view.steps.find((step) => step.name === chosen);
         if (same) openStep(same);
-        else replace(panel, el("p", { class: "soft" }, "Choose a step."));
+        else replace(panel, el("p", { class: "soft" }, "Open a box, and choose a step in it: its formula and its numbers appear here. A plus is where a sublayer adds to the stream."));
       } catch (error) {
         totals.textContent = "";
         problem.textContent = error.message;
@@ -151,6 +196,14 @@ export const flowSection = {
     app.store.on("model", () => {
       open.clear();
       chosen = null;
+    });
+    app.store.on("step", (name) => {
+      const step = view && view.steps.find((one) => one.name === name);
+      if (!step) return;
+      for (const group of step.path) open.add(group);
+      draw();
+      openStep(step);
+      [...lane.querySelectorAll("[data-step]")].find((one) => one.dataset.step === name)?.scrollIntoView({ block: "nearest", inline: "center" });
     });
     app.store.on("theme", () => {
       const step = view && view.steps.find((one) => one.name === chosen);
