@@ -15,6 +15,7 @@ import torch
 import clearhead as ch
 from clearhead.data.corpora import CORPORA
 from clearhead.inside.memories import Memories, memories
+from clearhead.inside.passages import WINDOW
 from clearhead.inside.promoted import token_id
 from common import device_name, save
 
@@ -46,6 +47,19 @@ def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], cou
     return sum(changes) / len(changes)
 
 
+def always_with_others(found: Memories) -> float:
+    """Of how many neurons all contexts would agree with what another neuron of their layer promotes: the mean over all others."""
+    total = 0.0
+    for shelf in found.shelves:
+        if shelf.promoted is None:
+            continue
+        answers = shelf.notes[:, :, WINDOW]  # N K
+        for turn in range(1, len(shelf.units)):
+            other = shelf.promoted[0][:, : found.depth].roll(turn, 0)  # N P
+            total += int((answers[:, :, None] == other[:, None]).any(-1).all(-1).sum()) / (len(shelf.units) - 1)
+    return total
+
+
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,9 +77,11 @@ def main() -> None:
         shown.append({**row, "promotes": promoted, "fired_by": places, "logit_change_when_silent": round(change, 3)})
         line = f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  {promoted[0][0]:>5}  {change:+.2f}"
         print(line, *places[:3], sep="  ")
-    print(f"{len(always)} of {len(written)} neurons of the decoder agree in all {found.top} contexts")
+    others = always_with_others(found)
+    print(f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; {others:.0f} would with another's tokens")
     about = {"device": device_name(), "torch": torch.__version__, "settings": SETTINGS, "exact": result.metrics["exact"]}
     read = {"tokens": found.tokens, "depth": found.depth, "top": found.top, "decoder_neurons": len(written), "agree_always": len(always)}
+    read |= {"agree_always_with_anothers_tokens": round(others, 1)}
     save("memories", [{**about, **read, "neurons": shown}])
 
 

@@ -1,6 +1,6 @@
-"""Probes of MiniLM by depth over a treebank: part of speech and relation to the governor, each with its control task.
+"""Probes of MiniLM by depth over a treebank: part of speech, relation to the governor and its place, each with its control task.
 
-    python benchmarks/probes.py [--columns upos relation] [--words 20000] [--model DIR] [--treebank DIR] [--save]
+    python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR] [--save]
 
 The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with `*-train.conllu[.gz]`
 to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared folder. With --save the
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--treebank", type=Path, default=SHARED / "data" / "ud_english_ewt")
-    parser.add_argument("--columns", nargs="+", default=["upos", "relation"])
+    parser.add_argument("--columns", nargs="+", default=["upos", "relation", "arc"])
     parser.add_argument("--words", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")

@@ -10,7 +10,24 @@ from typing import NoReturn
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from clearhead.commands import attention, evaluate, explore, geometry, lens, memories, models, patch, probe, prune, read, tokens, trace, train, use
+from clearhead.commands import (
+    attention,
+    evaluate,
+    explore,
+    geometry,
+    heads,
+    lens,
+    memories,
+    models,
+    patch,
+    probe,
+    prune,
+    read,
+    tokens,
+    trace,
+    train,
+    use,
+)
 from clearhead.errors import ClearheadError
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -35,6 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
     "lens": lens.lens,
     "patch": patch.patch,
+    "heads": heads.heads,
     "cost": models.cost,
     "explore": explore.explore,
     "check": models.check,

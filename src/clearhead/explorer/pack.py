@@ -23,6 +23,13 @@ def packed_floats(values: ArrayLike) -> dict[str, Any]:
     return {"shape": list(array.shape), "type": "f32", "data": _text(array)}
 
 
+def packed_picture(pixels: ArrayLike) -> dict[str, Any]:
+    """Pixels [channels, height, width] as a picture between 0 and 1: what a model was trained to read may have any range."""
+    array = np.asarray(pixels, dtype=np.float32)
+    low, high = float(array.min()), float(array.max())
+    return packed_bytes(array if low >= 0 and high <= 1 else (array - low) / (high - low or 1.0))
+
+
 def unpacked(body: dict[str, Any]) -> NDArray[np.float32]:
     """The array again, as the page reads it."""
     raw = base64.b64decode(body["data"])

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest
-from clearhead.explorer.pack import finite, packed_bytes, packed_floats
+from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.contributions import contributions
@@ -62,6 +62,7 @@ def model_view(m: Loaded, name: str) -> dict[str, Any]:
         "n_channels": config.n_channels,
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
+        "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer is not None and "mask" in m.special else None,
         "attentions": [{"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)],
     }
 
@@ -107,10 +108,12 @@ class Run:
             ids = self.prepared.tokens.ids
             column = ids.index(mask) if task == "fill" and mask in ids else len(self.prepared.tokens) - 1
         columns = list(self.choices.columns) if task != "embed" else []
+        pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
         return {
             "task": task,
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
+            "picture": None if pixels is None else packed_picture(pixels),
             "pair": self.pair,
             "position": column,
             "columns": columns,

@@ -154,8 +154,8 @@ def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement
                 chance[direction] += len(keys) / float(candidates.sum())
     if not counted:
         raise InputError("no stretch of the alignments has a token: check their spans")
-    share = [(x / counted).double().numpy() for x in (hits, mass, chance)]
-    return Agreement(heads, ACROSS if kind == "cross" else WITHIN, *share, counted, skipped)
+    accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
+    return Agreement(heads, ACROSS if kind == "cross" else WITHIN, accuracy, attention, random, counted, skipped)
 
 
 def _read(m: Loaded, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
@@ -170,10 +170,9 @@ def _read(m: Loaded, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
     kept = [place for place, token in enumerate(encoding.ids) if token not in m.stops and token not in start]
     ids = [*start, *(encoding.ids[place] for place in kept)][: m.config.max_positions]
     prepared = prepare(m, example.text, target=ids)
-    spans = ((0, 0),) * len(start) + tuple(encoding.offsets[place] for place in kept)
-    written = Tokens(
-        prepared.tokens.labels, prepared.tokens.ids, spans[: len(ids)], example.target, (True,) * len(start) + (False,) * len(kept)
-    )
+    spans = (((0, 0),) * len(start) + tuple(encoding.offsets[place] for place in kept))[: len(ids)]
+    special = ((True,) * len(start) + (False,) * len(kept))[: len(ids)]
+    written = Tokens(prepared.tokens.labels, prepared.tokens.ids, spans, example.target, special)
     assert prepared.source_tokens is not None
     return prepared, prepared.source_tokens, written
 

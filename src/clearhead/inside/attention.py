@@ -125,12 +125,12 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
 
 def _layer_map(x: Tensor, kind: str, layer: int, queries: Axis, keys: Axis) -> LayerMap:
     """One row's pattern [1, H, T, S] as data; in cells where the axes say so."""
-    pattern = x.detach()[0].float()
-    entropies = None
-    if max(queries.size, keys.size) > 1:
-        entropies = query_entropy(pattern).cpu().numpy()
-        pattern = in_cells(pattern, queries.size, keys.size)
-    return LayerMap(kind, layer, pattern.cpu().numpy(), queries, keys, entropies)
+    whole = x.detach()[0].float()
+    if max(queries.size, keys.size) == 1:
+        return LayerMap(kind, layer, whole.cpu().numpy(), queries, keys)
+    entropies = query_entropy(whole).cpu().numpy()
+    cells = np.array(in_cells(whole, queries.size, keys.size).cpu())  # a copy: torch keeps the room of its own small tensors scattered
+    return LayerMap(kind, layer, cells, queries, keys, entropies)
 
 
 def _chosen(model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None) -> list[tuple[str, int]]:

@@ -38,6 +38,10 @@ def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     own = inputs.fewer()
     yield Row("model = formula", "logits with those of a plain loop in float64 over the same weights", lambda: _own(own), tolerance)
     lively_inputs = remembered(lambda: Inputs(lively(model), own.rows, own.length))
+
+    def quiet_inputs() -> Inputs:
+        return Inputs(quiet(lively_inputs().model), own.rows, own.length)
+
     said = remembered(lambda: _said(lively_inputs()))
     what = "the same with large random weights: tokens, padding, far positions, short windows"
     yield Row("model = formula (lively)", what, lambda: _lively(lively_inputs(), said()), narrow, copies=True)

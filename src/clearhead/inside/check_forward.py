@@ -93,6 +93,10 @@ def _batched(inputs: Inputs) -> float:
     return max(gap(together[row : row + 1], inputs.run(rows=slice(row, row + 1))) for row in range(inputs.rows))
 
 
+def _fast_copy(inputs: Inputs) -> float:
+    return gap(Inputs(prepared(inputs.model), inputs.rows, inputs.length).run(), inputs.run())
+
+
 def _padded(inputs: Inputs, side: str, per_token: bool) -> float:
     padded = inputs.padded(side)
     out = inputs.model(**padded.given).logits

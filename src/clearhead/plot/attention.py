@@ -76,8 +76,8 @@ def draw_model(maps: AttentionMaps, kind: str = "self") -> Figure:
     """All heads of one kind: a row per layer, a thumbnail per head, with one scale."""
     layers = maps.of(kind)
     heads = max(len(each.pattern) for each in layers)
-    side = min(max(20 / max(heads, 1), 0.45), 1.1)
-    figure = new(min(max(heads * side + 2.2, 5.0), 22), min(len(layers) * side + 1.6, 30))
+    side = min(1.1, 16 / max(heads, 1), 18 / len(layers))
+    figure = new(max(heads * side + 2.2, 5.0), max(len(layers) * side + 1.6, 3.0))
     axes = figure.add_subplot()
     mosaic, height, width = _mosaic(layers, heads)
     image = draw(axes, mosaic, 0, 1, diverging=False)

@@ -32,16 +32,22 @@ export function signedColour(share) {
   return between(SIGNED[theme()], (share + 1) / 2);
 }
 
-/** 256 colours of amounts, for pixels: a flat Uint8Array of r, g, b. */
+const TABLES = {};
+
+/** 256 colours of amounts, for pixels: a flat Uint8Array of r, g, b; made once for each theme. */
 export function amountTable() {
-  const table = new Uint8Array(768);
-  for (let i = 0; i < 256; i++) table.set(amountColour(i / 255), 3 * i);
-  return table;
+  const now = theme();
+  if (!TABLES[now]) {
+    TABLES[now] = new Uint8Array(768);
+    for (let i = 0; i < 256; i++) TABLES[now].set(amountColour(i / 255), 3 * i);
+  }
+  return TABLES[now];
 }
 
-/** Black or white, whichever reads better on a colour. */
-export function inkOn([red, green, blue]) {
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#111" : "#fff";
+/** Black or white, whichever reads better on a colour: at this luminance both have a contrast of 4.58, elsewhere the better has more. */
+export function inkOn(colour) {
+  const [red, green, blue] = colour.map((value) => (value <= 10 ? value / 3294.6 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.1791 ? "#000" : "#fff";
 }
 
 /** As CSS writes it. */

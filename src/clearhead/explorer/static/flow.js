@@ -35,7 +35,7 @@ function flowKind(name) {
   if (/\.(attention|cross|feedforward)$/.test(name)) return name.endsWith(".cross") ? "sublayer cross" : "sublayer";
   if (/(^|\.)blocks\.\d+$/.test(name)) return "block";
   if (/(^|\.)view$/.test(name)) return "aside";
-  return ["encoder", "decoder"].includes(name) ? "stack" : "part";
+  return ["encoder", "decoder"].includes(name) ? "stack" : "plain";
 }
 
 /** All steps of a group, however deep. */
@@ -177,9 +177,11 @@ export const flowSection = {
         view = found;
         const tree = flowTree(view.steps);
         if (!open.size) {
-          for (const stack of tree.children) if (stack.children) open.add(stack.name);
-          const block = view.steps.find((step) => step.path.some((name) => name.includes("blocks.")));
-          if (block) for (const name of block.path) if (!flowKind(name).startsWith("sublayer")) open.add(name);
+          for (const stack of tree.children) if (stack.children && flowKind(stack.name) === "stack") open.add(stack.name);
+          for (const stack of tree.children.filter((child) => child.children)) {
+            const block = stack.children.find((child) => child.children && flowKind(child.name) === "block");
+            if (block) open.add(block.name);
+          }
         }
         totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms one by one`;
         totals.dataset.parameters = String(view.totals.parameters);

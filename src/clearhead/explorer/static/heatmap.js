@@ -1,7 +1,7 @@
 // Heat maps: pixels on a canvas, labels as text, one cell chosen by mouse, touch or arrow keys.
 
 import { amountTable } from "./colour.js";
-import { el, replace } from "./dom.js";
+import { el } from "./dom.js";
 
 /** Pixels of a matrix [rows, columns] of numbers between low and high, one pixel a cell; the browser enlarges them without smoothing. */
 export function paint(canvas, values, rows, columns, low = 0, high = 1) {
@@ -30,12 +30,12 @@ export function scaleBar(name, low = 0, high = 1) {
 
 /**
  * A heat map with labels on both sides. `onCell(row, column)` hears of the cell under the pointer or chosen by arrow keys, (-1, -1) when none is;
- * `describe(row, column)` is what a reader without sight hears. Returns {root, repaint, choose}.
+ * `describe(row, column)` is what a reader without sight hears; `room` is how many pixels wide the cells may be. Returns {root, repaint, choose, canvas}.
  */
-export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell }) {
+export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760 }) {
   const height = rows.length;
   const width = columns.length;
-  const side = cell || Math.max(6, Math.min(28, Math.floor(760 / Math.max(width, 1))));
+  const side = cell || Math.max(6, Math.min(28, Math.floor(room / Math.max(width, 1))));
   const canvas = el("canvas", { class: "heat", tabindex: "0", role: "img", "aria-label": name });
   canvas.style.width = `${side * width}px`;
   canvas.style.height = `${side * height}px`;
@@ -79,11 +79,4 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
   const repaint = () => paint(canvas, values, height, width, low, high);
   repaint();
   return { root, repaint, choose, canvas };
-}
-
-/** Take away what a node holds and put a heat map there. */
-export function showHeatmap(node, options) {
-  const map = heatmap(options);
-  replace(node, map.root, scaleBar(options.scale || "weight", options.low ?? 0, options.high ?? 1));
-  return map;
 }

@@ -168,12 +168,24 @@ async function startRecorded(app, record) {
   app.say(record.says || "A recording: what was computed is here, nothing more is run.");
 }
 
+/** In a notebook's frame a link to a place on this page would lead to the notebook: there the page goes to it by itself. */
+function keepLinksHere() {
+  if (location.protocol !== "about:") return;
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest('a[href^="#"]');
+    if (!link) return;
+    event.preventDefault();
+    byId(link.getAttribute("href").slice(1))?.scrollIntoView();
+  });
+}
+
 async function start() {
   const stored = byId("record");
   const record = stored ? JSON.parse(stored.textContent) : null;
   const app = makeApp(record ? new RecordedSource(record) : new LiveSource());
   mountTools(app);
   mountSections(app);
+  keepLinksHere();
   try {
     await (record ? startRecorded(app, record) : startLive(app));
   } catch (error) {

@@ -1,0 +1,75 @@
+// The image that a model reads: its pixels, the grid of its patches, and how much each patch counts.
+
+import { el } from "./dom.js";
+import { unpack } from "./source.js";
+
+const IMAGE_SIDE = 336; // pixels of the larger side on the page
+const IMAGE_HEAT = "255,122,0";
+
+/** Where each label stands on the grid of patches: {rows, columns, places}, with null for what is no patch. */
+export function patchGrid(labels) {
+  const places = labels.map((label) => (/^\d+,\d+$/.test(label) ? label.split(",").map(Number) : null));
+  const there = places.filter(Boolean);
+  return { rows: 1 + Math.max(0, ...there.map(([row]) => row)), columns: 1 + Math.max(0, ...there.map(([, column]) => column)), places };
+}
+
+/** The pixels [channels, height, width], a pixel each, on a canvas that nobody sees. */
+function imagePixels(picture) {
+  const { shape, values } = unpack(picture);
+  const [channels, height, width] = shape;
+  const canvas = el("canvas", { width, height });
+  const context = canvas.getContext("2d");
+  const made = context.createImageData(width, height);
+  for (let i = 0; i < width * height; i++) {
+    for (let channel = 0; channel < 3; channel++) made.data[4 * i + channel] = 255 * values[Math.min(channel, channels - 1) * width * height + i];
+    made.data[4 * i + 3] = 255;
+  }
+  context.putImageData(made, 0, 0);
+  return canvas;
+}
+
+/**
+ * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer. `chosen` is outlined.
+ * Returns {canvas, draw(weights, chosen), at(event)}; `at` is the label's place under a pointer, or -1.
+ */
+export function patchImage(picture, labels, name) {
+  const grid = patchGrid(labels);
+  const pixels = imagePixels(picture);
+  const scale = Math.max(1, Math.round(IMAGE_SIDE / Math.max(pixels.width, pixels.height)));
+  const canvas = el("canvas", { class: "patches", role: "img", "aria-label": name, width: pixels.width * scale, height: pixels.height * scale });
+  const [wide, high] = [canvas.width / grid.columns, canvas.height / grid.rows];
+
+  function draw(weights, chosen) {
+    const context = canvas.getContext("2d");
+    context.imageSmoothingEnabled = false;
+    context.drawImage(pixels, 0, 0, canvas.width, canvas.height);
+    const most = weights ? weights.reduce((best, weight, place) => (grid.places[place] ? Math.max(best, weight) : best), 1e-9) : 1;
+    grid.places.forEach((place, i) => {
+      if (!place) return;
+      const box = [place[1] * wide, place[0] * high, wide, high];
+      if (weights) {
+        context.fillStyle = `rgba(${IMAGE_HEAT},${(0.85 * weights[i]) / most})`;
+        context.fillRect(...box);
+      }
+      context.strokeStyle = "rgba(128,140,155,0.7)";
+      context.lineWidth = 1;
+      context.strokeRect(...box);
+    });
+    const place = chosen >= 0 ? grid.places[chosen] : null;
+    if (place) {
+      context.strokeStyle = "#e0303a";
+      context.lineWidth = 4;
+      context.strokeRect(place[1] * wide + 2, place[0] * high + 2, wide - 4, high - 4);
+    }
+  }
+
+  function at(event) {
+    const box = canvas.getBoundingClientRect();
+    const column = Math.floor(((event.clientX - box.left) / box.width) * grid.columns);
+    const row = Math.floor(((event.clientY - box.top) / box.height) * grid.rows);
+    return grid.places.findIndex((place) => place && place[0] === row && place[1] === column);
+  }
+
+  draw(null, -1);
+  return { canvas, draw, at };
+}

@@ -1,0 +1,300 @@
+"""Every route over real HTTP: good answers equal the views, bad questions get one line and the right number, nothing else is reached."""
+
+import base64
+import http.client
+import io
+import json
+
+import pytest
+from PIL import Image
+
+import clearhead as ch
+from clearhead.explorer import routes
+from clearhead.explorer.app import HEADERS, is_loopback
+from clearhead.explorer.pages import page_files
+from clearhead.explorer.record import record
+from clearhead.explorer.session import KEPT, Opened, Session, named_roles
+from clearhead.explorer.views import begin, view
+from clearhead.inside.heads import MIXED, head_roles
+from tests.explorer.toys import TEXTS, picture, serving, toy
+
+FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(Opened("decoder", lambda: toy("decoder")), Opened("vit", lambda: toy("vit"))) as served:
+        while served.session.models[1].m is None:
+            pass
+        yield served
+
+
+@pytest.fixture
+def run(server):
+    return server.json("run", {"text": TEXTS["decoder"]})["run"]
+
+
+def asked(family):
+    """An input as the page sends it, and as `begin` takes it."""
+    if family != "vit":
+        text = TEXTS.get(family, "They shall speak")
+        return {"text": text}, text
+    image, buffer = picture(2), io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    return {"image": "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()}, image
+
+
+def timeless(body):
+    """A body without what a clock says."""
+    if isinstance(body, dict):
+        return {name: timeless(entry) for name, entry in body.items() if name != "seconds"}
+    return [timeless(entry) for entry in body] if isinstance(body, list) else body
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_live_views_are_recorded_views(family):
+    """Path by path: what the server answers is what a recording holds, and what `view` gives."""
+    m = toy(family)
+    body, given = asked(family)
+    recorded = record(m, family, given)
+    with serving(Opened(family, lambda: toy(family))) as served:
+        while served.session.models[0].m is None:
+            pass
+        about = served.json("run", body)
+        assert {**about, "run": "recorded"} == recorded["run"]
+        compared = 0
+        for path, expected in recorded["views"].items():
+            kind, _, rest = path.partition("/recorded/")
+            if kind != "run" or (rest.startswith("step/") and not rest.endswith(("pattern", "embedding"))):
+                continue
+            if rest.startswith("attention/"):  # roles are known live, and were not given to the recording
+                expected = {**expected, "heads": [{**head, "role": None} for head in expected["heads"]]}
+                got = served.json(f"run/{about['run']}/{rest}")
+                got = {**got, "heads": [{**head, "role": None} for head in got["heads"]]}
+            else:
+                got = served.json(f"run/{about['run']}/{rest}")
+            assert timeless(got) == timeless(json.loads(json.dumps(expected))), rest
+            compared += 1
+        assert compared >= 10
+
+
+@pytest.mark.ledger("F2")
+def test_good_answers(server, run):
+    m = toy("decoder")
+    model = server.json("model")
+    assert model["ready"]
+    assert model["other"]["name"] == "vit"
+    assert model["parameters"] == sum(weight.numel() for weight in m.model.parameters())
+    assert server.json("roles")["ready"]
+    assert server.json("labels?ids=1,2,3")["labels"] == [view(begin(m, [one]), "next")["label"] for one in (1, 2, 3)]
+    assert server.json("cost?length=20&batch=2&dtype=bfloat16") == json.loads(json.dumps(ch.cost(m.config, 20, 2, "bfloat16").to_dict()))
+    longer = server.json(f"run/{run}/extend", {"token": 5})
+    assert longer["tokens"]["ids"] == [*begin(m, TEXTS["decoder"]).prepared.tokens.ids, 5]
+    off = {"heads": ["0.1"], "layers": [1], "feedforwards": [], "how": "mean", "position": 2}
+    made = begin(m, TEXTS["decoder"]).ablate(["0.1"], ["1"], [], "mean", 2)
+    assert server.json(f"run/{run}/ablate", off) == json.loads(json.dumps(made))
+    image = server.json("run", {"model": 1})
+    assert image["model"] == 1
+    status, headers, page = server.ask(f"/inside/export?run={run}")
+    assert status == 200
+    assert "attachment" in headers["content-disposition"]
+    assert "sandbox" in headers["content-security-policy"]
+    assert page.startswith(b"<!doctype html>")
+
+
+BAD = [
+    ("run/r999/trace", None, 404, "forgotten"),
+    ("run/r999/extend", {"token": 1}, 404, "forgotten"),
+    ("run/r999/ablate", {"heads": ["0.0"], "position": 0}, 404, "forgotten"),
+    ("export?run=r999", None, 404, "forgotten"),
+    ("export", None, 400, "run"),
+    ("run/RUN/nothing", None, 400, "no view"),
+    ("run/RUN/attention/self", None, 400, "no view"),
+    ("run/RUN/attention/self/9", None, 400, ""),
+    ("run/RUN/attention/cross/0", None, 400, ""),
+    ("run/RUN/attention/self/x", None, 400, "whole number"),
+    ("run/RUN/thumbnails/sideways", None, 400, ""),
+    ("run/RUN/rollout/cross", None, 400, ""),
+    ("run/RUN/next?position=99", None, 400, "no position 99"),
+    ("run/RUN/next?position=-99", None, 400, "no position -99"),
+    ("run/RUN/next?position=one", None, 400, "whole number"),
+    ("run/RUN/contributions?position=0&token=99999", None, 400, "no token 99999"),
+    ("run/RUN/step/blocks.9.attention", None, 400, ""),
+    ("run/RUN/step/..%2f..%2fetc", None, 400, ""),
+    ("labels?ids=1,x", None, 400, "whole numbers"),
+    ("labels?ids=1&model=7", None, 400, "no model 7"),
+    ("labels", None, 400, "ids"),
+    ("cost?length=-1", None, 400, ""),
+    ("cost?length=x", None, 400, "length"),
+    ("cost?dtype=int3", None, 400, ""),
+    ("run", {}, 400, "text"),
+    ("run", {"text": ""}, 400, "empty"),
+    ("run", {"text": 5}, 400, "text"),
+    ("run", {"text": "x" * 200_001}, 400, "200,000"),
+    ("run", {"text": "a", "target": "b"}, 400, "target"),
+    ("run", {"text": "a", "pair": 3}, 400, "pair"),
+    ("run", {"text": "a", "model": 5}, 400, "no model 5"),
+    ("run", {"text": "a", "model": "x"}, 400, "whole number"),
+    ("run", {"text": "a", "model": -1}, 400, "no model"),
+    ("run", {"ids": [10**9]}, 400, "ids"),
+    ("run", {"ids": [True]}, 400, "ids"),
+    ("run", {"ids": []}, 400, "ids"),
+    ("run", {"ids": [1] * 5000}, 400, "ids"),
+    ("run", {"ids": [1] * 100}, 400, ""),
+    ("run", {"model": 1, "image": "%%%"}, 400, "image"),
+    ("run", {"model": 1, "image": "aGVsbG8="}, 400, "image"),
+    ("run", {"model": 1, "image": 5}, 400, "image"),
+    ("run/RUN/extend", {"token": -1}, 400, "vocabulary"),
+    ("run/RUN/extend", {"token": 10**12}, 400, "vocabulary"),
+    ("run/RUN/extend", {"token": "5"}, 400, "whole number"),
+    ("run/RUN/ablate", {"heads": ["9.9"], "position": 0}, 400, "9.9"),
+    ("run/RUN/ablate", {"heads": "0.0", "position": 0}, 400, "list"),
+    ("run/RUN/ablate", {"heads": [["0.0"]], "position": 0}, 400, "list"),
+    ("run/RUN/ablate", {"heads": ["0.0"], "how": "gone", "position": 0}, 400, "gone"),
+    ("run/RUN/ablate", {"heads": ["0.0"], "position": 99}, 400, "99"),
+    ("run/RUN/ablate", {"heads": ["0.0"]}, 400, "position"),
+    ("run/RUN/ablate", {"position": 0}, 400, "nothing is named"),
+]
+
+
+@pytest.mark.ledger("F2")
+def test_bad_questions_get_one_line(server, run):
+    for path, body, expected, words in BAD:
+        status, headers, raw = server.ask(f"/inside/{path.replace('RUN', run)}", body)
+        assert status == expected, (path, body, raw)
+        said = json.loads(raw)["error"]
+        assert words in said, (path, said)
+        assert said.strip() and "\n" not in said, (path, said)
+        assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+    assert server.json(f"run/{run}/next?position=-1")["position"] == len(begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens) - 1
+
+
+@pytest.mark.ledger("F2")
+def test_bodies_that_are_none(server, monkeypatch):
+    for raw in (b"", b"{", b"[1]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"text": NaN'):
+        status, _, said = server.ask("/inside/run", raw=raw)
+        assert status == 400, (raw[:20], said)
+        assert "JSON" in json.loads(said)["error"]
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        status, _, said = server.ask("/inside/run", raw=b'{"text": "a"}', Content_Type=kind)
+        assert status == 400, kind
+        assert "application/json" in json.loads(said)["error"]
+    monkeypatch.setattr(routes, "LARGEST_BODY", 1000)
+    status, _, said = server.ask("/inside/run", {"text": "a" * 2000})
+    assert status == 400
+    assert "larger than 1,000 bytes" in json.loads(said)["error"]
+
+
+def raw_get(server, target, host=None, method="GET"):
+    """A request whose target is sent as it is written."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.putrequest(method, target, skip_host=True)
+    if host != "":
+        connection.putheader("Host", host or f"127.0.0.1:{server.port}")
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, dict((name.lower(), value) for name, value in answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+@pytest.mark.ledger("F2")
+def test_only_files_of_the_table(server):
+    """Every file of the page is there as it is; nothing beside or above it is."""
+    for name, (text, kind) in page_files().items():
+        status, headers, raw = raw_get(server, f"/{name}")
+        assert (status, raw.decode()) == (200, text)
+        assert headers["content-type"].startswith(kind)
+    ups = ("../app.py", "..%2fapp.py", "%2e%2e/app.py", "%2e%2e%2fapp.py", "..\\app.py", "..%5capp.py", "./main.js/../../app.py", "static/main.js")
+    tries = [f"/{up}" for up in ups] + ["//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd", "/file:///etc/passwd", "/main.js%00", "/MAIN.JS"]
+    tries += ["/.", "/..", "/...", "/main.js/", "/inside/../../app.py", "/inside/%2e%2e/%2e%2e/app.py", "/~root", "/__init__.py", "/con", "/docs"]
+    tries += ["/openapi.json", "/inside/run/r1/../../../app.py", "/" + "a" * 5000]
+    for target in tries:
+        status, headers, raw = raw_get(server, target)
+        assert status in (307, 400, 404, 405), (target, status)
+        assert b"root:" not in raw
+        assert b"make_app" not in raw
+        assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+
+
+@pytest.mark.ledger("F2")
+def test_it_answers_to_its_own_names_only(server):
+    good = ("127.0.0.1", "localhost", f"localhost:{server.port}", "[::1]", f"[::1]:{server.port}", "LOCALHOST")
+    bad = ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "localhost.evil.example", "", "0.0.0.0", "127.0.0.2", "[::2]", "a@127.0.0.1")
+    for host in good:
+        assert raw_get(server, "/", host)[0] == 200, host
+    for host in bad:
+        for target in ("/", "/main.js", "/inside/model"):
+            status, headers, _ = raw_get(server, target, host)
+            assert status in (400, 403), host
+            if status == 403:
+                assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+    assert [is_loopback(name) for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")] == [True] * 4 + [False] * 3
+
+
+@pytest.mark.ledger("F2")
+def test_headers_are_on_every_answer(server, run, monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError("by <b>zero</b>")
+
+    monkeypatch.setattr(routes, "view", fails)
+    answers = {path: server.ask(path) for path in ("/", "/style.css", "/none", "/inside/model", "/inside/none", f"/inside/run/{run}/trace")}
+    assert answers[f"/inside/run/{run}/trace"][0] == 500
+    assert "ZeroDivisionError" in json.loads(answers[f"/inside/run/{run}/trace"][2])["error"]
+    for path, (_, headers, _) in answers.items():
+        named = {name.lower(): value for name, value in headers.items()}
+        for name, value in HEADERS.items():
+            assert named[name.lower()] == value, path
+        assert "server" not in named
+        assert "access-control-allow-origin" not in named
+    policy = HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert "default-src 'none'" in policy
+
+
+@pytest.mark.ledger("F2")
+def test_old_runs_are_forgotten():
+    """The latest ones stay; one that was asked for counts as new."""
+    opened = Opened("decoder", lambda: toy("decoder"))
+    opened.open()
+    session = Session([opened])
+    names = [session.begin({"ids": [1, 2]})["run"] for _ in range(KEPT)]
+    session.run(names[0])
+    later = session.begin({"ids": [1]})["run"]
+    assert session.run(names[0]) and session.run(later)
+    with pytest.raises(KeyError, match="forgotten"):
+        session.run(names[1])
+    loading = Session([Opened("slow", lambda: toy("decoder"))])
+    with pytest.raises(ch.InputError, match="still loading"):
+        loading.model()
+
+
+@pytest.mark.ledger("K2")
+def test_roles_are_those_of_the_heads():
+    """The background names exactly the heads that do something clear; a model that cannot be measured has none, and no thread dies."""
+    found = head_roles(toy("decoder"))
+    assert named_roles(toy("decoder")) == {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
+    session = Session([Opened("vit", lambda: toy("vit"))])
+    session._prepare()
+    assert isinstance(session.models[0].roles, dict)
+    broken = Session([Opened("none", lambda: 1 / 0)])
+    broken._prepare()
+    assert broken.models[0].failed
+    assert "ZeroDivisionError" in broken.models[0].view()["says"]
+
+
+@pytest.mark.ledger("F2")
+def test_images_of_any_kind(server):
+    """Grey, with a palette, with transparency: each becomes what the model reads; one of the model's own size is read unchanged."""
+    exact = picture(4, 12)
+    for mode in ("RGB", "L", "P", "RGBA", "1"):
+        buffer = io.BytesIO()
+        Image.fromarray(exact).convert(mode).save(buffer, "PNG")
+        sent = {"model": 1, "image": base64.b64encode(buffer.getvalue()).decode()}
+        about = server.json("run", sent)
+        assert len(about["tokens"]["labels"]) == 10
+        if mode == "RGB":
+            expected = view(begin(toy("vit"), exact), "next")
+            assert server.json(f"run/{about['run']}/next?position=0")["logits"] == expected["logits"]
