@@ -122,15 +122,11 @@ def test_the_reading_order_names_every_file():
 
 
 def test_importing_is_quick():
-    """What `import clearhead` costs beyond torch, the best of three: under two seconds, and no heavy library with it."""
+    """What `import clearhead` costs beyond torch: under two seconds of a processor's time, and no heavy library with it."""
     script = (
-        "import torch, time, sys; start = time.perf_counter(); import clearhead; "
-        "print(time.perf_counter() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro')))"
+        "import torch, time, sys; start = time.process_time(); import clearhead; "
+        "print(time.process_time() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro', 'fastapi', 'sklearn')))"
     )
-    fastest, heavy = float("inf"), ""
-    for _ in range(3):
-        if fastest >= 2:  # the machine may be busy: try again
-            found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-            fastest, heavy = min(fastest, float(found[0])), found[1]
-    assert fastest < 2
-    assert heavy == "False"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert float(found[0]) < 2
+    assert found[1] == "False"

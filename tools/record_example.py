@@ -20,8 +20,8 @@ SETTINGS = [
     "model.n_heads=4",
     "model.d_model=64",
     "model.max_positions=64",
-    "train.steps=1500",
-    "train.validate_every=1500",
+    "train.steps=900",
+    "train.validate_every=900",
     "data.batch_size=24",
 ]
 

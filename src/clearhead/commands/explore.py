@@ -94,12 +94,15 @@ def _bind(host: str, port: int) -> Any:
 
     from clearhead.errors import InputError
 
+    if not 0 <= port <= 65535:
+        raise InputError(f"there is no port {port}: choose --port from 0, any that is free, to 65535")
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(kind[0], socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(kind[4])
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        made.listen(128)  # who comes before the server is there waits, and is not sent away
+    except OSError as error:
+        reason = error.strerror or error
         raise InputError(f"cannot listen on {host}:{port}: {reason}; choose another --port, or 0 for any that is free") from None
     return made

@@ -114,9 +114,11 @@ def _show_roles(console: Console, name: str, found: HeadRoles) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from clearhead.data.tables import counted
     from clearhead.inside.heads import MIXED
 
-    table = Table(title=Text(f"{name}: {len(found.heads)} heads over {found.texts} texts, {found.tokens:,} tokens"), title_justify="left")
+    size = f"{counted(len(found.heads), 'head')} over {counted(found.texts, 'text')}, {counted(found.tokens, 'token')}"
+    table = Table(title=Text(f"{name}: {size}"), title_justify="left")
     for heading in ("head", "role", "score", "uniform head", "entropy, bits", "next best"):
         table.add_column(heading, justify="left" if heading in ("head", "role", "next best") else "right")
     for at, (head, role) in enumerate(zip(found.heads, found.roles)):
@@ -138,14 +140,13 @@ def _show_syntax(console: Console, found: Syntax) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"relations with {LEAST} arcs or more, of {found.sentences:,} sentences: the head whose strongest link follows each best"
+    title = f"{found.sentences:,} sentences: the head whose strongest link follows each relation best ({LEAST} arcs or more)"
     table = Table(title=Text(title), title_justify="left")
-    headings = ("relation", "arcs", "best head", "direction", "right, %", "held out, %", "fixed distance", "its %", "gain")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("relation", "best head", "direction") else "right")
+    for heading in ("relation", "arcs", "head", "looks at", "right, %", "held out", "fixed distance", "gain"):
+        table.add_column(heading, justify="left" if heading in ("relation", "head", "looks at") else "right")
     for row in found.table(LEAST) or found.table():
-        shares = (f"{100 * row.accuracy:.1f}", f"{100 * row.held_out:.1f}", f"{row.distance:+}", f"{100 * row.baseline:.1f}")
-        table.add_row(Text(row.name), f"{row.arcs:,}", row.head, row.direction, *shares, f"{100 * row.gain:+.1f}")
+        shares = (f"{100 * row.accuracy:.1f}", f"{100 * row.held_out:.1f}", f"{100 * row.baseline:.1f} at {row.distance:+}")
+        table.add_row(Text(row.name), f"{row.arcs:,}", row.head, row.direction.removeprefix("to "), *shares, f"{100 * row.gain:+.1f}")
     console.print(table)
 
 
@@ -153,7 +154,10 @@ def _show_agreement(console: Console, found: Agreement) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"agreement with {found.pairs:,} pairs ({found.skipped} without tokens left out)"), title_justify="left")
+    from clearhead.data.tables import counted
+
+    left = f"; {found.skipped} without tokens left out" if found.skipped else ""
+    table = Table(title=Text(f"agreement with {counted(found.pairs, 'pair')}{left}"), title_justify="left")
     for heading in ("head", "direction", "right, %", "chance, %", "attention"):
         table.add_column(heading, justify="left" if heading in ("head", "direction") else "right")
     for row in found.ranking()[:RANKED]:

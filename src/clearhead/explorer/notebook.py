@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from clearhead.explorer.pages import single_file
-from clearhead.explorer.record import export, record
-from clearhead.inside.inputs import Prepared
 from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
@@ -28,6 +26,8 @@ class Shown:
 
     def save(self, path: str | Path) -> Path:
         """Write it as one self-contained page."""
+        from clearhead.explorer.record import export
+
         return export(self.recorded, path)
 
 
@@ -39,7 +39,8 @@ def show(m: Loaded | Transformer, given: Any, target: Any = None, pair: str | No
         given, target, pair: as for `inside.inputs.prepare`.
         height: of the frame, in pixels.
     """
+    from clearhead.explorer.record import record  # not at the top: `import clearhead` stays quick
+
     m = m if isinstance(m, Loaded) else Loaded(m)
-    given = given.main if isinstance(given, Prepared) else given
     name = m.folder.name if m.folder is not None else m.config.family
     return Shown(record(m, name, given, target, pair), height)

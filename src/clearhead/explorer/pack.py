@@ -30,11 +30,19 @@ def packed_picture(pixels: ArrayLike) -> dict[str, Any]:
     return packed_bytes(array if low >= 0 and high <= 1 else (array - low) / (high - low or 1.0))
 
 
-def unpacked(body: dict[str, Any]) -> NDArray[np.float32]:
+def packed_numbers(values: ArrayLike) -> dict[str, Any]:
+    """Whole numbers, four bytes each."""
+    array = np.asarray(values, dtype=np.int32)
+    return {"shape": list(array.shape), "type": "i32", "data": _text(array)}
+
+
+def unpacked(body: dict[str, Any]) -> NDArray[Any]:
     """The array again, as the page reads it."""
     raw = base64.b64decode(body["data"])
     if body["type"] == "f32":
         return np.frombuffer(raw, np.float32).reshape(body["shape"])
+    if body["type"] == "i32":
+        return np.frombuffer(raw, np.int32).reshape(body["shape"])
     levels = np.frombuffer(raw, np.uint8).astype(np.float32)
     return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(body["shape"])
 

@@ -5,6 +5,7 @@ A long run is aggregated, so that the file stays small; the page says so.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from clearhead.explorer.views import Run, begin, model_view, view
 from clearhead.inside.names import attentions
 from clearhead.loaded import Loaded
 
-PATTERN_BYTES = 6_000_000  # of all patterns together, before base64
+PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
-LOGIT_BYTES = 4_000_000
+LOGIT_BYTES = 3_000_000
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -46,6 +47,8 @@ def record_run(run: Run, name: str, roles: dict[str, str] | None = None) -> dict
             views[f"run/recorded/{path}"] = view(small, path)
         except ClearheadError:
             continue  # a view that this model does not have is not in the file
+    for kind in dict.fromkeys(kind for kind, _, _ in attentions(m.config)):
+        views |= {f"run/recorded/attention/{kind}/{layer}": finite(body) for layer, body in small.attentions(kind).items()}
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
     for length in _lengths(small):
@@ -63,7 +66,6 @@ def _paths(run: Run, about: dict[str, Any]) -> list[str]:
     paths = ["stages", "trace", "lens"]
     for kind in dict.fromkeys(kind for kind, _, _ in attentions(config)):
         paths += [f"thumbnails/{kind}"] + [f"rollout/{kind}"] * (kind != "cross")
-        paths += [f"attention/{kind}/{layer}" for each, layer, _ in attentions(config) if each == kind]
     if about["columns"]:
         positions = list(range(len(about["columns"])))
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
@@ -96,6 +98,7 @@ def export(recorded: dict[str, Any], path: str | Path) -> Path:
         part.write_text(single_file(recorded), encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
     return path

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest
-from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_picture
+from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.contributions import contributions
@@ -150,14 +150,20 @@ class Run:
 
     def attention(self, kind: str, layer: int) -> dict[str, Any]:
         """The patterns of one attention [H, T, S]."""
-        found = self._maps(kind, [layer], self.cells)[0]
+        return self._heads(self._maps(kind, [layer], self.cells)[0])
+
+    def attentions(self, kind: str) -> dict[int, dict[str, Any]]:
+        """The same for every layer of a kind, of one pass."""
+        return {each.layer: self._heads(each) for each in self._maps(kind, None, self.cells)}
+
+    def _heads(self, found: LayerMap) -> dict[str, Any]:
         bits = [head.entropy for head in found.heads()]
         names = [f"{found.name}.{number}" for number in range(len(found.pattern))]
         roles = self.roles()
         heads = [{"name": name, "role": roles.get(name), "entropy": entropy} for name, entropy in zip(names, bits)]
         return {
-            "kind": kind,
-            "layer": layer,
+            "kind": found.kind,
+            "layer": found.layer,
             "heads": heads,
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),
@@ -192,18 +198,15 @@ class Run:
     def lens(self) -> dict[str, Any]:
         """What the model would say if it stopped after each layer, at each position."""
         seen = lens(self.m, self.given, self.target, self.pair, top=5)
-        rows = zip(seen.top.tolist(), seen.top_names, seen.top_probabilities.tolist())
-        top = [
-            [[{"id": i, "label": name, "p": p} for i, name, p in zip(*cell)] for cell in zip(ids, names, values)]
-            for ids, names, values in rows
-        ]
+        listed = dict(zip(seen.top.flatten().tolist(), (name for layer in seen.top_names for cell in layer for name in cell)))
         return {
             "layers": list(seen.layers),
             "columns": list(seen.columns),
-            "top": top,
-            "entropy": seen.entropy.tolist(),
-            "final": seen.chosen_probabilities.tolist(),
-            "true": seen.true_probabilities.tolist(),
+            "ids": packed_numbers(seen.top.numpy()),  # [L + 1, C, 5]
+            "p": packed_floats(seen.top_probabilities.numpy()),
+            "names": {str(choice): name for choice, name in sorted(listed.items())},
+            "entropy": packed_floats(seen.entropy.numpy()),
+            "final": packed_floats(seen.chosen_probabilities.numpy()),
             "chosen": list(seen.chosen_names),
         }
 

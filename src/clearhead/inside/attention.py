@@ -129,7 +129,8 @@ def _layer_map(x: Tensor, kind: str, layer: int, queries: Axis, keys: Axis) -> L
     if max(queries.size, keys.size) == 1:
         return LayerMap(kind, layer, whole.cpu().numpy(), queries, keys)
     entropies = query_entropy(whole).cpu().numpy()
-    cells = np.array(in_cells(whole, queries.size, keys.size).cpu())  # a copy: torch keeps the room of its own small tensors scattered
+    # Copied out of torch's room: small tensors left standing between large ones that come and go keep their room taken, too.
+    cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
     return LayerMap(kind, layer, cells, queries, keys, entropies)
 
 

@@ -260,7 +260,7 @@ def _context(m: Loaded, value: float, note: list[int]) -> Context:
     """A note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     if m.model.main.plan.input != "tokens":
-        return Context("", _patch(m, window[AROUND]), "", value, None, text, place)
+        return Context(f"image {text} ", _patch(m, window[AROUND]), "", value, None, text, place)
     left, right = ([token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :]))
     here = [*left, window[AROUND]]
     before, upto, whole = (_text(m, ids) for ids in (left, here, [*here, *right]))

@@ -49,10 +49,9 @@ def readout(m: Loaded) -> Readout:
     if isinstance(head, ClassifierHead):
         if head.pooler is not None:
             raise InputError("a pooler bends what the tokens say before the classes are scored: what a neuron promotes cannot be read off")
-        where = {"cls": "the first token", "last": "the last token", "mean": "every token"}[head.pooling or "mean"]
-        return Readout(
-            _plain(head.out.weight), names_of(m), f"classes are read from {where}: what fires elsewhere speaks through attention"
-        )
+        alone = "token alone: a neuron that fires elsewhere speaks through attention"
+        where = {"cls": f"the first {alone}", "last": f"the last {alone}", "mean": "the mean of all tokens"}[head.pooling or "mean"]
+        return Readout(_plain(head.out.weight), names_of(m), f"scores leave out what norms divide by; classes are read from {where}")
     raise InputError(f"head {config.head} scores no tokens and no classes: what a neuron promotes cannot be read off")
 
 

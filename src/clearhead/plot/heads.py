@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {
-    MIXED: "#e6e6e6", "induction": "#d62728", "previous": "#1f77b4", "next": "#17becf", "itself": "#9467bd", "first": "#ffbb55",
-    "separator": "#e377c2", "same": "#2ca02c", "rare": "#bcbd22", "position": "#8c9bd0", "local": "#98df8a", "uniform": "#c7a58b",
+    MIXED: "#e6e6e6", "induction": "#f28e8e", "previous": "#7db8e0", "next": "#17becf", "itself": "#c3a6e0", "first": "#ffbb55",
+    "separator": "#e377c2", "same": "#5fbf5f", "rare": "#bcbd22", "position": "#8c9bd0", "local": "#98df8a", "uniform": "#c7a58b",
 }  # fmt: skip
 KINDS = {"self": "self-attention", "encoder": "encoder", "cross": "cross-attention"}
 GAIN = 0.1  # beyond the baseline: from here on a relation is written into the cell of its best head
@@ -30,7 +30,7 @@ def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figu
     wide, high = max(size[1] for size in sizes.values()), sum(size[0] for size in sizes.values())
     relations = _relations(syntax)
     cell = 0.62 if relations else 0.42
-    figure = new(min(max(0.82 * wide + 1.6, 5.0), 30), min(cell * high + 1.5 + 0.5 * len(kinds), 40))
+    figure = new(min(max(0.92 * wide + 1.6, 5.0), 30), min(cell * high + 1.5 + 0.5 * len(kinds), 40))
     panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=[sizes[kind][0] for kind in kinds])[:, 0]
     for kind, axes in zip(kinds, panels):
         _panel(axes, found, kind, sizes[kind], relations)
@@ -64,7 +64,7 @@ def _panel(axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relat
         if head.kind != kind:
             continue
         colours[head.layer, head.number] = to_rgb(COLOURS[role])
-        axes.text(head.number, head.layer, _words(found, at, relations.get(str(head), [])), ha="center", va="center", fontsize=5.5)
+        axes.text(head.number, head.layer, _words(found, at, relations.get(str(head), [])), ha="center", va="center", fontsize=6.5)
     axes.imshow(colours, aspect="auto", interpolation="nearest")
     axes.set_xticks(range(size[1]), [str(number) for number in range(size[1])], fontsize=8)
     axes.set_yticks(range(size[0]), [str(number) for number in range(size[0])], fontsize=8)

@@ -36,7 +36,7 @@ export const ablateSection = {
     const answer = el("div", { id: "ablate-answer", "aria-live": "polite" });
     const how = el("select", { id: "ablate-how", onchange: () => later() }, el("option", { value: "zero" }, "set to zero"), el("option", { value: "mean" }, "set to their mean over this text"));
     const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => { for (const set of Object.values(off)) set.clear(); showGrid(); later(); } }, "All on");
-    replace(root, el("div", { class: "row" }, el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how), reset), problem, grid, answer);
+    replace(root, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how), reset), problem, grid, answer);
     let waiting = 0;
     let asked = 0;
 

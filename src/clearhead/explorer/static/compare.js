@@ -12,7 +12,7 @@ export const compareSection = {
   hint: "A second input, or a second model (clearhead explore DIR --compare OTHER), beside the first.",
 
   mount(root, app) {
-    const text = el("textarea", { id: "compare-text", rows: 2, spellcheck: "false" });
+    const text = el("textarea", { id: "compare-text", rows: 1, spellcheck: "false" });
     const image = el("input", { type: "file", id: "compare-image", accept: "image/*" });
     const which = el("select", { id: "compare-model" });
     const go = el("button", { type: "button", id: "compare-run", class: "primary", onclick: () => send() }, "Compare");
@@ -22,7 +22,7 @@ export const compareSection = {
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
     const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text; empty: the same"), text);
     const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
-    const controls = el("div", { class: "row" }, textBox, imageBox, whichBox, el("div", {}, el("label", { for: "compare-head" }, "Head"), head), go);
+    const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, el("div", {}, el("label", { for: "compare-head" }, "Head"), head), go);
     replace(root, controls, problem, shown);
 
     async function send() {

@@ -34,12 +34,13 @@ function costCurve(points, chosen) {
       kept.map((point) => svg("circle", { class: `curve curve-${name} dot`, cx: x(point.length), cy: y(point[name]), r: point.length === chosen ? 6 : 3 }, svg("title", {}, `${point.length} tokens: ${name === "cache" ? bytes(point[name]) : figure(point[name])}`))),
     ];
   });
-  const ticks = points.map((point) => svg("text", { x: x(point.length), y: height - 12, "text-anchor": "middle" }, point.length));
+  const ticks = points.map((point) => svg("text", { x: x(point.length), y: height - 16, "text-anchor": "middle" }, point.length));
+  const rules = [low, (low + high) / 2, high].map((level) => svg("line", { class: "axis", x1: left, x2: width - 16, y1: y(10 ** level), y2: y(10 ** level) }));
   const levels = [low, (low + high) / 2, high].map((level) => svg("text", { x: left - 8, y: y(10 ** level) + 4, "text-anchor": "end" }, figure(10 ** level, 2)));
   return el(
     "figure",
     { class: "wide" },
-    svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": "FLOPs of a pass and bytes of the cache by length" }, ticks, levels, lines),
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": "FLOPs of a pass and bytes of the cache by length" }, rules, ticks, svg("text", { x: width - 16, y: height - 2, "text-anchor": "end" }, "tokens"), levels, lines),
     el("figcaption", { class: "legend" }, Object.entries(names).map(([name, words]) => el("span", {}, el("span", { class: `swatch swatch-${name}` }), words))),
   );
 }
@@ -58,7 +59,10 @@ export const costSection = {
     const shown = el("div", {});
     const lengthBox = el("div", {}, el("label", { for: "cost-length" }, "Tokens"), length, lengths);
     const more = el("div", { class: "row" }, el("div", {}, el("label", { for: "cost-batch" }, "Batch"), batch), el("div", {}, el("label", { for: "cost-dtype" }, "Type"), dtype));
-    replace(root, el("div", { class: "row" }, lengthBox, more), problem, shown);
+    replace(root, el("div", { class: "row toolbar" }, lengthBox, more), problem, shown);
+    const memoryBox = el("div", {});
+    const curveBox = el("div", { class: "grow" });
+    const lower = el("div", { class: "row cost-lower" }, memoryBox, curveBox);
     let asked = 0;
 
     const options = () => `batch=${batch.value}&dtype=${dtype.value}`;
@@ -74,10 +78,16 @@ export const costSection = {
         const here = await app.source.get(model.input === "patches" && app.source.live ? `cost?${options()}` : path(tokens));
         if (mine !== asked) return;
         const memory = here.memory;
+        replace(curveBox);
         replace(
           shown,
           costBar("Parameters", here.parameters, figure, "cost-parameters"),
           costBar("FLOPs, one pass forward", here.flops.forward, figure, "cost-flops"),
+          lower,
+        );
+        replace(
+          memoryBox,
+          el("h3", {}, "Memory"),
           el(
             "table",
             { class: "cost-memory" },
@@ -97,7 +107,7 @@ export const costSection = {
         if (mine !== asked) return;
         if (body) points.push({ length: tokens, forward: body.flops.forward.total, cache: body.memory.kv_cache + body.memory.cross_cache });
       }
-      if (points.length > 1) shown.append(el("h3", {}, "By length"), costCurve(points, chosen));
+      if (points.length > 1) replace(curveBox, el("h3", {}, "By length"), costCurve(points, chosen));
     }
 
     function known(model) {

@@ -124,20 +124,25 @@ export const flowSection = {
       for (const box of lane.querySelectorAll(".step")) box.setAttribute("aria-pressed", String(box.dataset.step === chosen));
       const letters = step.symbols.split(/[\s·]+/).filter((letter) => view.legend[letter]);
       const facts = [
-        ["shape", el("span", { class: "mono" }, `${step.symbols} = ${step.shape.join(" × ")}`), letters.map((letter) => `${letter} ${view.legend[letter]}`).join(", ")],
+        ["shape", el("span", { class: "mono" }, step.symbols), el("span", { class: "mono" }, step.shape.join(" × "))],
         ["parameters", figure(step.parameters), ""],
         ["FLOPs", figure(step.flops), ""],
         ["result", bytes(step.bytes), step.dtype],
         ["time", `${(1000 * step.seconds).toFixed(2)} ms`, ""],
       ];
-      if (step.peek.mean !== null) facts.push(["values", `mean ${figure(step.peek.mean)}, deviation ${figure(step.peek.std)}`, `${figure(step.peek.min)} to ${figure(step.peek.max)}`]);
+      if (step.peek.mean !== null) facts.push(["mean", figure(step.peek.mean), `deviation ${figure(step.peek.std)}`], ["from", figure(step.peek.min), `to ${figure(step.peek.max)}`]);
       const numbers = el("div", { class: "wide", id: "flow-numbers" }, el("p", { class: "soft" }, "…"));
       replace(
         panel,
         el("h3", { "data-step": step.name }, step.title, " ", el("span", { class: "soft mono" }, step.name)),
         el("p", { class: "formula mono" }, step.formula),
         el("p", {}, step.why),
-        el("div", { class: "row step-facts" }, el("table", { class: "facts" }, el("tbody", {}, facts.map(([name, value, more]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value), el("td", { class: "soft" }, more))))), el("div", { class: "grow" }, numbers)),
+        el(
+          "div",
+          { class: "row step-facts" },
+          el("div", { class: "facts" }, el("table", {}, el("tbody", {}, facts.map(([name, value, more]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value), el("td", { class: "soft" }, more))))), el("ul", { class: "letters soft" }, letters.map((letter) => el("li", {}, el("span", { class: "mono" }, letter), ` ${view.legend[letter]}`)))),
+          el("div", { class: "grow" }, numbers),
+        ),
       );
       try {
         const body = await app.source.get(`run/${run.run}/step/${step.name}`);
@@ -163,9 +168,22 @@ export const flowSection = {
       const high = Math.max(...finite);
       const axes = body.axes.length > 1 ? body.axes : ["", body.axes[0] || ""];
       const map = heatmap({ values, rows: labelsOf(axes[0], rows, run, body), columns: labelsOf(axes[1], columns, run, body), low, high: high > low ? high : low + 1, cell: columns > 32 ? 12 : 18, name: `Numbers of ${body.title}`, describe: (row, column, value) => `[${row}, ${column}] = ${value.toPrecision(6)}` });
-      const corner = Array.from({ length: Math.min(rows, 6) }, (_, row) => el("tr", {}, Array.from({ length: Math.min(columns, 8) }, (_, column) => el("td", { class: "number", "data-value": values[row * columns + column] }, figure(values[row * columns + column])))));
-      const more = body.shape.length > 2 ? ", of the first of all other axes" : "";
-      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}: ${figure(low)} to ${figure(high)}${body.cut ? `; the corner of ${rows} × ${columns}${more}` : ""}`), map.root, el("div", { class: "wide" }, el("table", { class: "corner-numbers" }, el("tbody", {}, corner))));
+      const cells = Array.from({ length: Math.min(rows, 6) }, (_, row) => el("tr", {}, Array.from({ length: Math.min(columns, 8) }, (_, column) => el("td", { class: "number", "data-value": values[row * columns + column] }, figure(values[row * columns + column])))));
+      const others = body.symbols.split(" ").slice(0, -2);
+      const first = body.shape.length > 2 && others.length ? `, for the first of ${others.join(", ")}` : "";
+      const corner = body.shape.slice(-2).some((count, axis) => count > shape.slice(-2)[axis]) ? `; the corner of ${rows} × ${columns}` : "";
+      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}${first}: ${figure(low)} to ${figure(high)}${corner}`), map.root, el("div", { class: "wide" }, el("table", { class: "corner-numbers" }, el("tbody", {}, cells))));
+    }
+
+    /** Open a step by its name, with the groups around it: the tour asks for it. */
+    function showStep(name) {
+      const step = view && view.steps.find((one) => one.name === name);
+      if (!step) return;
+      for (const group of step.path) open.add(group);
+      draw();
+      openStep(step);
+      const box = [...lane.querySelectorAll("[data-step]")].find((one) => one.dataset.step === name);
+      lane.scrollLeft += box.getBoundingClientRect().left - lane.getBoundingClientRect().left - lane.clientWidth / 3;
     }
 
     whenNear(root, app, async (run) => {
@@ -188,7 +206,8 @@ export const flowSection = {
         totals.dataset.flops = String(view.totals.flops);
         draw();
         const same = view.steps.find((step) => step.name === chosen);
-        if (same) openStep(same);
+        if (app.store.get("step")) showStep(app.store.get("step"));
+        else if (same) openStep(same);
         else replace(panel, el("p", { class: "soft" }, "Open a box, and choose a step in it: its formula and its numbers appear here. A plus is where a sublayer adds to the stream."));
       } catch (error) {
         totals.textContent = "";
@@ -199,14 +218,7 @@ export const flowSection = {
       open.clear();
       chosen = null;
     });
-    app.store.on("step", (name) => {
-      const step = view && view.steps.find((one) => one.name === name);
-      if (!step) return;
-      for (const group of step.path) open.add(group);
-      draw();
-      openStep(step);
-      [...lane.querySelectorAll("[data-step]")].find((one) => one.dataset.step === name)?.scrollIntoView({ block: "nearest", inline: "center" });
-    });
+    app.store.on("step", (name) => showStep(name));
     app.store.on("theme", () => {
       const step = view && view.steps.find((one) => one.name === chosen);
       if (step) openStep(step);

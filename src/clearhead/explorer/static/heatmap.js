@@ -35,7 +35,8 @@ export function scaleBar(name, low = 0, high = 1) {
 export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760 }) {
   const height = rows.length;
   const width = columns.length;
-  const side = cell || Math.max(6, Math.min(28, Math.floor(room / Math.max(width, 1))));
+  const least = width > 256 ? 3 : width > 128 ? 4 : 6;
+  const side = cell || Math.max(least, Math.min(28, Math.floor(room / Math.max(width, 1))));
   const canvas = el("canvas", { class: "heat", tabindex: "0", role: "img", "aria-label": name });
   canvas.style.width = `${side * width}px`;
   canvas.style.height = `${side * height}px`;

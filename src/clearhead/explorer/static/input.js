@@ -1,6 +1,7 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
 import { el, figure, replace } from "./dom.js";
+import { patchImage } from "./image.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 
@@ -63,7 +64,11 @@ export const inputSection = {
     const image = el("input", { type: "file", id: "input-image", accept: "image/*", onchange: () => pick(image.files[0]) });
     const preview = el("img", { id: "input-preview", alt: "the chosen image", hidden: true });
     const go = el("button", { type: "button", id: "input-run", class: "primary", onclick: () => send() }, "Run");
+    const mask = el("button", { type: "button", id: "input-mask", hidden: true, onclick: () => insertMask() });
+    const maskWords = el("span", { class: "soft", id: "input-mask-words", hidden: true });
+    const keys = el("span", { class: "soft" }, "or Ctrl + Enter");
     const problem = el("p", { role: "alert", class: "problem" });
+    const seen = el("figure", { id: "input-picture", hidden: true });
     const tokens = el("ul", { class: "chips", id: "input-tokens", "aria-label": "Tokens" });
     const source = el("ul", { class: "chips", id: "input-source", "aria-label": "Tokens of the source" });
     const about = el("p", { class: "soft", id: "input-about" });
@@ -77,8 +82,9 @@ export const inputSection = {
     };
     const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
     const tokensTitle = el("h3", {}, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("p", {}, go, el("span", { class: "soft" }, " or Ctrl + Enter")), problem, sourceBox, tokensTitle, about, tokens, marked, made);
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, sourceBox, tokensTitle, about, el("div", { class: "row" }, seen, el("div", { class: "grow" }, tokens, marked, made)));
     let picture = null;
+    let shownImage = null;
     let stages = null;
     const all = { tokens: false, source: false };
 
@@ -92,6 +98,38 @@ export const inputSection = {
       event.preventDefault();
       pick(event.dataTransfer.files[0]);
     });
+
+    function insertMask() {
+      const { mask: word } = app.store.get("model");
+      text.setRangeText(word, text.selectionStart, text.selectionEnd, "end");
+      text.focus();
+    }
+
+    /** The image as the model reads it, with its patches; a patch is chosen by pointing at it, or by its chip. */
+    function showPicture(run) {
+      seen.hidden = !run.picture;
+      shownImage = null;
+      if (!run.picture) return;
+      shownImage = patchImage(run.picture, run.tokens.labels, "The image as the model reads it, cut into patches");
+      shownImage.canvas.addEventListener("pointermove", (event) => { const place = shownImage.at(event); if (place >= 0) choose("tokens", place, true); });
+      shownImage.canvas.addEventListener("click", (event) => { const place = shownImage.at(event); if (place >= 0) choose("tokens", place); });
+      replace(seen, shownImage.canvas, el("figcaption", { class: "soft" }, `As the model reads it: ${run.picture.shape.slice(1).reverse().join(" × ")} pixels`));
+    }
+
+    /** How many tokens there are, and whether all of the text is in them. */
+    function countWords(run) {
+      const model = app.store.get("model");
+      const read = run.source || run.tokens;
+      const count = run.tokens.labels.length;
+      if (model.input === "patches") {
+        const marks = run.tokens.special.filter(Boolean).length;
+        return `${figure(count - marks)} patches${marks ? `, and ${marks === 1 ? "a mark" : `${marks} marks`} before them` : ""}; each is read as one token`;
+      }
+      const end = read.spans.reduce((last, span) => Math.max(last, span[1]), 0);
+      const letters = Array.from(read.text.trimEnd()).length;
+      const cut = end && read.labels.length >= model.max_length && end < letters ? ` The model reads at most ${model.max_length.toLocaleString("en")} tokens: what comes after character ${end.toLocaleString("en")} of ${letters.toLocaleString("en")} is left out.` : "";
+      return `${figure(count)} ${count === 1 ? "token" : "tokens"}${cut ? `.${cut}` : ""}`;
+    }
 
     async function pick(file) {
       if (!file) return;
@@ -142,7 +180,8 @@ export const inputSection = {
       const list = side === "source" ? run.source : run.tokens;
       const typed = side === "source" || !run.source ? stages && stages.text : stages && stages.target;
       replace(marked, inputMarked(list.text, list.spans[place]));
-      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, list.ids.length ? `id ${list.ids[place]}` : "a patch of the image"));
+      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
+      if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
       for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
       if (side !== "source") {
@@ -158,7 +197,7 @@ export const inputSection = {
       const chosen = run.columns.length === run.tokens.labels.length ? run.position : -1;
       replace(tokens, inputChips(run.tokens, chosen, (place, quietly) => choose("tokens", place, quietly), all.tokens, () => { all.tokens = true; showTokens(run); }));
       const count = run.tokens.labels.length;
-      about.textContent = `${figure(count)} ${app.store.get("model").input === "patches" ? "patches" : count === 1 ? "token" : "tokens"}`;
+      about.textContent = countWords(run);
       about.dataset.value = String(count);
     }
 
@@ -169,6 +208,14 @@ export const inputSection = {
       boxes.target.hidden = !both;
       boxes.pair.hidden = model.family !== "encoder" || model.input === "patches";
       boxes.text.firstChild.textContent = model.tokenizer ? (both ? "What the encoder reads" : "Text") : "Token ids";
+      const fills = model.task === "fill" && Boolean(model.mask);
+      mask.hidden = maskWords.hidden = !fills;
+      mask.disabled = !app.source.live;
+      mask.textContent = `Insert ${model.mask}`;
+      maskWords.textContent = `where the model is to fill something in`;
+      keys.hidden = model.input === "patches";
+      go.textContent = model.input === "patches" ? "Look" : "Run";
+      root.parentElement.querySelector(".hint").textContent = model.input === "patches" ? "Choose an image. The model reads it in patches, row by row." : "Type something. The model reads tokens, each a number.";
       go.disabled = !app.source.live;
       for (const box of [text, target, pair, image]) box.disabled = !app.source.live;
       const begin = model.example || {};
@@ -187,8 +234,9 @@ export const inputSection = {
       if (document.activeElement !== text) text.value = first.text || first.ids.join(" ");
       if (run.source && !app.source.live) target.value = run.tokens.text || "";
       showTokens(run);
+      showPicture(run);
       replace(marked);
-      replace(made, el("p", { class: "soft" }, "Choose a token to see how it came about."));
+      replace(made, el("p", { class: "soft" }, run.picture ? "Choose a patch to see where it is." : "Choose a token to see how it came about."));
       stages = await app.source.get(`run/${run.run}/stages`).catch(() => null);
     });
   },

@@ -2,8 +2,10 @@
 
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg } from "./dom.js";
+import { scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
+import { unpackLens } from "./source.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
 const LENS_WIDE = 64; // columns that are drawn at once
@@ -37,25 +39,31 @@ export const lensSection = {
     const parts = el("div", { id: "lens-parts" });
     const window = el("div", { class: "row" });
     const shows = el("select", { id: "lens-shows", onchange: () => draw() }, Object.entries(LENS_SHOWS).map(([value, words]) => el("option", { value }, words)));
-    replace(root, el("div", { class: "row" }, el("div", {}, el("label", { for: "lens-shows" }, "Colour"), shows), window), problem, grid, detail, parts);
+    const scale = el("div", { id: "lens-scale" });
+    replace(root, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "lens-shows" }, "Colour"), shows), scale, window), problem, grid, el("div", { class: "lens-panes" }, detail, parts));
     let view = null;
     let first = 0;
     let chosen = [0, 0];
 
     function value(layer, column) {
       if (shows.value === "entropy") return view.entropy[layer][column];
-      return shows.value === "final" ? view.final[layer][column] : view.top[layer][column][0].p;
+      return shows.value === "final" ? view.final[layer][column] : view.top(layer, column)[0].p;
     }
 
     function choose(layer, column, focus) {
       chosen = [layer, column];
-      for (const cell of grid.querySelectorAll("td[tabindex]")) {
-        const here = Number(cell.dataset.layer) === layer && Number(cell.dataset.column) === column;
-        cell.tabIndex = here ? 0 : -1;
-        cell.setAttribute("aria-selected", String(here));
-        if (here && focus) cell.focus();
+      const before = grid.querySelector('td[aria-selected="true"]');
+      if (before) {
+        before.tabIndex = -1;
+        before.setAttribute("aria-selected", "false");
       }
-      const best = view.top[layer][column];
+      const here = grid.querySelector(`td[data-layer="${layer}"][data-column="${column}"]`);
+      if (here) {
+        here.tabIndex = 0;
+        here.setAttribute("aria-selected", "true");
+        if (focus) here.focus();
+      }
+      const best = view.top(layer, column);
       replace(
         detail,
         el("h3", {}, `${view.layers[layer]}, at `, el("span", { class: "mono" }, view.columns[column])),
@@ -79,7 +87,7 @@ export const lensSection = {
     }
 
     function cell(layer, column, most) {
-      const best = view.top[layer][column][0];
+      const best = view.top(layer, column)[0];
       const amount = value(layer, column);
       const colour = amountColour(Math.min(amount / most, 1));
       return el(
@@ -103,10 +111,11 @@ export const lensSection = {
       if (!view) return;
       const last = Math.min(first + LENS_WIDE, view.columns.length);
       const columns = Array.from({ length: last - first }, (_, i) => first + i);
-      const most = shows.value === "entropy" ? view.entropy.flat().reduce((most, bits) => Math.max(most, bits), 1e-9) : 1;
+      const most = shows.value === "entropy" ? view.mostEntropy : 1;
       const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", class: "mono token", dir: "auto", title: view.columns[column] }, view.columns[column])));
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
       replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
+      replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
       const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
       choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), false);
@@ -126,22 +135,28 @@ export const lensSection = {
 
     function drawParts(body) {
       const terms = [...body.terms].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
-      const most = Math.max(...terms.map((term) => Math.abs(term.value)), 1e-9);
       const shown = terms.slice(0, 16);
       const rest = terms.slice(16).reduce((sum, term) => sum + term.value, 0);
       const rows = [...shown, ...(terms.length > 16 ? [{ name: `${terms.length - 16} smaller ones`, kind: "", value: rest }] : [])];
       const line = 24;
-      const middle = 300;
+      const [left, right] = [140, 56];
+      const least = Math.max(0, ...rows.map((term) => -term.value));
+      const highest = Math.max(0, ...rows.map((term) => term.value));
+      const unit = (640 - left - right - (least ? right : 0)) / (least + highest || 1);
+      const zero = left + (least ? right + least * unit : 0);
+      const names = { self: (term) => `head ${term.name}`, cross: (term) => `head ${term.name}`, encoder: (term) => `head ${term.name}`, feedforward: (term) => term.name.replace("feedforward", "feed-forward") };
+      const said = (term) => (names[term.kind] || (() => term.name))(term);
       const picture = svg(
         "svg",
         { viewBox: `0 0 640 ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
-        svg("line", { x1: middle, x2: middle, y1: 0, y2: rows.length * line, class: "axis" }),
+        svg("line", { x1: zero, x2: zero, y1: 0, y2: rows.length * line, class: "axis" }),
         rows.map((term, i) => {
-          const reach = (Math.abs(term.value) / most) * 300;
+          const reach = Math.abs(term.value) * unit;
+          const down = term.value < 0;
           return [
-            svg("text", { x: 150, y: i * line + 17, "text-anchor": "end" }, term.name.length > 22 ? `${term.name.slice(0, 21)}…` : term.name),
-            svg("rect", { x: term.value < 0 ? middle - reach : middle, y: i * line + 4, width: reach, height: line - 8, fill: css(signedColour(term.value < 0 ? -0.8 : 0.8)) }),
-            svg("text", { x: term.value < 0 ? middle + 6 : middle - 6, y: i * line + 17, "text-anchor": term.value < 0 ? "start" : "end", "data-term": term.name, "data-value": term.value }, figure(term.value)),
+            svg("text", { x: left - 10, y: i * line + 17, "text-anchor": "end" }, said(term).length > 20 ? `${said(term).slice(0, 19)}…` : said(term)),
+            svg("rect", { x: down ? zero - reach : zero, y: i * line + 4, width: reach, height: line - 8, rx: 2, fill: css(signedColour(down ? -0.8 : 0.8)) }),
+            svg("text", { x: down ? zero - reach - 6 : zero + reach + 6, y: i * line + 17, "text-anchor": down ? "end" : "start", "data-term": term.name, "data-value": term.value }, figure(term.value)),
           ];
         }),
       );
@@ -166,7 +181,7 @@ export const lensSection = {
       try {
         const found = await app.source.get(`run/${run.run}/lens`);
         if (app.store.get("run") !== run) return;
-        view = found;
+        view = unpackLens(found);
         first = Math.max(0, view.columns.length - LENS_WIDE);
         chosen = [view.layers.length - 1, Math.min(run.position, view.columns.length - 1)];
         draw();

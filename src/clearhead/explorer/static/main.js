@@ -18,7 +18,7 @@ const SECTIONS = [inputSection, flowSection, attentionSection, lensSection, next
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, second: null, position: null, token: null, roles: {}, theme: null, example: false });
+  const store = new Store({ model: null, run: null, second: null, position: null, token: null, roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
@@ -109,7 +109,24 @@ function applyTheme(app, theme) {
 
 function showModel(model) {
   const parts = [model.name, model.family, `${model.layers + (model.encoder_layers || 0)} layers`, `${Number(model.parameters || 0).toLocaleString("en")} parameters`];
-  byId("model-name").textContent = model.ready ? parts.join(" · ") : model.says || "loading…";
+  byId("model-name").textContent = model.ready ? parts.join(" · ") : model.failed ? `${model.name}: no model` : model.says || "loading…";
+}
+
+/** A line over the sections that says what they show while there is no model: nothing yet, or an example. */
+function followLoading(app) {
+  const banner = el("p", { id: "banner", class: "banner", role: "status", hidden: true });
+  byId("main").before(banner);
+  const show = () => {
+    const example = app.store.get("example");
+    const waits = !app.store.get("model");
+    const failed = app.store.get("failed");
+    banner.hidden = !example && !waits && !failed;
+    banner.classList.toggle("wrong", failed);
+    const loading = example ? "An example: a small model, recorded. Your model is being loaded and takes its place in a moment." : "The model is being loaded…";
+    banner.textContent = failed ? `There is no model to show.${example ? " What you see below is a recorded example of another, small one." : ""}` : loading;
+  };
+  for (const key of ["example", "model", "failed"]) app.store.on(key, show);
+  show();
 }
 
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
@@ -122,7 +139,6 @@ async function startLive(app) {
     const shown = await example;
     if (shown && !model.ready) {
       app.store.set("example", true);
-      app.say("A recorded example, while the model loads");
       const live = app.source;
       app.source = new RecordedSource(shown);
       app.store.set("model", shown.views.model);
@@ -135,7 +151,7 @@ async function startLive(app) {
     await pause(300);
     model = await live.fresh("model");
     showModel(model);
-    if (model.failed) throw new Error(model.says);
+    if (model.failed) throw new Error(`The model cannot be opened: ${model.says}`);
   }
   app.source = live;
   app.store.set("example", false);
@@ -186,10 +202,12 @@ async function start() {
   mountTools(app);
   mountSections(app);
   keepLinksHere();
+  if (!record) followLoading(app);
   try {
     await (record ? startRecorded(app, record) : startLive(app));
   } catch (error) {
     app.fail(error);
+    app.store.set("failed", true);
   }
   window.clearhead = app;
 }

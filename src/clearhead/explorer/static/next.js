@@ -16,6 +16,8 @@ const NEXT_WORDS = {
   embed: "",
 };
 
+const NEXT_TITLES = { next: "Next token", fill: "Fill in", classify: "Classes", tag: "Tags", span: "Answer", embed: "Output" };
+
 function nextSlider(name, label, least, most, step, value, write, onInput) {
   const shown = el("output", { for: `next-${name}`, class: "mono" }, write(value));
   const input = el("input", { type: "range", id: `next-${name}`, min: least, max: most, step, value, oninput: () => { shown.textContent = write(Number(input.value)); onInput(); } });
@@ -44,7 +46,7 @@ export const nextSection = {
 
   mount(root, app) {
     const words = el("p", {});
-    const where = el("div", { class: "row", id: "next-where" });
+    const where = el("div", { class: "next-where", id: "next-where" });
     const problem = el("p", { role: "alert", class: "problem" });
     const body = el("tbody", {});
     const kept = el("p", { class: "soft", id: "next-kept" });
@@ -68,14 +70,20 @@ export const nextSection = {
     const sample = el("button", { type: "button", id: "next-sample", class: "primary", onclick: () => append(drawFrom(distributionOf(logits, options()).probabilities, dice())) }, "Sample and append");
     const greedy = el("button", { type: "button", id: "next-greedy", onclick: () => append(distributionOf(logits, { temperature: 0 }).order[0]) }, "Append the likeliest");
     const back = el("button", { type: "button", id: "next-back", disabled: true, onclick: () => goBack() }, "Step back");
-    const writing = el("div", { class: "row writing" }, sample, greedy, back, el("div", {}, el("label", { for: "next-seed" }, "Seed"), seed));
+    const writing = el("div", { class: "row toolbar writing" }, sample, greedy, back, el("div", {}, el("label", { for: "next-seed" }, "Seed"), seed));
     const table = el(
       "div",
       { class: "wide" },
       el("table", { id: "next-table" }, el("thead", {}, el("tr", {}, el("th", {}, "choice"), el("th", { class: "number" }, "probability"), el("th", { class: "number" }, "without sliders"), el("th", {}, el("span", { class: "hidden-words" }, "bar")), el("th", {}, el("span", { class: "hidden-words" }, "remarks")))), body),
     );
-    const panel = el("div", { class: "row" }, el("div", { class: "controls" }, Object.values(sliders).map((slider) => slider.root), reset, el("label", { for: "next-find" }, "Find a token"), find), el("div", { class: "grow" }, kept, table));
-    replace(root, words, where, problem, panel, writing, history);
+    const finding = el("div", {}, el("label", { for: "next-find" }, "Find a token"), find);
+    const panel = el("div", { class: "row" }, el("div", { class: "controls" }, Object.values(sliders).map((slider) => slider.root), reset, finding), el("div", { class: "grow" }, kept, table));
+    replace(root, words, el("div", { class: "row toolbar" }, where, writing), history, problem, panel);
+
+    function title(name) {
+      document.getElementById("next-title").textContent = name;
+      document.querySelector('nav a[href="#next"]').textContent = name;
+    }
 
     function nameOf(choice) {
       const place = view.top.indexOf(choice);
@@ -92,11 +100,12 @@ export const nextSection = {
 
     function draw() {
       if (!view) return;
+      const asked = { next: `, after “${view.label}”`, fill: `, in the place of “${view.label}”`, tag: `, for “${view.label}”` };
       const result = distributionOf(logits, options());
       const entries = wanted(result).map((id) => ({ id, label: nameOf(id), p: result.probabilities[id], plain: plain.probabilities[id], gone: result.gone[id], actual: id === view.actual }));
       const widest = Math.max(...entries.map((entry) => entry.p), 1e-12);
       replace(body, entries.map((entry) => nextRow(entry, widest)));
-      kept.textContent = `${result.kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} choices are left; after ${view.label}`;
+      kept.textContent = `${result.kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} choices ${result.kept === 1 ? "is" : "are"} left${asked[app.store.get("run").task] || ""}`;
       kept.dataset.value = String(result.kept);
     }
 
@@ -159,6 +168,9 @@ export const nextSection = {
       writing.hidden = run.task !== "next" || !app.source.live;
       for (const slider of Object.values(sliders)) slider.root.hidden = !["next", "fill"].includes(run.task);
       reset.hidden = sliders.topK.root.hidden;
+      panel.classList.toggle("no-sliders", reset.hidden);
+      finding.hidden = !["next", "fill", "span"].includes(run.task);
+      title(NEXT_TITLES[run.task]);
       sliders.topK.input.max = Math.min(200, app.store.get("model").vocab_size || run.columns.length);
       showHistory();
       if (reads) return;

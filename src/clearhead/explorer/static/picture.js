@@ -1,8 +1,9 @@
 // Any picture as a file: a drawing as SVG, pixels as PNG.
 
-import { el } from "./dom.js";
+import { amountColour, css } from "./colour.js";
+import { el, svg } from "./dom.js";
 
-const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "text-anchor"];
+const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor"];
 
 function saveBlob(blob, name) {
   const address = URL.createObjectURL(blob);
@@ -38,6 +39,48 @@ function pngOfDrawing(text, width, height, name) {
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
 }
 
+/** A drawing of a heat map with its labels, its scale and a title: pixels inside, text around them. */
+function drawingOfMap({ canvas, rows, columns, title, scale }) {
+  const side = Math.max(2, Math.min(18, Math.floor(1600 / Math.max(columns.length, rows.length))));
+  const every = Math.ceil(10 / side);
+  const [left, above] = [130, 120];
+  const [wide, high] = [side * columns.length, side * rows.length];
+  const [width, height] = [Math.max(left + wide + 90, 420), above + high + 60];
+  const large = el("canvas", { width: wide, height: high });
+  const context = large.getContext("2d");
+  context.imageSmoothingEnabled = false;
+  context.drawImage(canvas, 0, 0, wide, high);
+  const looks = getComputedStyle(document.documentElement);
+  const [ink, paper] = ["--ink", "--card"].map((name) => looks.getPropertyValue(name).trim());
+  const words = (x, y, text, more = {}) => svg("text", { x, y, fill: ink, "font-family": "monospace", "font-size": 11, ...more }, text.length > 18 ? `${text.slice(0, 17)}…` : text);
+  const across = (place) => `translate(${left + place * side + side / 2 + 4},${above - 6}) rotate(-55)`;
+  const steps = Array.from({ length: 32 }, (_, i) => svg("rect", { x: left + 5 * i, y: above + high + 24, width: 5.2, height: 10, fill: css(amountColour(i / 31)) }));
+  const drawing = svg(
+    "svg",
+    { xmlns: "http://www.w3.org/2000/svg", viewBox: `0 0 ${width} ${height}`, width, height },
+    svg("rect", { width, height, fill: paper }),
+    svg("text", { x: 12, y: 24, fill: ink, "font-family": "sans-serif", "font-size": 15, "font-weight": 600 }, title),
+    svg("image", { x: left, y: above, width: wide, height: high, href: large.toDataURL() }),
+    rows.map((label, place) => (place % every ? null : words(left - 6, above + place * side + side / 2 + 4, label, { "text-anchor": "end" }))),
+    columns.map((label, place) => (place % every ? null : words(0, 0, label, { transform: across(place) }))),
+    steps,
+    words(left, above + high + 50, `0 (${scale})`),
+    words(left + 150, above + high + 50, "1"),
+  );
+  return [new XMLSerializer().serializeToString(drawing), width, height];
+}
+
+function saveRow(make, name) {
+  const asSvg = () => saveBlob(new Blob([make()[0]], { type: "image/svg+xml" }), `${name}.svg`);
+  const asPng = () => pngOfDrawing(...make(), `${name}.png`);
+  return el("p", { class: "save" }, el("span", { class: "soft" }, "Save"), el("button", { type: "button", onclick: asSvg, "aria-label": `Save ${name} as SVG` }, "SVG"), el("button", { type: "button", onclick: asPng, "aria-label": `Save ${name} as PNG` }, "PNG"));
+}
+
+/** Buttons that save a heat map with its labels, as SVG or as PNG; `getMap()` gives {canvas, rows, columns, title, scale}. */
+export function saveMapButtons(getMap, name) {
+  return saveRow(() => drawingOfMap(getMap()), name);
+}
+
 /** Buttons that save what `getNode()` gives, an svg element, as SVG or as PNG. */
 export function saveButtons(getNode, name) {
   const drawing = () => {
@@ -45,7 +88,5 @@ export function saveButtons(getNode, name) {
     const box = node.getBoundingClientRect();
     return [standalone(node), Math.round(box.width), Math.round(box.height)];
   };
-  const asSvg = () => saveBlob(new Blob([drawing()[0]], { type: "image/svg+xml" }), `${name}.svg`);
-  const asPng = () => pngOfDrawing(...drawing(), `${name}.png`);
-  return el("p", { class: "save" }, el("button", { type: "button", onclick: asSvg, "aria-label": `Save ${name} as SVG` }, "SVG"), el("button", { type: "button", onclick: asPng, "aria-label": `Save ${name} as PNG` }, "PNG"));
+  return saveRow(drawing, name);
 }

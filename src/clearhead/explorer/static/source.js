@@ -13,6 +13,20 @@ export function unpack(packed) {
   return { shape: packed.shape, values };
 }
 
+/** The lens as tables: `top(layer, column)` lists the best choices as {id, label, p}; `entropy` and `final` have a row for each layer. */
+export function unpackLens(body) {
+  const [ids, p, entropy, final] = [body.ids, body.p, body.entropy, body.final].map(unpack);
+  const [, columns, count] = ids.shape;
+  const rows = (table) => body.layers.map((_, layer) => table.values.subarray(layer * columns, (layer + 1) * columns));
+  const top = (layer, column) =>
+    Array.from({ length: count }, (_, place) => {
+      const at = (layer * columns + column) * count + place;
+      return { id: ids.values[at], label: body.names[ids.values[at]], p: p.values[at] };
+    });
+  const mostEntropy = entropy.values.reduce((most, bits) => Math.max(most, bits), 1e-9);
+  return { layers: body.layers, columns: body.columns, chosen: body.chosen, top, entropy: rows(entropy), final: rows(final), mostEntropy };
+}
+
 /** A model that runs: every answer is kept, so that going back costs nothing. */
 export class LiveSource {
   constructor() {

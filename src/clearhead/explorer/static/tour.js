@@ -2,7 +2,7 @@
 
 import { el, figure, percent, replace } from "./dom.js";
 import { distributionOf } from "./sampling.js";
-import { unpack } from "./source.js";
+import { unpack, unpackLens } from "./source.js";
 
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 39)}…` : text}”`;
 
@@ -15,15 +15,18 @@ async function tourSteps(app) {
   const image = model.input === "patches";
   const trace = await app.source.get(`run/${run.run}/trace`);
   const find = (end) => trace.steps.find((step) => step.name.endsWith(end));
+  const blocks = model.layers + (model.encoder_layers || 0);
   const steps = [];
-  const add = (section, title, ...words) => steps.push({ section, title, words: words.join(" ") });
+  const add = (section, title, words, step) => steps.push({ section, title, words, step: step ? step.name : null });
 
-  add("input", "Pieces", image ? `The image was cut into ${read.labels.length} patches and marks, read as a row.` : `Your text became ${read.labels.length} tokens. A model reads only these: number ${middle} is ${quoted(read.labels[middle])}${read.ids.length ? `, and to the model it is ${read.ids[middle]}` : ""}.`);
+  if (image) add("input", "Pieces", `The image was cut into ${read.special.filter((mark) => !mark).length} patches. The model reads them as a row${read.special.some(Boolean) ? `, after a mark called ${quoted(read.labels[0])}` : ""}: to it, a patch is what a word is to a model of text.`);
+  else add("input", "Pieces", `Your text became ${read.labels.length} tokens, and these are all that the model reads. Number ${middle}, counted from 0, is ${quoted(read.labels[middle])}${read.ids.length ? `; to the model it is the number ${read.ids[middle]}` : ""}.`);
   const embed = find("front.tokens") || find("front.project");
-  if (embed) add("flow", "Vectors", `Each of them becomes a vector of ${model.d_model} numbers: ${embed.shape.join(" × ")} in all. The first begins with ${embed.peek.first.slice(0, 3).map((value) => figure(value)).join(", ")}.`);
-  add("flow", "A stream through blocks", `The vectors pass ${model.layers + (model.encoder_layers || 0)} blocks. Each block reads the stream and adds to it: ${trace.steps.length} steps in all, ${figure(trace.totals.flops)} multiplications and additions.`);
+  if (embed) add("flow", "Vectors", `Each ${image ? "patch" : "token"} becomes a vector of ${embed.shape.at(-1)} numbers${embed.peek.first.length ? `. The first one begins with ${embed.peek.first.slice(0, 3).map((value) => figure(value)).join(", ")}` : ""}. ${image ? "They are made from its pixels" : "They were learned in training: what the token means before its neighbours are known"}.`, embed);
+  const adds = find("_residual.add");
+  add("flow", "A stream through blocks", `The vectors flow through ${blocks} ${blocks === 1 ? "block" : "blocks"}. Each block reads the stream and adds to it, at every plus on the thick line. It takes ${trace.steps.length} steps and ${figure(trace.totals.flops)} multiplications and additions in all.`, adds);
   const scores = find("attention.scores");
-  if (scores) add("flow", "Queries meet keys", `In a block, each token asks and each token offers: their products are the scores, here ${scores.shape.join(" × ")}. ${scores.why}`);
+  if (scores) add("flow", "Queries meet keys", `In a block, each ${image ? "patch" : "token"} asks a question, its query, and offers an answer, its key. Their products are the scores, ${scores.shape.join(" × ")} numbers here: how well each query fits each key.`, scores);
 
   const kind = model.attentions[0].kind;
   const last = model.attentions.filter((entry) => entry.kind === kind).at(-1).layer;
@@ -34,28 +37,31 @@ async function tourSteps(app) {
     const weights = Array.from(values.subarray(row * shape[2], (row + 1) * shape[2]));
     const best = weights.indexOf(Math.max(...weights));
     const role = (app.store.get("roles") || {})[attention.heads[0].name];
-    add("attention", "Where it looks", `In head ${attention.heads[0].name}, ${quoted(attention.rows[row])} gives ${percent(weights[best])} of its attention to ${quoted(attention.columns[best])}.`, role ? `This head's role: ${role}.` : "", "Every square of the grid is such a head.");
+    const mostly = attention.aggregated > 1 ? `Around ${quoted(attention.rows[row])}, most attention goes to the tokens around ${quoted(attention.columns[best])}.` : `In head ${attention.heads[0].name}, ${quoted(attention.rows[row])} gives ${percent(weights[best])} of its attention to ${best === row && kind !== "cross" ? "itself" : quoted(attention.columns[best])}.`;
+    add("attention", "Where it looks", `${mostly}${role ? ` The role of this head: ${role}.` : ""} Every small square is such a head; choose one to see it large.`);
   }
   const cross = model.attentions.find((entry) => entry.kind === "cross");
-  if (cross) add("attention", "Two stacks", `The decoder looks at what the encoder has read, through cross-attention: ${run.source.labels.length} tokens there, ${run.tokens.labels.length} written here. The third tab shows it.`);
+  if (cross) add("attention", "Two stacks", `The decoder looks at what the encoder has read, through cross-attention: ${run.source.labels.length} tokens there, ${run.tokens.labels.length} here. The tab “Cross-attention” shows it.`);
   const wide = find("feedforward.up") || find("feedforward.gate");
-  if (wide) add("flow", "Each token by itself", `Then every token is widened to ${wide.shape.at(-1)} numbers, bent, and narrowed again: the feed-forward part, which holds most of the ${figure(model.parameters)} parameters of many models.`);
+  const within = trace.steps.filter((step) => step.name.includes("feedforward")).reduce((sum, step) => sum + step.parameters, 0);
+  if (wide) add("flow", "Each by itself", `Then every ${image ? "patch" : "token"} by itself is widened to ${wide.shape.at(-1)} numbers, bent, and narrowed again. These feed-forward parts hold ${percent(within / trace.totals.parameters)} of the parameters.`, wide);
   if (run.task !== "embed") {
-    const lens = await app.source.get(`run/${run.run}/lens`).catch(() => null);
+    const lens = await app.source.get(`run/${run.run}/lens`).then(unpackLens, () => null);
     if (lens) {
       const column = Math.min(run.position, lens.columns.length - 1);
-      const early = lens.top[0][column][0];
-      const end = lens.top.at(-1)[column][0];
-      add("lens", "Making up its mind", `If it stopped before the first block, it would say ${quoted(early.label)} with ${percent(early.p)}. After the last one it says ${quoted(end.label)} with ${percent(end.p)}.`);
+      const early = lens.top(0, column)[0];
+      const end = lens.top(lens.layers.length - 1, column)[0];
+      add("lens", "Making up its mind", `The lens asks the model for its answer after every layer. Before the first block it would say ${quoted(early.label)}, with ${percent(early.p)}; after the last one it says ${quoted(end.label)}, with ${percent(end.p)}.`);
     }
     const next = await app.source.get(`run/${run.run}/next?position=${run.position}`);
     const { probabilities, order } = distributionOf(unpack(next.logits).values, {});
     const second = order.length > 1 ? `, then ${quoted(next.labels[1])} with ${percent(probabilities[order[1]])}` : "";
-    add("next", run.task === "next" ? "The next token" : "The answer", `All scores become probabilities: ${quoted(next.labels[0])} has ${percent(probabilities[order[0]])}${second}. ${run.task === "next" ? "Move the sliders to see how one of them is drawn." : ""}`);
-    if (app.source.live) add("ablate", "What if a part were missing?", "Switch a head off and see how these probabilities move. Many heads can go and little changes; some cannot.");
-  }
-  add("cost", "What it takes", `All this needed ${figure(trace.totals.flops)} FLOPs for ${run.tokens.labels.length} ${image ? "places" : "tokens"}. Twice the length costs more than twice as much, because every token looks at every other.`);
-  add("input", "Your turn", app.source.live ? "Change the text and run it again: every section follows." : "This was a recording. Open a model with clearhead explore to type your own.");
+    const more = { next: " Move the sliders to see how one of them is drawn, and append it.", fill: ` This is for the place of ${quoted(next.label)}; choose another above the table.`, tag: ` This is for ${quoted(next.label)}; choose another above the table.` }[run.task] || "";
+    add("next", run.task === "next" ? "The next token" : "The answer", `The last scores become probabilities: ${quoted(next.labels[0])} has ${percent(probabilities[order[0]])}${second}.${more}`);
+    if (app.source.live && run.task !== "span") add("ablate", "What if a part were missing?", "Switch a head off and see how these probabilities move. Many heads can go and little changes; some cannot.");
+  } else add("next", "Vectors, not words", `This model makes no choice: its answer is the vectors themselves, ${model.d_model} numbers each. Where it was trained for that, texts that mean alike get vectors that lie close together.`);
+  add("cost", "What it takes", `All this needed ${figure(trace.totals.flops)} FLOPs for ${run.source ? `${run.source.labels.length} tokens read and ${run.tokens.labels.length} written` : `${run.tokens.labels.length} ${image ? "patches and marks" : "tokens"}`}. Twice as many cost more than twice as much, because each looks at ${model.family === "decoder" ? "all before it" : "all others"}.`);
+  add("input", "Your turn", app.source.live ? `${image ? "Choose another image" : "Change the text and run it again"}: every section follows.` : "This was a recording. Open a model with clearhead explore to type your own.");
   return steps;
 }
 
@@ -77,6 +83,7 @@ export async function startTour(app) {
   function end() {
     card.remove();
     document.removeEventListener("keydown", onKey);
+    app.store.set("step", null);
     for (const section of document.querySelectorAll("main > section")) section.classList.remove("toured");
     if (before instanceof HTMLElement) before.focus();
   }
@@ -91,6 +98,7 @@ export async function startTour(app) {
     replace(next, at + 1 < steps.length ? "Next" : "Done");
     for (const section of document.querySelectorAll("main > section")) section.classList.toggle("toured", section.id === step.section);
     document.getElementById(step.section).scrollIntoView({ block: "start" });
+    app.store.set("step", step.step);
     title.focus({ preventScroll: true });
   }
 
