@@ -140,9 +140,9 @@ def _show_syntax(console: Console, found: Syntax) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"{found.sentences:,} sentences: the head whose strongest link follows each relation best ({LEAST} arcs or more)"
+    title = f"{found.sentences:,} sentences: the head that follows each relation best, % of arcs; baseline: a fixed distance"
     table = Table(title=Text(title), title_justify="left")
-    for heading in ("relation", "arcs", "head", "looks at", "right, %", "held out", "fixed distance", "gain"):
+    for heading in ("relation", "arcs", "head", "looks at", "right", "held out", "baseline", "gain"):
         table.add_column(heading, justify="left" if heading in ("relation", "head", "looks at") else "right")
     for row in found.table(LEAST) or found.table():
         shares = (f"{100 * row.accuracy:.1f}", f"{100 * row.held_out:.1f}", f"{100 * row.baseline:.1f} at {row.distance:+}")

@@ -44,7 +44,7 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
   const marker = el("div", { class: "cell-mark", hidden: true });
   const heard = el("p", { class: "cell-words soft", "aria-live": "polite" }, " ");
   const every = side >= 12 ? 1 : Math.ceil(12 / side);
-  const down = el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { style: { top: `${i * side}px`, height: `${side}px` } }, label))));
+  const down = el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { style: { top: `${i * side}px`, height: `${side * every}px` } }, label))));
   const across = el("div", { class: "labels-across", "aria-hidden": "true" }, columns.map((label, i) => (i % every ? null : el("span", { style: { left: `${i * side + side / 2}px` } }, label))));
   down.style.height = `${side * height}px`;
   across.style.width = `${side * width}px`;

@@ -1,0 +1,43 @@
+"""The first second: an example is there while the model loads, and then makes room for it."""
+
+import threading
+import time
+
+import pytest
+
+from clearhead.explorer.pages import page_files
+from clearhead.explorer.session import Opened
+from clearhead.inside.inputs import prepare
+from tests.explorer.toys import serving, toy
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.skipif("example.json" not in page_files(), reason="no example is recorded")
+def test_an_example_until_the_model_is_there(watched):
+    """Every section of the example works; nothing of it stays when the model has come."""
+    may = threading.Event()
+
+    def slowly():
+        may.wait(60)
+        return toy("decoder")
+
+    with serving(Opened("slow", slowly)) as served:
+        seen = watched()
+        start = time.perf_counter()
+        seen.page.goto(served.url)
+        seen.page.locator("#input-tokens .chip").first.wait_for()
+        took = time.perf_counter() - start
+        assert "loading slow" in seen.texts("#model-name")[0]
+        assert "recorded example" in seen.texts("#status")[0]
+        assert seen.page.is_disabled("#input-run")
+        for section, ready in {"flow": ".step", "attention": "canvas.heat", "lens": "td[data-value]", "next": "tbody tr", "cost": "#cost-flops"}.items():
+            seen.look(section, ready)
+        may.set()
+        seen.wait("() => window.clearhead && clearhead.store.get('run') && clearhead.source.live")
+        given = seen.page.evaluate("clearhead.store.get('model').example.text")
+        assert seen.texts("#input-tokens .chip > span") == list(prepare(toy("decoder"), given).tokens.labels)
+        assert not seen.page.is_disabled("#input-run")
+        seen.read("speak")
+        assert seen.page.get_attribute("#export", "href").endswith(seen.page.evaluate("clearhead.store.get('run').run"))
+        assert seen.wrong == []
+        assert took < 10, "one second on a quiet machine: benchmarks/explorer.py measures it"
