@@ -46,7 +46,9 @@ FRAMES = """async (seconds) => {
 
 def model(layers: int, heads: int, width: int, tokens: int) -> ch.Loaded:
     torch.manual_seed(0)
-    return ch.Loaded(ch.Transformer(ch.ModelConfig(vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens)).eval())
+    return ch.Loaded(
+        ch.Transformer(ch.ModelConfig(vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens)).eval()
+    )
 
 
 @contextmanager
@@ -77,7 +79,10 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     answers: list[float] = []
     page.on("response", lambda answer: answers.append(time.perf_counter()) if answer.url.endswith("/inside/run") else None)
     page.goto(url)
-    until(page, "() => Boolean(window.clearhead && clearhead.store.get('run') && document.querySelectorAll('#input-tokens .chip').length > 100)")
+    until(
+        page,
+        "() => Boolean(window.clearhead && clearhead.store.get('run') && document.querySelectorAll('#input-tokens .chip').length > 100)",
+    )
     page.keyboard.press("Tab")
     page.evaluate(FRAMES, 0.05)  # two frames were drawn after it
     found = {"interactive_s": round(time.perf_counter() - answers[0], 3)}

@@ -5,7 +5,14 @@ import pytest
 from tests.browser.test_numbers import FAMILIES
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-SECTIONS = {"flow": "[data-group]", "attention": "canvas.heat", "lens": "td[data-value]", "next": "tbody tr", "ablate": ".part", "cost": "#cost-flops"}
+SECTIONS = {
+    "flow": "[data-group]",
+    "attention": "canvas.heat",
+    "lens": "td[data-value]",
+    "next": "tbody tr",
+    "ablate": ".part",
+    "cost": "#cost-flops",
+}
 
 
 @pytest.mark.ledger("F2")
@@ -36,4 +43,8 @@ def test_axe_finds_nothing_serious(watched, served, family):
 def serious(seen, options=None):
     """What axe holds to be serious or worse."""
     found = axe.Axe().run(seen.page, options=options).response["violations"]
-    return [(one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]]) for one in found if one["impact"] in ("serious", "critical")]
+    return [
+        (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -8,6 +8,7 @@ import pytest
 import clearhead as ch
 from clearhead.explorer.notebook import show
 from clearhead.explorer.record import export, record
+from clearhead.generate.sampling import Sampling, distribution
 from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
 from tests.explorer.toys import toy
 
@@ -21,7 +22,8 @@ VALUES = """() => {
   }
   const canvas = document.querySelector("#attention-large canvas.heat");
   all.pixels = [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
-  all.text = [...document.querySelectorAll("#input-tokens .chip, #attention-head, #lens-detail, #next-kept")].map((node) => node.textContent);
+  const words = document.querySelectorAll("#input-tokens .chip, #attention-head, #lens-detail, #next-kept");
+  all.text = [...words].map((node) => node.textContent);
   return all;
 }"""
 
@@ -78,8 +80,6 @@ def test_sliders_and_steps_of_a_file(watched, tmp_path):
     seen.open(export(record(m, "decoder", text), tmp_path / "page.html").as_uri())
     logits = ch.trace(m, text).logits[0, -1]
     seen.look("next", "tbody tr")
-    from clearhead.generate.sampling import Sampling, distribution
-
     for temperature, top_k, top_p, min_p in SETTINGS[:5]:
         for name, value in (("temperature", temperature), ("top-k", top_k), ("top-p", top_p), ("min-p", min_p)):
             seen.page.fill(f"#next-{name}", str(value))

@@ -51,7 +51,14 @@ def test_keys_alone(watched, served):
     seen.look("attention", ".head")
     tab_to(seen, "it.dataset.head !== undefined")
     assert focused(seen, "data-head") == "0.0"
-    for key, name in (("ArrowRight", "0.1"), ("ArrowDown", "1.1"), ("ArrowRight", "1.2"), ("ArrowRight", "1.2"), ("ArrowLeft", "1.1"), ("ArrowUp", "0.1")):
+    for key, name in (
+        ("ArrowRight", "0.1"),
+        ("ArrowDown", "1.1"),
+        ("ArrowRight", "1.2"),
+        ("ArrowRight", "1.2"),
+        ("ArrowLeft", "1.1"),
+        ("ArrowUp", "0.1"),
+    ):
         keys.press(key)
         assert focused(seen, "data-head") == name
     keys.press("Enter")
@@ -121,7 +128,9 @@ def test_append_and_step_back(watched, served, family):
             given = {"source": prepared.source} if target else {}
             probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
         seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
-        seen.wait("p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6", float(probabilities.max()))
+        seen.wait(
+            "p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6", float(probabilities.max())
+        )
         seen.page.click("#next-greedy")
         ids.append(int(probabilities.argmax()))
         seen.wait("ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids", str(ids).replace(" ", ""))
@@ -198,7 +207,7 @@ def test_pictures_can_be_saved(live):
     for kind, begins in (("SVG", b"<svg"), ("PNG", b"\x89PNG")):
         with seen.page.expect_download() as waiting:
             seen.page.click(f'#lens [aria-label="Save contributions as {kind}"]')
-        data = open(waiting.value.path(), "rb").read()
+        data = waiting.value.path().read_bytes()
         assert data.startswith(begins)
         assert len(data) > 1000
 

@@ -97,7 +97,10 @@ def test_flow(live, family):
     assert names == [step.name for step in seen.steps]
     shapes = watched.texts("#flow-lane .step .shape .soft")
     assert shapes == [" × ".join(map(str, step.shape)) for step in seen.steps]
-    for step in [seen.steps[-1], *(step for step in seen.steps if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid")))]:
+    for step in [
+        seen.steps[-1],
+        *(step for step in seen.steps if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid"))),
+    ]:
         watched.page.locator(f'#flow-lane [data-step="{step.name}"]').click()
         watched.page.locator(f'#flow-step h3[data-step="{step.name}"]').wait_for()
         watched.page.locator("#flow-numbers td").first.wait_for()
@@ -171,7 +174,9 @@ def test_lens(live, family):
     assert watched.values("#lens-detail .candidates td") == pytest.approx(seen.top_probabilities[1, column].tolist(), abs=1e-6)
     found = contributions(prepared.m, given[0], position=column, target=given[1] if given[1:] else None)
     watched.wait("logit => Math.abs(Number(document.querySelector('#lens-logit')?.dataset.value) - logit) < 1e-5", found.logit)
-    terms = watched.page.eval_on_selector_all("#lens-parts [data-term]", "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])")
+    terms = watched.page.eval_on_selector_all(
+        "#lens-parts [data-term]", "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])"
+    )
     assert sum(value for _, value in terms) == pytest.approx(found.logit, abs=1e-4)
     listed = {term.name: term.value for term in found.terms}
     for name, value in terms[:10]:
@@ -191,7 +196,9 @@ def test_next(live, family):
         probabilities = scores[place].double().softmax(-1)
         best = probabilities.topk(min(20, len(probabilities)))
         wanted = ",".join(map(str, best.indices.tolist()))
-        watched.wait("wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted", wanted)
+        watched.wait(
+            "wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted", wanted
+        )
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(best.values.tolist(), abs=1e-6)
         choices = choices_of(prepared)
         assert watched.texts("#next-table tbody th") == [choices.name(one) for one in best.indices.tolist()]
@@ -236,7 +243,9 @@ def test_ablation(live, family):
         watched.wait("kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected.kl)
         ids = [int(one) for one in watched.values("#ablate-table tbody tr", "data-id")]
         for side, logits in (("before", expected.before), ("after", expected.after)):
-            assert watched.values(f"#ablate-table td[data-{side}]", f"data-{side}") == pytest.approx(logits.softmax(-1)[ids].tolist(), abs=1e-6)
+            assert watched.values(f"#ablate-table td[data-{side}]", f"data-{side}") == pytest.approx(
+                logits.softmax(-1)[ids].tolist(), abs=1e-6
+            )
     watched.page.click("#ablate-reset")
     watched.page.locator("#ablate-answer", has_text="Everything is on").wait_for()
 
@@ -259,14 +268,17 @@ def test_cost(live, family):
 
 @pytest.mark.ledger("F2")
 def test_compare(live, family):
-    watched, prepared, (given, *target) = shown(live, family)
+    watched, prepared, (given, *_) = shown(live, family)
     other = given if family == "vit" else "they speak of the king"
     watched.look("compare", "#compare-run")
     if family != "vit":
         watched.page.fill("#compare-text", other)
     watched.page.click("#compare-run")
     second = prepare(prepared.m, other)
-    p, q = (scores_of(each)[column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1].double() for each in (prepared, second))
+    p, q = (
+        scores_of(each)[column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1].double()
+        for each in (prepared, second)
+    )
     kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
     watched.wait("kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl)
 
@@ -278,4 +290,6 @@ def test_nothing_was_wrong_and_nothing_left_this_machine(live, family):
         watched.look(section, "h2")
     assert watched.wrong == []
     assert watched.requests
-    assert {address.split("/")[2].split(":")[0] for address in watched.requests if not address.startswith(("data:", "blob:"))} == {"127.0.0.1"}
+    assert {address.split("/")[2].split(":")[0] for address in watched.requests if not address.startswith(("data:", "blob:"))} == {
+        "127.0.0.1"
+    }

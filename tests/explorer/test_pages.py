@@ -19,11 +19,21 @@ from clearhead.errors import InputError
 from clearhead.explorer.notebook import show
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, unpacked
 from clearhead.explorer.pages import modules, page_files, script, single_file
-from clearhead.explorer.record import export, record
+from clearhead.explorer.record import record
 from clearhead.inside.names import attentions
 from tests.explorer.toys import HOSTILE, TEXTS, hostile, toy
 
-FORBIDDEN = ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "setHTML", "createContextualFragment", "DOMParser"]
+FORBIDDEN = [
+    "innerHTML",
+    "outerHTML",
+    "insertAdjacentHTML",
+    "document.write",
+    "eval(",
+    "new Function",
+    "setHTML",
+    "createContextualFragment",
+    "DOMParser",
+]
 DECLARED = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let|var) (\w+|\{[^}]*\}|\[[^\]]*\])", re.MULTILINE)
 IMPORT = re.compile(r"^\s*(?:import|export)\b[^;]*?from\s*[\"']([^\"']+)[\"']|^\s*import\s*[\"']([^\"']+)[\"']|import\(", re.MULTILINE)
 
@@ -47,7 +57,10 @@ def test_every_module_is_reached_and_no_two_share_a_name():
         for wanted in re.findall(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";$', text, re.MULTILINE):
             assert order.index(wanted[1]) < order.index(name)
             for one in wanted[0].split(","):
-                assert re.search(rf"^export (?:async )?(?:function|class|const|let) {one.strip()}\b", files[wanted[1]][0], re.MULTILINE), (name, one)
+                assert re.search(rf"^export (?:async )?(?:function|class|const|let) {one.strip()}\b", files[wanted[1]][0], re.MULTILINE), (
+                    name,
+                    one,
+                )
     whole = script()
     assert not re.search(r"^\s*(?:import|export)\b", whole, re.MULTILINE)
     assert "</script" not in whole.lower()
@@ -122,7 +135,9 @@ def test_notebook(family, tmp_path):
     given = np.zeros((12, 12, 3), np.uint8) if family == "vit" else TEXTS[family]
     made = show(m, given, height=500)
     frame = made._repr_html_()
-    assert re.match(r'<iframe sandbox="allow-scripts allow-downloads" srcdoc="[^"<>]*" style="[^"]*height:500px[^"]*" title="[^"]+"></iframe>$', frame)
+    assert re.match(
+        r'<iframe sandbox="allow-scripts allow-downloads" srcdoc="[^"<>]*" style="[^"]*height:500px[^"]*" title="[^"]+"></iframe>$', frame
+    )
     inner = html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1])
     assert inner == single_file(made.recorded, notebook=True)
     saved = made.save(tmp_path / "new" / "page.html")
@@ -197,7 +212,11 @@ def test_command_serves(folder):
 @pytest.mark.ledger("F2")
 def test_importing_clearhead_imports_no_server():
     said = subprocess.run(
-        [sys.executable, "-c", "import sys, clearhead; clearhead.show; print([m for m in ('fastapi', 'uvicorn', 'matplotlib') if m in sys.modules])"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, clearhead; clearhead.show; print([m for m in ('fastapi', 'uvicorn', 'matplotlib') if m in sys.modules])",
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -203,7 +203,7 @@ def raw_get(server, target, host=None, method="GET"):
         connection.putheader("Host", host or f"127.0.0.1:{server.port}")
     connection.endheaders()
     answer = connection.getresponse()
-    found = answer.status, dict((name.lower(), value) for name, value in answer.getheaders()), answer.read()
+    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
     connection.close()
     return found
 
@@ -215,9 +215,29 @@ def test_only_files_of_the_table(server):
         status, headers, raw = raw_get(server, f"/{name}")
         assert (status, raw.decode()) == (200, text)
         assert headers["content-type"].startswith(kind)
-    ups = ("../app.py", "..%2fapp.py", "%2e%2e/app.py", "%2e%2e%2fapp.py", "..\\app.py", "..%5capp.py", "./main.js/../../app.py", "static/main.js")
+    ups = (
+        "../app.py",
+        "..%2fapp.py",
+        "%2e%2e/app.py",
+        "%2e%2e%2fapp.py",
+        "..\\app.py",
+        "..%5capp.py",
+        "./main.js/../../app.py",
+        "static/main.js",
+    )
     tries = [f"/{up}" for up in ups] + ["//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd", "/file:///etc/passwd", "/main.js%00", "/MAIN.JS"]
-    tries += ["/.", "/..", "/...", "/main.js/", "/inside/../../app.py", "/inside/%2e%2e/%2e%2e/app.py", "/~root", "/__init__.py", "/con", "/docs"]
+    tries += [
+        "/.",
+        "/..",
+        "/...",
+        "/main.js/",
+        "/inside/../../app.py",
+        "/inside/%2e%2e/%2e%2e/app.py",
+        "/~root",
+        "/__init__.py",
+        "/con",
+        "/docs",
+    ]
     tries += ["/openapi.json", "/inside/run/r1/../../../app.py", "/" + "a" * 5000]
     for target in tries:
         status, headers, raw = raw_get(server, target)
@@ -230,7 +250,17 @@ def test_only_files_of_the_table(server):
 @pytest.mark.ledger("F2")
 def test_it_answers_to_its_own_names_only(server):
     good = ("127.0.0.1", "localhost", f"localhost:{server.port}", "[::1]", f"[::1]:{server.port}", "LOCALHOST")
-    bad = ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "localhost.evil.example", "", "0.0.0.0", "127.0.0.2", "[::2]", "a@127.0.0.1")
+    bad = (
+        "evil.example",
+        f"evil.example:{server.port}",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "",
+        "0.0.0.0",
+        "127.0.0.2",
+        "[::2]",
+        "a@127.0.0.1",
+    )
     for host in good:
         assert raw_get(server, "/", host)[0] == 200, host
     for host in bad:
@@ -239,7 +269,9 @@ def test_it_answers_to_its_own_names_only(server):
             assert status in (400, 403), host
             if status == 403:
                 assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
-    assert [is_loopback(name) for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")] == [True] * 4 + [False] * 3
+    assert [is_loopback(name) for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")] == [
+        True
+    ] * 4 + [False] * 3
 
 
 @pytest.mark.ledger("F2")

@@ -125,7 +125,10 @@ class Run:
         if not isinstance(text, str) or tokenizer is None or self.m.config.input == "patches":
             return {"text": None, "target": None}
         written = self.prepared.tokens.text if self.prepared.source is not None else ""
-        return {"text": stages(tokenizer, text, self.pair).to_dict(), "target": self._target_stages(tokenizer, written) if written else None}
+        return {
+            "text": stages(tokenizer, text, self.pair).to_dict(),
+            "target": self._target_stages(tokenizer, written) if written else None,
+        }
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
         """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""

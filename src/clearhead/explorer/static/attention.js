@@ -1,8 +1,8 @@
 // Attention: every head small, one head large, where one token looks; self, encoder and cross, and all layers rolled into one.
 
 import { amountColour, css, inkOn } from "./colour.js";
-import { el, figure, percent, replace, svg } from "./dom.js";
-import { heatmap, paint, scaleBar } from "./heatmap.js";
+import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
+import { heatmap, paintAt, scaleBar } from "./heatmap.js";
 import { patchImage } from "./image.js";
 import { whenNear } from "./near.js";
 import { saveButtons, saveMapButtons } from "./picture.js";
@@ -60,6 +60,7 @@ export const attentionSection = {
     let chosen = null;
     let role = null;
     let painting = 0;
+    let sheetAddress = "";
     let redraw = () => {};
 
     function kindsOf(model) {
@@ -99,12 +100,13 @@ export const attentionSection = {
       thumbs = [];
       const cells = small.layers.map((layer, row) => {
         const buttons = Array.from({ length: small.heads[row] }, (_, number) => {
-          const canvas = el("canvas", { class: "thumb", "aria-hidden": "true" });
+          const part = (place, count) => `${count > 1 ? (100 * place) / (count - 1) : 0}%`;
+          const thumb = el("span", { class: "thumb", "aria-hidden": "true", style: { "background-size": `${100 * heads}% ${100 * small.layers.length}%`, "background-position": `${part(number, heads)} ${part(row, small.layers.length)}` } });
           const name = headName(layer, number);
           const words = el("span", { class: "role" });
-          const button = el("button", { type: "button", class: "head", "data-head": name, "data-entropy": small.entropy[row][number], tabindex: "-1", "aria-pressed": String(name === chosen), onclick: () => open(layer, number) }, canvas, words);
+          const button = el("button", { type: "button", class: "head", "data-head": name, "data-entropy": small.entropy[row][number], tabindex: "-1", "aria-pressed": String(name === chosen), onclick: () => open(layer, number) }, thumb, words);
           const start = (row * heads + number) * size;
-          thumbs.push({ name, button, words, canvas, matrix: values.subarray(start, start + size), height, width, entropy: small.entropy[row][number] });
+          thumbs.push({ name, button, words, left: number * width, top: row * height, matrix: values.subarray(start, start + size), height, width, entropy: small.entropy[row][number] });
           return el("td", {}, button);
         });
         return el("tr", {}, el("th", { scope: "row" }, layer), buttons);
@@ -120,16 +122,28 @@ export const attentionSection = {
 
     function paintThumbs() {
       cancelAnimationFrame(painting);
+      if (!thumbs.length) return;
+      const table = grid.querySelector(".heads");
+      const sheet = el("canvas", { width: Math.max(...thumbs.map((one) => one.left + one.width)), height: Math.max(...thumbs.map((one) => one.top + one.height)) });
+      const context = sheet.getContext("2d");
       let next = 0;
       const some = () => {
         const begun = performance.now();
         while (next < thumbs.length && performance.now() - begun < ATTENTION_FRAME) {
-          const { canvas, matrix, height, width } = thumbs[next++];
-          paint(canvas, matrix, height, width, 0, Math.max(...matrix, 1e-6));
+          const { left, top, matrix, height, width } = thumbs[next++];
+          paintAt(context, left, top, matrix, height, width, 0, Math.max(...matrix, 1e-6));
         }
         if (next < thumbs.length) painting = requestAnimationFrame(some);
+        else sheet.toBlob((blob) => showSheet(table, URL.createObjectURL(blob)));
       };
       some();
+    }
+
+    /** One picture with all small ones in it: hundreds of canvases would each be a layer of the page, and slow all of it down. */
+    function showSheet(table, address) {
+      table.style.setProperty("--sheet", `url("${address}")`);
+      if (sheetAddress) URL.revokeObjectURL(sheetAddress);
+      sheetAddress = address;
     }
 
     /** What the heads do, where it is known: as labels, and as a list that shows which heads do it. */
@@ -233,13 +247,12 @@ export const attentionSection = {
         chips.childNodes.forEach((chip, place) => {
           const column = columnsShown ? columnsShown[place] : place;
           const colour = weights ? amountColour(weights[column] / most) : null;
-          if (columnsShown) chip.firstChild.textContent = columns[column];
+          if (columnsShown) chip.replaceChild(tokenText(columns[column]), chip.firstChild);
           chip.style.background = colour ? css(colour) : "";
           chip.style.color = colour ? inkOn(colour) : "";
           chip.lastChild.textContent = weights ? percent(weights[column]) : "";
         });
         if (image) image.draw(weights, place);
-        query.value = String(place);
       }
 
       const hover = (at) => {
@@ -257,10 +270,10 @@ export const attentionSection = {
         onCell: hover,
         describe: (at, column, weight) => `${rows[at]} looks at ${columns[column]}: ${weight.toFixed(3)}`,
       });
-      replace(chips, columns.slice(0, some ? ATTENTION_MOST : ATTENTION_CHIPS).map((label, column) => el("li", { class: "chip", "data-token": column }, el("span", { dir: "auto" }, label), el("small", {}, ""))));
+      replace(chips, columns.slice(0, some ? ATTENTION_MOST : ATTENTION_CHIPS).map((label, column) => el("li", { class: "chip", "data-token": column }, tokenText(label), el("small", {}, ""))));
       const drawLines = (place) => { if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place))); };
       const query = el("select", { id: "attention-query", onchange: () => { look(Number(query.value)); drawLines(row); } }, el("option", { value: -1 }, "all tokens"), rows.map((label, place) => el("option", { value: place }, `${place}  ${label}`)));
-      if (image) image.canvas.addEventListener("click", (event) => { const place = image.at(event); if (place >= 0) { look(place); drawLines(row); } });
+      if (image) image.canvas.addEventListener("click", (event) => { const place = image.at(event); if (place >= 0) { look(place); drawLines(row); query.value = String(row); } });
       const file = name === "rollout" ? "rollout" : `head-${name}`;
       replace(
         large,
@@ -275,6 +288,7 @@ export const attentionSection = {
       );
       drawLines(-1);
       look(from ?? (image ? 0 : Math.min(run.position, rows.length - 1)));
+      query.value = String(row);
       redraw = () => showMap({ name, title, words, matrix, rows, columns, scale }, run, row);
     }
 

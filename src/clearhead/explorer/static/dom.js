@@ -64,3 +64,8 @@ export function percent(value) {
   if (value >= 0.0995) return `${(100 * value).toFixed(1)} %`;
   return value >= 1e-6 || value === 0 ? `${Number((100 * value).toPrecision(2))} %` : "< 0.0001 %";
 }
+
+/** A token as text. Only a long one is cut by the style sheet: a thousand clipped boxes would make every frame slow. */
+export function tokenText(label, more = "", most = 12) {
+  return el("span", { dir: "auto", class: `${more}${label.length > most ? " long" : ""}`.trim() || null }, label);
+}

@@ -3,11 +3,17 @@
 import { amountTable } from "./colour.js";
 import { el } from "./dom.js";
 
+const HEAT_LABELS = 64; // labels of an axis that are elements
+
 /** Pixels of a matrix [rows, columns] of numbers between low and high, one pixel a cell; the browser enlarges them without smoothing. */
 export function paint(canvas, values, rows, columns, low = 0, high = 1) {
   canvas.width = columns;
   canvas.height = rows;
-  const context = canvas.getContext("2d");
+  paintAt(canvas.getContext("2d"), 0, 0, values, rows, columns, low, high);
+}
+
+/** The same at a place of a larger canvas. */
+export function paintAt(context, left, top, values, rows, columns, low, high) {
   const image = context.createImageData(columns, rows);
   const table = amountTable();
   const scale = 255 / (high - low || 1);
@@ -18,7 +24,7 @@ export function paint(canvas, values, rows, columns, low = 0, high = 1) {
     image.data[4 * i + 2] = table[shade + 2];
     image.data[4 * i + 3] = 255;
   }
-  context.putImageData(image, 0, 0);
+  context.putImageData(image, left, top);
 }
 
 /** The scale beside a heat map: what the darkest and the lightest stand for. */
@@ -26,6 +32,31 @@ export function scaleBar(name, low = 0, high = 1) {
   const canvas = el("canvas", { class: "scale", "aria-hidden": "true" });
   paint(canvas, Float32Array.from({ length: 64 }, (_, i) => low + ((high - low) * i) / 63), 1, 64, low, high);
   return el("p", { class: "scale-bar soft" }, `${name}: ${low} `, canvas, ` ${high}`);
+}
+
+/** The labels of a long axis as pixels: hundreds of elements beside the cells would slow every frame. */
+function paintLabels(canvas, labels, side, every, across) {
+  const [long, deep, most] = [side * labels.length, across ? 88 : 128, across ? 12 : 18];
+  const scale = Math.min(devicePixelRatio || 1, 2);
+  const [width, height] = across ? [long, deep] : [deep, long];
+  Object.assign(canvas, { width: scale * width, height: scale * height });
+  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+  const looks = getComputedStyle(document.documentElement);
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  context.font = `11px ${looks.getPropertyValue("--mono")}`;
+  context.fillStyle = looks.getPropertyValue("--ink");
+  context.textBaseline = "middle";
+  context.textAlign = across ? "left" : "right";
+  labels.forEach((label, i) => {
+    if (i % every) return;
+    const text = label.length > most ? `${label.slice(0, most - 1)}…` : label;
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    if (across) context.translate(i * side + side / 2, deep - 4);
+    else context.translate(deep - 6, i * side + (side * every) / 2);
+    if (across) context.rotate(-Math.PI / 2);
+    context.fillText(text, 0, 0);
+  });
 }
 
 /**
@@ -44,10 +75,12 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
   const marker = el("div", { class: "cell-mark", hidden: true });
   const heard = el("p", { class: "cell-words soft", "aria-live": "polite" }, " ");
   const every = side >= 12 ? 1 : Math.ceil(12 / side);
-  const down = el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { style: { top: `${i * side}px`, height: `${side * every}px` } }, label))));
-  const across = el("div", { class: "labels-across", "aria-hidden": "true" }, columns.map((label, i) => (i % every ? null : el("span", { style: { left: `${i * side + side / 2}px` } }, label))));
-  down.style.height = `${side * height}px`;
-  across.style.width = `${side * width}px`;
+  const long = (label, most) => (label.length > most ? "long" : null);
+  const drawn = [rows, columns].map((labels) => (labels.length > HEAT_LABELS ? el("canvas", { class: "labels-drawn", "aria-hidden": "true" }) : null));
+  const down = drawn[0] || el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { class: long(label, 16), style: { top: `${i * side}px`, height: `${side * every}px` } }, label))));
+  const across = drawn[1] || el("div", { class: "labels-across", "aria-hidden": "true" }, columns.map((label, i) => (i % every ? null : el("span", { class: long(label, 12), style: { left: `${i * side + side / 2}px` } }, label))));
+  if (!drawn[0]) down.style.height = `${side * height}px`;
+  if (!drawn[1]) across.style.width = `${side * width}px`;
   const stage = el("div", { class: "heat-stage" }, canvas, marker);
   const root = el("div", { class: "heat-map wide" }, el("div", { class: "heat-grid" }, el("div"), across, down, stage), heard);
   let at = [-1, -1];
@@ -77,7 +110,10 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
     event.preventDefault();
     choose(Math.min(Math.max(at[0] + step[0], 0), height - 1), Math.min(Math.max(at[1] + step[1], 0), width - 1));
   });
-  const repaint = () => paint(canvas, values, height, width, low, high);
+  const repaint = () => {
+    paint(canvas, values, height, width, low, high);
+    drawn.forEach((labels, axis) => labels && paintLabels(labels, axis ? columns : rows, side, every, Boolean(axis)));
+  };
   repaint();
   return { root, repaint, choose, canvas };
 }

@@ -1,6 +1,6 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
-import { el, figure, replace } from "./dom.js";
+import { el, figure, replace, tokenText } from "./dom.js";
 import { patchImage } from "./image.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
@@ -21,7 +21,7 @@ function inputChips(tokens, chosen, onChoose, all, showAll) {
   const chips = some.map((label, place) => {
     const span = tokens.spans[place];
     const small = [tokens.ids.length ? tokens.ids[place] : null, span && span[1] > span[0] ? `${span[0]}–${span[1]}` : null].filter((part) => part !== null).join(" · ");
-    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, el("span", { dir: "auto" }, label), el("small", {}, small)));
+    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
   });
   const more = tokens.labels.length > some.length ? el("li", {}, el("button", { type: "button", onclick: showAll }, `show all ${tokens.labels.length}`)) : null;
   return [...chips, more].filter(Boolean);

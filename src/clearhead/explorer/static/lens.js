@@ -1,7 +1,7 @@
 // The lens: what the model would say if it stopped after each layer; and what each of its parts adds to a choice.
 
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
-import { el, figure, percent, replace, svg } from "./dom.js";
+import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
@@ -103,7 +103,7 @@ export const lensSection = {
           style: { background: css(colour), color: inkOn(colour) },
           onclick: () => choose(layer, column, false),
         },
-        el("span", { class: "mono token", dir: "auto" }, best.label),
+        tokenText(best.label, "mono token", 9),
       );
     }
 
@@ -112,13 +112,15 @@ export const lensSection = {
       const last = Math.min(first + LENS_WIDE, view.columns.length);
       const columns = Array.from({ length: last - first }, (_, i) => first + i);
       const most = shows.value === "entropy" ? view.mostEntropy : 1;
-      const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", class: "mono token", dir: "auto", title: view.columns[column] }, view.columns[column])));
+      const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", title: view.columns[column] }, tokenText(view.columns[column], "mono token", 9))));
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
       replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
       replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
       const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
       choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), false);
+      const marked = grid.querySelector('td[aria-selected="true"]');
+      grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
     }
 
     async function showParts(column) {

@@ -64,8 +64,9 @@ function drawingOfMap({ canvas, rows, columns, title, scale }) {
     rows.map((label, place) => (place % every ? null : words(left - 6, above + place * side + side / 2 + 4, label, { "text-anchor": "end" }))),
     columns.map((label, place) => (place % every ? null : words(0, 0, label, { transform: across(place) }))),
     steps,
-    words(left, above + high + 50, `0 (${scale})`),
-    words(left + 150, above + high + 50, "1"),
+    words(left, above + high + 50, "0"),
+    words(left + 153, above + high + 50, "1"),
+    words(left + 172, above + high + 33, scale),
   );
   return [new XMLSerializer().serializeToString(drawing), width, height];
 }
