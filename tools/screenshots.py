@@ -24,7 +24,7 @@ from clearhead.explorer.session import Opened, Session
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 SECTIONS = ("input", "flow", "attention", "lens", "next", "ablate", "compare", "cost")
 LARGEST = 250_000  # bytes of a picture
-VIEW = {"width": 1280, "height": 1600}
+VIEW = {"width": 1280, "height": 1900}
 OTHER = "Return the value of the"
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from clearhead.commands.common import Folder, Json, show_result
+from clearhead.commands.common import Folder, Json, progress, show_result
 from clearhead.commands.inputs import writing
 from clearhead.data.columns import SHAPES
 from clearhead.errors import InputError
@@ -63,7 +61,7 @@ def evaluate(
     if output is not None and SHAPES[task] == "text":
         raise InputError(f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
-    with _progress() as on_progress:
+    with progress() as on_progress:
         done = run(
             loaded,
             data,
@@ -99,23 +97,3 @@ def _show(console: Console, done: Evaluation, name: str) -> None:
     console.print(table)
     for metric, signature in done.signatures.items():
         console.print(Text(f"{metric}: {signature}"), soft_wrap=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each stage, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        bars: dict[str, TaskID] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in bars:
-                bars[stage] = bar.add_task(stage, total=total)
-            bar.update(bars[stage], completed=done)
-
-        yield show

@@ -45,7 +45,7 @@ def probe(
       clearhead probe my-model/ train.conllu --column feats.Number --words 5000
       clearhead probe my-model/ reviews.tsv --json
     """
-    from clearhead.commands.evaluate import _progress
+    from clearhead.commands.common import progress
     from clearhead.errors import InputError
     from clearhead.inside.probe import probe as run
     from clearhead.loaded import load
@@ -55,7 +55,7 @@ def probe(
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise InputError(f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}')
     m = load(folder, device=str(best_device(device)), tokenizer=tokenizer)
-    with _progress() as on_progress:
+    with progress() as on_progress:
         found = run(
             m,
             data,

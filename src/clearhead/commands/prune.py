@@ -104,7 +104,7 @@ def prune(
       clearhead prune my-model/ half/ --keep 0.5 --data valid.txt
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
-    from clearhead.commands.evaluate import _progress
+    from clearhead.commands.common import progress
     from clearhead.inside.curve import prune_curve
     from clearhead.loaded import load
 
@@ -117,7 +117,7 @@ def prune(
     body: dict[str, Any] = {}
     tables: list[Table] = []
     if curve and judged is not None:
-        with _progress() as on_progress:
+        with progress() as on_progress:
             found = prune_curve(m, judged, steps, by, seed, recompute, on_progress=on_progress)
         _drawn(plot, lambda draw: draw.draw_curves({f"by {by}": [found]}, f"{folder}: quality against heads removed"))
         body["curve"] = found.to_dict()
@@ -157,7 +157,7 @@ def _pruned(
     m: Loaded, out: Path, heads: tuple[str, ...], keep: float | None, judged: Examples | None, by: By, seed: int, whole: bool
 ) -> dict[str, Any]:
     """Prune, judge, write; what came of it."""
-    from clearhead.commands.evaluate import _progress
+    from clearhead.commands.common import progress
     from clearhead.hub.checkpoint import explain_export
     from clearhead.inside.curve import scores
     from clearhead.inside.examples import Examples, judge
@@ -167,7 +167,7 @@ def _pruned(
 
     chosen: Any = heads
     if keep is not None:
-        with _progress() as on_progress:
+        with progress() as on_progress:
             ranked = scores(m, judged or Examples("lm", ()), by, seed, on_progress)
         chosen = least(m.config, ranked.numbers(m.config), keep)
         if not chosen:
@@ -188,10 +188,10 @@ def _pruned(
 
 
 def _each(m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool) -> None:
-    from clearhead.commands.evaluate import _progress
+    from clearhead.commands.common import progress
     from clearhead.inside.ablate import ablate_each
 
-    with _progress() as on_progress:
+    with progress() as on_progress:
         found = ablate_each(m, examples, how, on_progress=on_progress)
     _drawn(plot, lambda draw: draw.draw_map(found, f"{name}: each head alone at {how}"))
     body = {"how": how, "rows": examples.rows, "targets": examples.targets, **found.to_dict()}

@@ -26,7 +26,7 @@ from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.trace_answers import Prediction, answer_steps, probability_of
 from clearhead.inside.trace_inputs import input_steps, trace_inputs
-from clearhead.inside.trace_rows import Row, rows_of
+from clearhead.inside.trace_rows import Row, Sums, rows_of
 from clearhead.inside.trace_steps import Notebook, Peek, TraceStep
 from clearhead.inside.trace_walk import head_steps, stack_steps
 from clearhead.inside.trace_words import LEGEND
@@ -39,7 +39,7 @@ POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last":
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Sums):
     """One forward pass of one model."""
 
     steps: tuple[TraceStep, ...]
@@ -49,26 +49,6 @@ class Trace:
     logits: Tensor = field(repr=False, compare=False)  # what the head says, on the CPU
     difference: float  # the largest, between these logits and those of the model's own pass
     cost: Cost = field(repr=False)  # of this pass: `cost(config, length, source_length=...)`
-
-    @property
-    def parameters(self) -> int:
-        """Of all steps: the model's."""
-        return sum(step.parameters for step in self.steps)
-
-    @property
-    def flops(self) -> int:
-        """Of all steps."""
-        return sum(step.flops for step in self.steps)
-
-    @property
-    def bytes(self) -> int:
-        """Of the results of all steps."""
-        return sum(step.bytes for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps."""
-        return sum(step.seconds for step in self.steps)
 
     @property
     def legend(self) -> dict[str, str]:
@@ -89,12 +69,11 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; values and logits are left out."""
-        totals = {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
         return {
             "tokens": list(self.tokens),
             "source_tokens": list(self.source_tokens),
             "legend": self.legend,
-            "totals": totals,
+            "totals": self.figures(),
             "difference": self.difference,
             "steps": [step.to_dict() for step in self.steps],
             "groups": [row.to_dict() for row in self.rows(depth=3) if row.step is None],

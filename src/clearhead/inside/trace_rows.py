@@ -10,19 +10,10 @@ from clearhead.errors import InputError
 from clearhead.inside.trace_steps import TraceStep
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the tree: a step, or a group of them."""
+class Sums:
+    """Figures of several steps together."""
 
-    name: str
-    title: str
-    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; parts without blocks or sublayers have their steps higher up
-    steps: tuple[TraceStep, ...] = field(repr=False)
-
-    @property
-    def step(self) -> TraceStep | None:
-        """The step itself; None for a group."""
-        return self.steps[0] if self.name == self.steps[0].name and self.level == self.steps[0].level else None
+    steps: tuple[TraceStep, ...]
 
     @property
     def parameters(self) -> int:
@@ -44,11 +35,29 @@ class Row:
         """Of all its steps."""
         return sum(step.seconds for step in self.steps)
 
+    def figures(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
+
+
+@dataclass(frozen=True)
+class Row(Sums):
+    """One line of the tree: a step, or a group of them."""
+
+    name: str
+    title: str
+    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; parts without blocks or sublayers have their steps higher up
+    steps: tuple[TraceStep, ...] = field(repr=False)
+
+    @property
+    def step(self) -> TraceStep | None:
+        """The step itself; None for a group."""
+        return self.steps[0] if self.name == self.steps[0].name and self.level == self.steps[0].level else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; its steps by the first and the last name."""
-        figures = {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
         ends = {"first": self.steps[0].name, "last": self.steps[-1].name}
-        return {"name": self.name, "title": self.title, "level": self.level, **figures, **ends, "steps": len(self.steps)}
+        return {"name": self.name, "title": self.title, "level": self.level, **self.figures(), **ends, "steps": len(self.steps)}
 
 
 def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[Row, ...]:

@@ -1,44 +1,13 @@
 // Attention: every head small, one head large, where one token looks; self, encoder and cross, and all layers rolled into one.
 
-import { amountColour, css, inkOn } from "./colour.js";
-import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
-import { heatmap, paintAt, scaleBar } from "./heatmap.js";
-import { patchImage } from "./image.js";
+import { el, figure, replace } from "./dom.js";
+import { enlarged } from "./enlarged.js";
+import { paintAt } from "./heatmap.js";
 import { whenNear } from "./near.js";
-import { saveButtons, saveMapButtons } from "./picture.js";
 import { unpack } from "./source.js";
 
 const ATTENTION_KINDS = { self: "Self-attention", encoder: "Encoder", cross: "Cross-attention" };
-const ATTENTION_LINES = 400; // of the view with two columns
-const ATTENTION_CHIPS = 96; // tokens that are all shown as chips; of more, those that are looked at most
-const ATTENTION_MOST = 32;
 const ATTENTION_FRAME = 6; // milliseconds of one frame that painting thumbnails may take
-
-/** Lines from the tokens that look, on the left, to those that are looked at: the strongest ones. */
-function attentionLines(matrix, rows, columns, chosen) {
-  const step = 22;
-  const width = 460;
-  const height = Math.max(rows.length, columns.length) * step + 8;
-  const links = [];
-  for (let row = 0; row < rows.length; row++) {
-    if (chosen >= 0 && row !== chosen) continue;
-    for (let column = 0; column < columns.length; column++) {
-      const weight = matrix[row * columns.length + column];
-      if (weight > 0.02) links.push([weight, row, column]);
-    }
-  }
-  links.sort((a, b) => b[0] - a[0]);
-  const y = (place) => place * step + 17;
-  const short = (label) => (label.length > 16 ? `${label.slice(0, 15)}…` : label);
-  const words = (labels, x, anchor) => labels.map((label, place) => svg("text", { x, y: y(place), "text-anchor": anchor, class: "mono" }, short(label)));
-  return svg(
-    "svg",
-    { viewBox: `0 0 ${width} ${height}`, class: "chart lines", role: "img", "aria-label": "Lines from each token to those that it looks at; thicker is more" },
-    links.slice(0, ATTENTION_LINES).map(([weight, row, column]) => svg("line", { x1: 128, y1: y(row) - 4, x2: 332, y2: y(column) - 4, class: "link", "stroke-opacity": Math.min(1, 0.08 + weight), "stroke-width": 0.6 + 3 * weight })),
-    words(rows, 122, "end"),
-    words(columns, 338, "start"),
-  );
-}
 
 export const attentionSection = {
   id: "attention",
@@ -202,7 +171,7 @@ export const attentionSection = {
         const head = body.heads[number];
         const does = roleOf(head.name) || head.role;
         const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
-        showMap({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: values.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run);
+        redraw = enlarged(large, { name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: values.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run);
       } catch (error) {
         problem.textContent = error.message;
       }
@@ -216,80 +185,10 @@ export const attentionSection = {
         const body = await app.source.get(`run/${run.run}/rollout/${kind}`);
         if (app.store.get("run") !== run || chosen !== "rollout") return;
         const words = "All layers as one: what each place is made of after the last layer, if attention and the stream around it were all that moves anything. A rough guide, not what the model computes.";
-        showMap({ name: "rollout", title: "Rollout", words, matrix: unpack(body.pattern).values, rows: body.rows, columns: body.columns, scale: "share" }, run);
+        redraw = enlarged(large, { name: "rollout", title: "Rollout", words, matrix: unpack(body.pattern).values, rows: body.rows, columns: body.columns, scale: "share" }, run);
       } catch (error) {
         problem.textContent = error.message;
       }
-    }
-
-    /** One matrix large: a heat map, where the chosen row looks, and lines from token to token. */
-    function showMap({ name, title, words, matrix, rows, columns, scale }, run, from) {
-      const chips = el("ul", { class: "chips looks", "aria-label": "Tokens; darker ones are looked at more" });
-      const lines = el("div", { class: "wide" });
-      const image = run.picture && columns.length === run.tokens.labels.length ? patchImage(run.picture, columns, "Where on the image the chosen place looks") : null;
-      const few = rows.length <= 48 && columns.length <= 64;
-      const some = columns.length > ATTENTION_CHIPS;
-      let picture = null;
-      let row = -1;
-      let waiting = 0;
-
-      /** The columns with most weight, in the order of the text. */
-      function strongest(weights) {
-        const order = Array.from(weights.keys()).sort((a, b) => weights[b] - weights[a]);
-        return order.slice(0, ATTENTION_MOST).sort((a, b) => a - b);
-      }
-
-      function look(place) {
-        row = place;
-        const weights = place >= 0 ? matrix.subarray(place * columns.length, (place + 1) * columns.length) : null;
-        const most = weights ? Math.max(...weights, 1e-9) : 1;
-        const columnsShown = some && weights ? strongest(weights) : null;
-        chips.childNodes.forEach((chip, place) => {
-          const column = columnsShown ? columnsShown[place] : place;
-          const colour = weights ? amountColour(weights[column] / most) : null;
-          if (columnsShown) chip.replaceChild(tokenText(columns[column]), chip.firstChild);
-          chip.style.background = colour ? css(colour) : "";
-          chip.style.color = colour ? inkOn(colour) : "";
-          chip.lastChild.textContent = weights ? percent(weights[column]) : "";
-        });
-        if (image) image.draw(weights, place);
-      }
-
-      const hover = (at) => {
-        if (at === row || at < 0) return;
-        cancelAnimationFrame(waiting);
-        waiting = requestAnimationFrame(() => look(at));
-      };
-      const room = Math.max(220, Math.min(760, (large.clientWidth || 760) * (large.clientWidth > 700 ? 0.55 : 1) - 110));
-      const map = heatmap({
-        values: matrix,
-        rows,
-        columns,
-        room,
-        name: `${title}: rows look at columns. Arrow keys move from cell to cell.`,
-        onCell: hover,
-        describe: (at, column, weight) => `${rows[at]} looks at ${columns[column]}: ${weight.toFixed(3)}`,
-      });
-      replace(chips, columns.slice(0, some ? ATTENTION_MOST : ATTENTION_CHIPS).map((label, column) => el("li", { class: "chip", "data-token": column }, tokenText(label), el("small", {}, ""))));
-      const drawLines = (place) => { if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place))); };
-      const query = el("select", { id: "attention-query", onchange: () => { look(Number(query.value)); drawLines(row); } }, el("option", { value: -1 }, "all tokens"), rows.map((label, place) => el("option", { value: place }, `${place}  ${label}`)));
-      if (image) image.canvas.addEventListener("click", (event) => { const place = image.at(event); if (place >= 0) { look(place); drawLines(row); query.value = String(row); } });
-      const file = name === "rollout" ? "rollout" : `head-${name}`;
-      replace(
-        large,
-        el("h3", { id: "attention-head", "data-head": name }, title),
-        el("p", { class: "soft" }, words),
-        el(
-          "div",
-          { class: "row" },
-          el("div", { class: "map-pane" }, map.root, scaleBar(scale), saveMapButtons(() => ({ canvas: map.canvas, rows, columns, title, scale }), file)),
-          el("div", { class: "grow" }, el("label", { for: "attention-query" }, "Where does this token look?"), query, image ? el("div", {}, image.canvas, el("p", { class: "soft" }, "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
-        ),
-      );
-      drawLines(-1);
-      look(from ?? (image ? 0 : Math.min(run.position, rows.length - 1)));
-      query.value = String(row);
-      redraw = () => showMap({ name, title, words, matrix, rows, columns, scale }, run, row);
     }
 
     async function load(run) {
