@@ -15,8 +15,8 @@ import torch
 import clearhead as ch
 from clearhead.data.corpora import CORPORA
 from clearhead.inside.memories import Memories, memories
-from clearhead.inside.passages import WINDOW
-from clearhead.inside.promoted import token_id
+from clearhead.inside.memories.passages import WINDOW
+from clearhead.inside.memories.promoted import token_id
 from common import device_name, save
 
 SETTINGS = ["data.max_examples=4000", "train.steps=600", "train.validate_every=300", "generate.max_new_tokens=12"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clearhead.data.treebank import read_treebank
 from clearhead.inside.heads import head_roles
-from clearhead.inside.syntax import syntax
+from clearhead.inside.heads.syntax import syntax
 from clearhead.loaded import load
 from common import save
 

@@ -10,10 +10,10 @@ import torch
 
 import clearhead as ch
 from clearhead.inside import checks
-from clearhead.inside.check_formula import formula_rows
-from clearhead.inside.check_inputs import Inputs
-from clearhead.inside.check_row import Row, gap
-from clearhead.inside.plainly import plainly
+from clearhead.inside.checks.formula import formula_rows
+from clearhead.inside.checks.inputs import Inputs
+from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.row import Row, gap
 from clearhead.model import positions
 from tests.harness import build, pad, some_ids, worst
 

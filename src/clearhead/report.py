@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.cost import Cost
 from clearhead.generate.text import Score
-from clearhead.inside.check_row import Check
+from clearhead.inside.checks.row import Check
 from clearhead.tasks import Candidate, Classification, Tags
 
 SHADES = " .:-=+*#%@"

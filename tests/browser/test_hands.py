@@ -8,8 +8,8 @@ from PIL import Image
 
 from clearhead.errors import InputError
 from clearhead.explorer.session import Opened
-from clearhead.inside.effect import effect
 from clearhead.inside.inputs import prepare
+from clearhead.inside.parts.effect import effect
 from tests.explorer.toys import TEXTS, picture, serving, toy
 
 

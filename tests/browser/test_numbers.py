@@ -13,9 +13,9 @@ from clearhead.generate.sampling import Sampling, distribution
 from clearhead.inside.attention import attention
 from clearhead.inside.choices import choices_of
 from clearhead.inside.contributions import contributions
-from clearhead.inside.effect import effect
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import lens
+from clearhead.inside.parts.effect import effect
 from clearhead.inside.trace import trace
 from tests.explorer.toys import picture, toy
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch.nn.functional as nnf
 from torch import nn
 
-from clearhead.inside import check_inside, check_training
+from clearhead.inside.checks import inside as check_inside
+from clearhead.inside.checks import training as check_training
 from clearhead.model import attention, block, cache, experts, feedforward, fronts, heads, norms, positions, transformer, window_cache
 from clearhead.model.attend import KERNELS
 

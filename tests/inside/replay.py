@@ -24,13 +24,15 @@ class Replay:
         self.memory = torch.empty(0)
 
     def run(self) -> dict[str, float]:
-        """The largest difference of each step."""
+        """The largest difference of each step, relative to its largest value where that is above 1; hidden scores do not count as values."""
         differences = {}
         for step in self.trace.steps:
             value = self.compute(step.name)
             recorded = step.value.double()
             assert value.shape == recorded.shape, f"{step.name}: {tuple(value.shape)} against {tuple(recorded.shape)}"
-            differences[step.name] = (value - recorded).abs().max().item()
+            sizes = recorded.abs()
+            scale = max(1.0, sizes[sizes < 1e30].max().item())
+            differences[step.name] = (value - recorded).abs().max().item() / scale
             assert differences[step.name] == differences[step.name], step.name
             self.made[step.name] = value
             self.values[step.name] = value if self.chained else recorded

@@ -195,7 +195,13 @@ def test_the_command(tmp_path, capsys):
         return code, *capsys.readouterr()
 
     sentences = ("a bank lends money", "by the river bank")
-    asked = [("neighbours", "bank"), ("analogy", "bank", "river", "boat"), ("map",), ("positions", "--length", 9), ("similarity", "--length", 9)]
+    asked = [
+        ("neighbours", "bank"),
+        ("analogy", "bank", "river", "boat"),
+        ("map",),
+        ("positions", "--length", 9),
+        ("similarity", "--length", 9),
+    ]
     for number, words in enumerate([*asked, ("word", "bank", *sentences)]):
         code, out, _ = command(*words, "--json", "--plot", tmp_path / f"{number}.png")
         assert code == 0 and json.loads(out) and (tmp_path / f"{number}.png").stat().st_size > 5000

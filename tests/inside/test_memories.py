@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead import cli
 from clearhead.errors import InputError
-from clearhead.inside import passages
-from clearhead.inside.memories import memories
+from clearhead.inside.memories import memories, passages
 from tests.harness import V, build, config, scramble, some_ids
 
 pytestmark = pytest.mark.ledger("K5")

@@ -15,11 +15,11 @@ import clearhead as ch
 from clearhead.cli import main
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.treebank import Sentence, Word
-from clearhead.inside import probe_states
 from clearhead.inside.probe import Probes, probe
-from clearhead.inside.probe_data import Item, apart, choose_items, governor, read_items, split_items
-from clearhead.inside.probe_fit import baselines, control_labels, interval, numbered, predict, standardised
-from clearhead.inside.probe_states import Vectors, depths, stack_of, vectors_of
+from clearhead.inside.probe import states as probe_states
+from clearhead.inside.probe.data import Item, apart, choose_items, governor, read_items, split_items
+from clearhead.inside.probe.fit import baselines, control_labels, interval, numbered, predict, standardised
+from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
 from clearhead.plot.probe import probe_figure
 from tests.harness import build
 

@@ -12,11 +12,11 @@ from clearhead.cli import main
 from clearhead.data.batch import Batch
 from clearhead.errors import InputError
 from clearhead.generate.decode import greedy
-from clearhead.inside.ablate import ablate, ablating
-from clearhead.inside.curve import prune_curve, scores
-from clearhead.inside.examples import Examples, judge
 from clearhead.inside.names import Head, all_heads, find_heads
-from clearhead.inside.prune import least, prune, units
+from clearhead.inside.parts.ablate import ablate, ablating
+from clearhead.inside.parts.curve import prune_curve, scores
+from clearhead.inside.parts.examples import Examples, judge
+from clearhead.inside.parts.prune import least, prune, units
 from tests.harness import build, config, some_ids, worst
 
 TOLERANCE = 1e-6

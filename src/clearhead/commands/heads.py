@@ -13,9 +13,9 @@ from clearhead.commands.common import Folder, Json, show_result
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clearhead.inside.alignments import Agreement
     from clearhead.inside.heads import HeadRoles
-    from clearhead.inside.syntax import Syntax
+    from clearhead.inside.heads.alignments import Agreement
+    from clearhead.inside.heads.syntax import Syntax
 
 ROLE_TEXTS = 50  # of a treebank that roles are measured on, where no text is given
 LEAST = 50  # arcs of a relation that is shown in the table
@@ -49,9 +49,9 @@ def heads(
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
     from clearhead.errors import InputError
-    from clearhead.inside.alignments import agreement, read_alignments
     from clearhead.inside.heads import head_roles
-    from clearhead.inside.syntax import syntax
+    from clearhead.inside.heads.alignments import agreement, read_alignments
+    from clearhead.inside.heads.syntax import syntax
     from clearhead.loaded import load
     from clearhead.plot.canvas import FORMATS
     from clearhead.train.precision import best_device

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clearhead.inside.memories import Found, Memories, Memory
-    from clearhead.inside.passages import Given
+    from clearhead.inside.memories.passages import Given
     from clearhead.loaded import Loaded
 
 SIDE = 24  # letters of a context on each side

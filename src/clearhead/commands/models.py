@@ -100,7 +100,7 @@ def _progress() -> Iterator[Callable[[Any], None]]:
     from rich.console import Console
     from rich.text import Text
 
-    from clearhead.inside.check_row import Check
+    from clearhead.inside.checks.row import Check
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:

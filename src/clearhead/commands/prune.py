@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from clearhead.inside.ablate import Ablation, HeadMap
-    from clearhead.inside.curve import PruneCurve
-    from clearhead.inside.effect import Effect
-    from clearhead.inside.examples import Examples
+    from clearhead.inside.parts.ablate import Ablation, HeadMap
+    from clearhead.inside.parts.curve import PruneCurve
+    from clearhead.inside.parts.effect import Effect
+    from clearhead.inside.parts.examples import Examples
     from clearhead.loaded import Loaded
 
 By = Literal["importance", "ablation", "random"]
@@ -50,7 +50,7 @@ def ablate(
       clearhead ablate my-model/ test.txt --each --plot heads.png
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
-    from clearhead.inside.examples import examples_from
+    from clearhead.inside.parts.examples import examples_from
     from clearhead.loaded import load
 
     _drawable(plot)
@@ -65,13 +65,13 @@ def ablate(
         one: list[Any] = [text if target is None else (text, target)]
         _each(m, _opened(m, data, examples, set) if data else examples_from(m, one, texts=True), how, str(folder), plot, json)
     elif text is not None:
-        from clearhead.inside.effect import effect
+        from clearhead.inside.parts.effect import effect
 
         found = effect(m, text, heads, layers, feedforwards, how, target=target)
         _drawn(plot, lambda draw: draw.draw_effect(found, f"without {_listed(found.ablated)}"))
         show_result(found.to_dict(), json, lambda console: _print(console, _effect_table(found)))
     else:
-        from clearhead.inside.ablate import ablate as run
+        from clearhead.inside.parts.ablate import ablate as run
 
         if plot is not None:
             raise InputError("--plot draws --each or --text: add one of them, or leave --plot out")
@@ -105,7 +105,7 @@ def prune(
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
     from clearhead.commands.common import progress
-    from clearhead.inside.curve import prune_curve
+    from clearhead.inside.parts.curve import prune_curve
     from clearhead.loaded import load
 
     _drawable(plot)
@@ -159,11 +159,11 @@ def _pruned(
     """Prune, judge, write; what came of it."""
     from clearhead.commands.common import progress
     from clearhead.hub.checkpoint import explain_export
-    from clearhead.inside.curve import scores
-    from clearhead.inside.examples import Examples, judge
     from clearhead.inside.names import all_heads
-    from clearhead.inside.prune import least
-    from clearhead.inside.prune import prune as run
+    from clearhead.inside.parts.curve import scores
+    from clearhead.inside.parts.examples import Examples, judge
+    from clearhead.inside.parts.prune import least
+    from clearhead.inside.parts.prune import prune as run
 
     chosen: Any = heads
     if keep is not None:
@@ -189,7 +189,7 @@ def _pruned(
 
 def _each(m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool) -> None:
     from clearhead.commands.common import progress
-    from clearhead.inside.ablate import ablate_each
+    from clearhead.inside.parts.ablate import ablate_each
 
     with progress() as on_progress:
         found = ablate_each(m, examples, how, on_progress=on_progress)
@@ -203,7 +203,7 @@ def _each(m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str
 
 def _opened(m: Loaded, data: tuple[str, ...], most: int | None, settings: tuple[str, ...]) -> Examples:
     """The data as examples; what was guessed about it goes to stderr."""
-    from clearhead.inside.examples import examples_from
+    from clearhead.inside.parts.examples import examples_from
     from clearhead.train.evaluate import data_plan
 
     found = examples_from(m, data, data_plan(m.folder, None, settings), most=most)

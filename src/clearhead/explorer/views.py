@@ -23,12 +23,12 @@ from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.contributions import contributions
-from clearhead.inside.effect import effect
 from clearhead.inside.inputs import Prepared, Tokens, prepare
 from clearhead.inside.lens import lens
 from clearhead.inside.names import attentions
+from clearhead.inside.parts.effect import effect
 from clearhead.inside.trace import trace
-from clearhead.inside.trace_steps import TraceStep
+from clearhead.inside.trace.steps import TraceStep
 from clearhead.loaded import Loaded
 from clearhead.tokens.stages import stages
 

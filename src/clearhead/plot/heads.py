@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clearhead.inside.heads import MIXED, HeadRoles
-from clearhead.inside.roles import ROLES
-from clearhead.inside.syntax import Syntax
+from clearhead.inside.heads.roles import ROLES
+from clearhead.inside.heads.syntax import Syntax
 from clearhead.plot.canvas import new, plain
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clearhead.inside.ablate import HeadMap
-from clearhead.inside.curve import PruneCurve
-from clearhead.inside.effect import Effect
+from clearhead.inside.parts.ablate import HeadMap
+from clearhead.inside.parts.curve import PruneCurve
+from clearhead.inside.parts.effect import Effect
 from clearhead.plot.canvas import heatmap, label_axis, new, plain
 
 if TYPE_CHECKING:

@@ -1,0 +1,89 @@
+"""The equality suite: what must come out equal, on the user's own model and machine.
+
+Each row computes one thing in two ways that must agree, and says what was compared, the largest difference and what is
+allowed. Inputs are random but seeded, and short. A model in half precision is held to what its dtype can tell apart.
+
+    check_forward     kernels, batches, padding, caches, copies on disk
+    check_formula     the model against `plainly`, a forward pass that shares no code with it
+    check_training    accumulated gradients, resumed runs
+    check_inside      pruning, the lens, the device, the compiler
+    check_reference   transformers, on the same directory
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from clearhead.errors import InputError
+from clearhead.inside.checks.formula import formula_rows
+from clearhead.inside.checks.forward import disk_rows, forward_rows
+from clearhead.inside.checks.inputs import Inputs
+from clearhead.inside.checks.inside import inside_rows, machine_rows
+from clearhead.inside.checks.reference import reference_rows
+from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Row
+from clearhead.inside.checks.training import training_rows
+from clearhead.loaded import Loaded
+from clearhead.model.transformer import Transformer, evaluating
+
+__all__ = ["Check", "check", "checks_for"]
+
+
+def check(
+    m: Loaded | Transformer,
+    reference: bool = False,
+    *,
+    compile: bool = False,
+    large: bool = False,
+    on_row: Callable[[Check | Row], None] = lambda row: None,
+) -> list[Check]:
+    """Run the suite on a model where it is: on a GPU, a row that compares with the CPU comes along.
+
+    Args:
+        m: what `load` gave, or a bare model; it is left as it was.
+        reference: compare with transformers too, for a model loaded from its directory.
+        compile: compare with torch.compile's model too; that takes a quarter of a minute and more.
+        large: do not leave out, for a model of more than 500 million parameters, the rows that copy it.
+        on_row: told each row before it is run, and what came of it.
+    """
+    model = m.model if isinstance(m, Loaded) else m
+    dtype = next(model.parameters()).dtype
+    if dtype not in TOLERANCE:
+        raise InputError(f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}")
+    count = sum(weight.numel() for weight in model.parameters())
+    done = []
+    with torch.no_grad(), evaluating(model):
+        rows = [*checks_for(model, compile), *(reference_rows(m) if reference else ())]
+        for row in rows:
+            on_row(row)
+            if row.copies and count > LARGE and not large:
+                note = f"too large: {count:,} parameters, and it makes a copy of them"
+                done.append(Check(row.name, row.compared, None, row.tolerance, 0.0, note, skipped=True))
+            else:
+                done.append(_run(row))
+            on_row(done[-1])
+    return done
+
+
+def checks_for(model: Transformer, compile: bool = False) -> Iterator[Row]:
+    """Every row that fits this model."""
+    inputs = Inputs(model)
+    tolerance = TOLERANCE[inputs.dtype]
+    yield from formula_rows(inputs, tolerance)
+    yield from forward_rows(inputs, tolerance)
+    yield from disk_rows(inputs, tolerance)
+    yield from training_rows(inputs, tolerance)
+    yield from inside_rows(inputs, tolerance)
+    yield from machine_rows(inputs, tolerance, compile)
+
+
+def _run(row: Row) -> Check:
+    """A row that fails to run has failed; the others go on."""
+    start, difference, note = time.perf_counter(), None, ""
+    try:
+        difference = row.run()
+    except Exception as error:  # whatever a broken model does, the user should read it
+        note = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Check(row.name, row.compared, difference, row.tolerance, time.perf_counter() - start, note)

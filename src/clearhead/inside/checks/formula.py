@@ -1,0 +1,148 @@
+"""Rows of the equality suite that hold the model against `plainly`, which shares no code with it.
+
+A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too small to show, so
+two copies are made with the same code and other weights:
+
+    lively    large random weights, norms and biases too, and windows short enough to matter
+    quiet     weights so small that what every norm reads is as small as its eps, which then decides what comes out
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import cache as remembered
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.inside.checks.forward import cache_forms, caches, through
+from clearhead.inside.checks.inputs import Inputs
+from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.row import TOLERANCE, Row, gap
+from clearhead.model.taps import edit
+from clearhead.model.transformer import Transformer
+
+WINDOW = 4  # in the lively copy
+TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
+
+
+def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
+    """The model itself, its lively and its quiet copy."""
+    model, narrow = inputs.model, TOLERANCE[torch.float32]
+    own = inputs.fewer()
+    yield Row("model = formula", "logits with those of a plain loop in float64 over the same weights", lambda: _own(own), tolerance)
+    lively_inputs = remembered(lambda: Inputs(lively(model), own.rows, own.length))
+
+    def quiet_inputs() -> Inputs:
+        return Inputs(quiet(lively_inputs().model), own.rows, own.length)
+
+    said = remembered(lambda: _said(lively_inputs()))
+    what = "the same with large random weights: tokens, padding, far positions, short windows"
+    yield Row("model = formula (lively)", what, lambda: _lively(lively_inputs(), said()), narrow, copies=True)
+    what = "the same where everything is as small as norm_eps"
+    yield Row(
+        "model = formula (quiet)", what, lambda: _quiet(Inputs(quiet(lively_inputs().model), own.rows, own.length)), narrow, copies=True
+    )
+    if caches(inputs):
+        what = "the same through each form of cache, in pieces of 1, 3 and 2 tokens"
+        yield Row("cached = formula (lively)", what, lambda: _through_caches(lively_inputs(), said()), narrow, copies=True)
+
+
+def _said(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
+    """What the formula says."""
+    return plainly(inputs.model.config, inputs.model.state_dict(), **(given or inputs.given()), loudness=loudness)
+
+
+def _own(inputs: Inputs) -> float:
+    return gap(inputs.run(), _said(inputs))
+
+
+def _lively(inputs: Inputs, said: Tensor) -> float:
+    """Plain input; and, where rows can be padded, with gaps, and then with positions beyond the trained length."""
+    gaps = [gap(inputs.run(), said)]
+    if inputs.sequences:
+        padded, config = inputs.padded("gaps"), inputs.model.config
+        calls: list[dict[str, Any]] = [padded.given]
+        if config.positions != "learned":
+            count = torch.arange(padded.given["ids"].shape[1], device=inputs.device)
+            far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
+            calls.append({**padded.given, "positions": far.expand(inputs.rows, -1)})
+        for given in calls:
+            ours, theirs = inputs.model(**given).logits, _said(inputs, **given)
+            slots = padded.slots if ours.ndim == 3 else slice(None)
+            gaps.append(gap(ours[:, slots], theirs[:, slots.cpu() if isinstance(slots, Tensor) else slots]))
+    return max(gaps)
+
+
+def _through_caches(inputs: Inputs, said: Tensor) -> float:
+    model, rows, length = inputs.model, inputs.rows, inputs.length
+    return max(gap(through(inputs, form(model, rows, length), [1, 3, 2]), said) for form in cache_forms(model).values())
+
+
+def _quiet(inputs: Inputs) -> float:
+    """Sinusoids are no weights, and cannot be made small: there the embedding is, on both sides."""
+    model, config = inputs.model, inputs.model.config
+    loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    changes: dict[str, Callable[[Tensor], Tensor]] = {f"{stack.plan.prefix}embedding": lambda x: x * loud for stack in stacks}
+    with edit(model, changes):
+        return gap(inputs.run(), _said(inputs, loud), least=0.0)
+
+
+# Copies with other weights --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def lively(model: Transformer, seed: int = 0) -> Transformer:
+    """A float32 copy in which nothing is too small to see, and windows are shorter than the inputs."""
+    made = copy.deepcopy(model).float()
+    made.config = config = model.config.replace(window=_shorter(model.config.window))
+    for stack, plan in ((made.encoder, config.encoder), (made.decoder, config.decoder)):
+        if stack is not None and plan is not None:
+            stack.plan = dataclasses.replace(stack.plan, windows=_shorter(stack.plan.windows))
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in made.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+        if name.endswith(TABLES):
+            weight.copy_(noise)
+        elif weight.ndim == 1:
+            is_gain = name.endswith("weight")
+            weight.copy_(0.3 * noise + float(is_gain and not config.norm_unit_offset))
+        else:
+            weight.copy_(noise / math.sqrt(weight[0].numel()))
+    return made
+
+
+def _shorter(window: Any) -> Any:
+    if isinstance(window, tuple):
+        return tuple(_shorter(one) for one in window)
+    return None if window is None else min(window, WINDOW)
+
+
+@torch.no_grad()
+def quiet(lively: Transformer) -> Transformer:
+    """A copy of a lively model in which all that a norm reads is about as large as the root of its eps.
+
+    What enters the residual stream is made small; what a norm before a sublayer has made large again is made small where
+    the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
+    """
+    made = copy.deepcopy(lively)
+    config = made.config
+    small = math.sqrt(config.norm_eps)
+    answers: tuple[str, ...] = ()
+    if config.norm_position in ("pre", "sandwich"):
+        answers = ("out.weight", "down.weight", *(("q.weight", "k.weight") if config.qk_norm != "none" else ()))
+    for name, weight in made.named_parameters():
+        after_a_norm = (".blocks." in name and name.endswith(answers)) or (name == "head.transform.weight" and config.final_norm)
+        into_stream = ".inside." in name or ".after." in name or ".embedding.norm." in name
+        if into_stream and name.endswith("weight") and config.norm_unit_offset:
+            weight.copy_((1 + weight) * small - 1)
+        elif into_stream or after_a_norm or name.endswith(("bias", *TABLES)) or ".front." in name:
+            weight.mul_(small)
+    return made

@@ -1,0 +1,187 @@
+"""Heads ranked by how well they agree with an alignment that somebody gives: which stretch of a text belongs to which.
+
+    {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}               one stack, or the encoder of two
+    {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}          cross-attention, source span first
+    {"text": "The cat ran", "unit": "tokens", "pairs": [[[1, 2], [3, 4]]]}          spans of tokens, special ones counted
+
+For each pair and head: does the strongest link from one stretch, among tokens that are neither special nor in it, go
+into the other, and how much attention goes there? Cross-attention is asked twice, as a target token has two queries:
+the one that writes it, from the token before, and the one that reads it.
+
+Shapes: H heads, N heads that are ranked, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clearhead.data.files import missing, read_lines
+from clearhead.errors import InputError
+from clearhead.hub.encodings import framed
+from clearhead.inside.heads.words import positions
+from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.names import Head, all_heads, attentions
+from clearhead.loaded import Loaded
+from clearhead.model.transformer import Transformer
+
+Span = tuple[int, int]
+WITHIN = ("first to second", "second to first")
+ACROSS = ("written", "read")
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Stretches that belong together: of one text, or of a source and its target."""
+
+    text: str
+    pairs: tuple[tuple[Span, Span], ...]
+    target: str | None = None
+    unit: Literal["characters", "tokens"] = "characters"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well each head agrees; shares from 0 to 1."""
+
+    heads: tuple[Head, ...]
+    directions: tuple[str, str]  # WITHIN or ACROSS
+    accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
+    mass: NDArray[np.float64]  # [2, N]: the attention that goes there
+    chance: NDArray[np.float64]  # [2]: how often a random link would
+    pairs: int
+    skipped: int  # pairs with a stretch that has no token
+
+    def ranking(self) -> list[dict[str, Any]]:
+        """Heads, best first, each with its better direction."""
+        better = np.where(self.accuracy[1] > self.accuracy[0], 1, 0)
+        rows = [
+            {
+                "head": str(head),
+                "direction": self.directions[better[at]],
+                "accuracy": float(self.accuracy[better[at], at]),
+                "attention": float(self.mass[better[at], at]),
+                "chance": float(self.chance[better[at]]),
+            }
+            for at, head in enumerate(self.heads)
+        ]
+        return sorted(rows, key=lambda row: (-float(str(row["accuracy"])), -float(str(row["attention"]))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"pairs": self.pairs, "skipped": self.skipped, "heads": self.ranking()}
+
+
+def read_alignments(path: Path) -> list[Aligned]:
+    """A JSONL file of aligned texts; see the module for its lines."""
+    if not path.exists():
+        raise missing(path)
+    found = []
+    for number, line in read_lines(path):
+        if line.strip():
+            try:
+                found.append(_aligned(json.loads(line)))
+            except (ValueError, TypeError, KeyError) as error:
+                reason = error if isinstance(error, InputError) else 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
+                raise InputError(f"{path}, line {number}: {reason}") from None
+    if not found:
+        raise InputError(f"{path} is empty: there is no alignment in it")
+    return found
+
+
+def _aligned(line: dict[str, Any]) -> Aligned:
+    """One line, checked."""
+    both = "source" in line
+    text, target = (line["source"], line["target"]) if both else (line["text"], None)
+    unit = line.get("unit", "characters")
+    if unit not in ("characters", "tokens"):
+        raise InputError(f'unit "{unit}" is not known: choose characters or tokens')
+    if not isinstance(text, str) or not (target is None or isinstance(target, str)):
+        raise InputError("a text must be a string")
+    pairs = tuple(((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in line["pairs"])
+    for pair in pairs:
+        for (start, end), whole in zip(pair, (text, target if target is not None else text)):
+            if not 0 <= start < end or (unit == "characters" and end > len(whole)):
+                raise InputError(f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters")
+    return Aligned(text, pairs, target, unit)
+
+
+def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement:
+    """Judge every head by given alignments: cross-attention where they have a target, else that of the first stack."""
+    m = m if isinstance(m, Loaded) else Loaded(m)
+    examples = list(examples)
+    across = [example.target is not None for example in examples]
+    if not any(example.pairs for example in examples):
+        raise InputError("there is no pair to judge by: give at least one")
+    if any(across) and not all(across):
+        raise InputError("some alignments have a target and some have none: give one kind at a time")
+    both = m.config.family == "encoder-decoder"
+    if across[0] and not both:
+        raise InputError('alignments of a source and a target need an encoder-decoder: give {"text": ..., "pairs": ...} for this model')
+    kind = "cross" if across[0] else "encoder" if both else "self"
+    heads = tuple(head for head in all_heads(m.config) if head.kind == kind)
+    names = [f"{Head(kind, layer, 0).part}.pattern" for own, layer, _ in attentions(m.config) if own == kind]
+    hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
+    chance, counted, skipped = torch.zeros(2), 0, 0
+    for example in examples:
+        prepared, first, second = _read(m, example)
+        _, seen = prepared.record(*names)
+        pattern = torch.cat([seen[name][0].float().cpu() for name in names])  # N T S
+        special = torch.tensor(first.special)
+        for pair in example.pairs:
+            one, other = _tokens(pair[0], first, example.unit), _tokens(pair[1], second, example.unit)
+            if not one or not other:
+                skipped += 1
+                continue
+            counted += 1
+            looks = ((other, one, -1), (other, one, 0)) if kind == "cross" else ((one, other, 0), (other, one, 0))
+            for direction, (queries, keys, shift) in enumerate(looks):
+                candidates = ~special
+                if kind != "cross":
+                    candidates[queries] = False
+                candidates[keys] = True
+                row = pattern[:, [max(query + shift, 0) for query in queries]].mean(1)  # N S
+                best = row.masked_fill(~candidates, -1.0)
+                hits[direction] += torch.isin(best.argmax(-1), torch.tensor(keys)) & (best.max(-1).values > 0)
+                mass[direction] += row[:, keys].sum(-1)
+                chance[direction] += len(keys) / float(candidates.sum())
+    if not counted:
+        raise InputError("no stretch of the alignments has a token: check their spans")
+    accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
+    return Agreement(heads, ACROSS if kind == "cross" else WITHIN, accuracy, attention, random, counted, skipped)
+
+
+def _read(m: Loaded, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
+    """The inputs, the tokens of the first text and of the second."""
+    if example.target is None:
+        target = list(m._start()) if m.config.family == "encoder-decoder" else None
+        prepared = prepare(m, example.text, target=target)
+        tokens = prepared.source_tokens or prepared.tokens
+        return prepared, tokens, tokens
+    encoding = framed(m.text_tokenizer, m.max_length, example.target)
+    start = m._start()
+    kept = [place for place, token in enumerate(encoding.ids) if token not in m.stops and token not in start]
+    ids = [*start, *(encoding.ids[place] for place in kept)][: m.config.max_positions]
+    prepared = prepare(m, example.text, target=ids)
+    spans = (((0, 0),) * len(start) + tuple(encoding.offsets[place] for place in kept))[: len(ids)]
+    special = ((True,) * len(start) + (False,) * len(kept))[: len(ids)]
+    written = Tokens(prepared.tokens.labels, prepared.tokens.ids, spans, example.target, special)
+    assert prepared.source_tokens is not None
+    return prepared, prepared.source_tokens, written
+
+
+def _tokens(span: Span, tokens: Tokens, unit: str) -> list[int]:
+    """The positions of the tokens in a span."""
+    if unit == "tokens":
+        if span[1] > len(tokens):
+            raise InputError(f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text")
+        return list(range(*span))
+    behind = [(0, 0) if mark else own for own, mark in zip(tokens.spans, tokens.special)]
+    return list(positions([span], behind)[0])

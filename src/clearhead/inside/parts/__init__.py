@@ -1,0 +1,1 @@
+"""What a model's parts are for: switched off, ranked, taken away."""

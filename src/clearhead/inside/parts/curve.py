@@ -1,0 +1,113 @@
+"""Quality against heads removed: heads go one after another, those that count least first, until none is left.
+
+Heads are masked, not cut out, so that a layer may lose all of its own; `prune` is the same up to there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from clearhead.errors import InputError
+from clearhead.inside.names import Head, all_heads
+from clearhead.inside.parts.ablate import HeadMap, OnProgress, ablate_each, ablating, opened
+from clearhead.inside.parts.examples import Data, Examples, judge
+from clearhead.inside.parts.importance import importance
+from clearhead.inside.parts.prune import Unit, ordered
+from clearhead.loaded import Loaded
+from clearhead.model.transformer import Transformer
+
+By = Literal["importance", "ablation", "random"]
+WAYS = ("importance", "ablation", "random")
+
+
+@dataclass(frozen=True)
+class PruneCurve:
+    """Loss and accuracy after so many heads are gone."""
+
+    by: By
+    heads: int  # of the whole model
+    removed: tuple[int, ...]  # heads gone at each point, from 0
+    loss: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    order: tuple[str, ...]  # names of the heads, first gone first
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("removed", "loss", "accuracy", "order")}
+        return {"by": self.by, "heads": self.heads, **lists}
+
+
+def scores(
+    m: Loaded | Transformer,
+    data: Data,
+    by: By = "importance",
+    seed: int = 0,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> HeadMap:
+    """How much each head counts: by gradient, by what the loss rises without it, or drawn at random."""
+    if by not in WAYS:
+        raise InputError(f'by "{by}" is not known: choose {", ".join(WAYS)}')
+    if by == "importance":
+        return importance(m, data, on_progress=on_progress, **options).heads
+    if by == "ablation":
+        return ablate_each(m, data, on_progress=on_progress, **options)
+    config = m.config
+    heads = all_heads(config)
+    drawn = np.random.default_rng(seed).random(len(heads))
+    return HeadMap.of(config, "drawn at random", dict(zip(heads, drawn.tolist())))
+
+
+def prune_curve(
+    m: Loaded | Transformer,
+    data: Data,
+    steps: int | None = None,
+    by: By = "importance",
+    seed: int = 0,
+    recompute: bool = False,
+    ranked_on: Data | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> PruneCurve:
+    """Mask heads in the order in which they count, and measure loss and accuracy on the way.
+
+    Args:
+        m: what `load` gave; or a bare model, with `Examples`.
+        data: what quality is measured on, and `options`, as for `examples_from`.
+        steps: points after the first; None: one for each head, or for each group of heads that go together.
+        by: what decides the order: importance (by gradient), ablation (of each alone), random.
+        seed: of the random order.
+        recompute: rank the heads that are left anew at each point.
+        ranked_on: other data to rank the heads on; None: the same.
+        on_progress: told how many points are done.
+    """
+    model, examples = opened(m, data, options)
+    ranking = examples if ranked_on is None else opened(m, ranked_on, options)[1]
+    waiting = _ranked(model, ranking, by, seed)
+    if steps is not None and steps < 1:
+        raise InputError(f"steps {steps} must be 1 or more")
+    count = len(waiting)
+    points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
+    gone: list[Head] = []
+    removed, losses, rights = [], [], []
+    for done, (start, end) in enumerate(zip([0, *points], points), start=1):
+        for unit in waiting[: end - start]:
+            gone += unit
+        waiting = waiting[end - start :]
+        with ablating(model, gone):
+            found = judge(model, examples)
+            if recompute and by != "random" and waiting:
+                left = set(waiting)
+                waiting = [unit for unit in _ranked(model, ranking, by, seed) if unit in left]
+        removed.append(len(gone))
+        losses.append(found.loss)
+        rights.append(found.accuracy)
+        on_progress("heads", done, len(points))
+    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(rights), tuple(map(str, gone)))
+
+
+def _ranked(model: Transformer, examples: Examples, by: By, seed: int) -> list[Unit]:
+    return ordered(model.config, scores(model, examples, by, seed).numbers(model.config))

@@ -1,0 +1,167 @@
+"""The forward pass, step by step: from text to the probabilities of what comes next.
+
+    seen = trace(m, "The cat sat")
+    for step in seen.steps: step.name, step.symbols, step.shape, step.why
+    seen["blocks.0.attention.pattern"].value          # B H T S
+    seen.parameters, seen.flops                       # those of `cost(config, length)`, exactly
+    seen.rows(depth=2)                                # stacks and blocks, with sums
+
+The values are those of this model: a walk calls its parts one at a time, and its result is held against the model's.
+
+Shapes: see `trace_words.LEGEND`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.cost import Cost, cost
+from clearhead.errors import InputError, nearest
+from clearhead.hub.pixels import Image
+from clearhead.inside.inputs import Prepared
+from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
+from clearhead.inside.trace.inputs import input_steps, trace_inputs
+from clearhead.inside.trace.rows import Row, Sums, rows_of
+from clearhead.inside.trace.steps import Notebook, Peek, TraceStep
+from clearhead.inside.trace.walk import head_steps, stack_steps
+from clearhead.inside.trace.words import LEGEND
+from clearhead.loaded import Loaded
+from clearhead.model.transformer import Transformer, evaluating
+
+__all__ = ["Peek", "Prediction", "Row", "Trace", "TraceStep", "trace"]
+
+POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
+
+
+@dataclass(frozen=True)
+class Trace(Sums):
+    """One forward pass of one model."""
+
+    steps: tuple[TraceStep, ...]
+    tokens: tuple[str, ...]  # what the stack that feeds the head reads, as labels
+    source_tokens: tuple[str, ...]  # what the encoder before it reads; empty where there is none
+    predictions: tuple[Prediction, ...]  # what the head finds likely: at each token, or of the whole
+    logits: Tensor = field(repr=False, compare=False)  # what the head says, on the CPU
+    difference: float  # the largest, between these logits and those of the model's own pass
+    cost: Cost = field(repr=False)  # of this pass: `cost(config, length, source_length=...)`
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the letters mean that these steps use."""
+        used = {letter for step in self.steps for letter in step.symbols.replace("·", " ").split()}
+        return {letter: meaning for letter, meaning in LEGEND.items() if letter in used}
+
+    def __getitem__(self, name: str) -> TraceStep:
+        """A step by its name."""
+        known = {step.name: step for step in self.steps}
+        if name not in known:
+            raise InputError(f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}')
+        return known[name]
+
+    def rows(self, depth: int = 4, layer: int | None = None) -> tuple[Row, ...]:
+        """The steps as a tree, down to a depth: 1 stacks, 2 blocks, 3 sublayers, 4 all steps; `layer` is opened in full."""
+        return rows_of(self.steps, depth, layer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; values and logits are left out."""
+        return {
+            "tokens": list(self.tokens),
+            "source_tokens": list(self.source_tokens),
+            "legend": self.legend,
+            "totals": self.figures(),
+            "difference": self.difference,
+            "steps": [step.to_dict() for step in self.steps],
+            "groups": [row.to_dict() for row in self.rows(depth=3) if row.step is None],
+            "predictions": [prediction.to_dict() for prediction in self.predictions],
+        }
+
+
+def trace(
+    m: Loaded | Transformer,
+    given: str | Sequence[int] | Tensor | Image,
+    target: str | Sequence[int] | None = None,
+    pair: str | None = None,
+    top: int = 5,
+    *,
+    keep_values: bool | Collection[str] = True,
+) -> Trace:
+    """The forward pass of one input, as a list of steps.
+
+    Args:
+        m: what `load` gave, or a bare model, which takes ids, pixels or numbers.
+        given: text or token ids; for other models an image or numbers [T, d_input]. The encoder reads it where there are two stacks.
+        target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
+        pair: the second text of a pair, for an encoder.
+        top: how many candidates to show.
+        keep_values: keep each step's tensor, or those of the steps that are named; of the others only a peek stays.
+    """
+    m = m if isinstance(m, Loaded) else Loaded(m)
+    if top < 1:
+        raise InputError(f"top {top} must be 1 or more: it is the number of candidates shown")
+    prepared = trace_inputs(m, given, target, pair)
+    with torch.no_grad(), evaluating(m.model):
+        expected = prepared.run().logits  # first, so that the walk finds a warm machine
+        price = _price(prepared)
+        note = Notebook(price.steps, _facts(m, top), keep_values)
+        logits = _walk(note, prepared, pair)
+        assert not note.unpaid, f"the walk has not met {', '.join(note.unpaid)}"
+        with note.group("head"):
+            predictions = answer_steps(note, m, prepared.tokens, logits, top)
+    source = prepared.source_tokens.labels if prepared.source_tokens is not None else ()
+    difference = float((logits - expected).abs().max())
+    return Trace(tuple(note.steps), prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
+
+
+def _walk(note: Notebook, prepared: Prepared, pair: str | None) -> Tensor:
+    """Every stack, then the head -> the logits."""
+    m, model, memory = prepared.m, prepared.model, None
+    if prepared.source is not None and prepared.source_tokens is not None and model.encoder is not None:
+        with note.group("encoder"):
+            with note.group("encoder.input"):
+                input_steps(note, m, prepared.source, prepared.source_tokens, "encoder.", pair)
+            memory = stack_steps(note, model.encoder, prepared.source)
+    with note.group("decoder" if model.decoder is not None else "encoder"):
+        with note.group("input"):
+            input_steps(note, m, prepared.main, prepared.tokens, "", pair)
+        hidden = stack_steps(note, model.main, prepared.main, prepared.types, memory)
+    with note.group("head"):
+        return head_steps(note, model.head, hidden)
+
+
+def _price(prepared: Prepared) -> Cost:
+    """What the cost model says of this very pass."""
+    lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
+    dtype = str(next(prepared.model.parameters()).dtype).removeprefix("torch.")
+    return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
+
+
+def _facts(m: Loaded, top: int) -> dict[str, Any]:
+    """What formulas are filled in with."""
+    config = m.config
+    chosen = "softmax(the chosen)" if config.router_order == "topk_softmax" else "softmax(all), the chosen"
+    return {
+        "norm": config.norm,
+        "activation": config.activation,
+        "head_activation": config.head_activation,
+        "embedding_scale": f"{config.embedding_scale:.4g}",
+        "residual_scale": f"{config.residual_scale:.4g}",
+        "logit_scale": f"{config.logit_scale:.4g}",
+        "softcap": config.attention_softcap,
+        "logit_softcap": config.logit_softcap,
+        "qkv_bias": " + b" if config.qkv_bias else "",
+        "out_bias": " + b" if config.attention_out_bias else "",
+        "feedforward_bias": " + b" if config.feedforward_bias else "",
+        "head_bias": " + b" if config.head_bias else "",
+        "n_experts": config.n_experts,
+        "n_active": config.n_active_experts,
+        "router": chosen + (" / their sum" if config.router_order == "softmax_topk" and config.router_renormalise else ""),
+        "pooling": POOLING[config.pooling or "mean"],
+        "pooler": config.pooler,
+        "probability": probability_of(m)[1],
+        "top": top,
+    }

@@ -1,0 +1,107 @@
+"""The end of a trace: what the head says as probabilities, and the candidates it finds most likely.
+
+Shapes: B batch (one row), T tokens, V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.inside.inputs import Tokens
+from clearhead.inside.trace.steps import Notebook
+from clearhead.loaded import Loaded
+from clearhead.model.norms import wide
+from clearhead.tasks.run import names_of
+from clearhead.tokens.labels import label
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer and its probability."""
+
+    label: str
+    id: int  # of a token, a class, or a place in the text
+    probability: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"label": self.label, "id": self.id, "probability": self.probability}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the head finds likely, at one token or of the whole input."""
+
+    at: str  # the token that has just been read, or which question is answered: "class", "begins", "ends"
+    position: int | None  # of that token
+    id: int | None  # of that token, where it has one
+    chosen: Choice  # a model that writes: the token that comes next in the row, and after the last the likeliest; else the likeliest
+    candidates: tuple[Choice, ...]  # the likeliest first
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        candidates = [candidate.to_dict() for candidate in self.candidates]
+        return {"at": self.at, "position": self.position, "id": self.id, "chosen": self.chosen.to_dict(), "candidates": candidates}
+
+
+def probability_of(m: Loaded) -> tuple[Callable[[Tensor], Tensor] | None, str]:
+    """How logits become probabilities, and that in words; None for a head whose answer is no choice."""
+    config = m.config
+    if config.head in ("embedding", "none"):
+        return None, ""
+    if config.head == "span":
+        return (lambda logits: wide(logits).softmax(1)), "softmax(x) over tokens"
+    theirs = m.description.theirs if m.description is not None else {}
+    kind = theirs.get("problem_type") if config.head == "classifier" else None
+    if kind == "regression":
+        return None, ""
+    if kind == "multi_label_classification" or (config.head == "classifier" and config.n_classes == 1):
+        return (lambda logits: wide(logits).sigmoid()), "sigmoid(x)"
+    return (lambda logits: wide(logits).softmax(-1)), "softmax(x)"
+
+
+def answer_steps(note: Notebook, m: Loaded, tokens: Tokens, logits: Tensor, top: int) -> tuple[Prediction, ...]:
+    """Logits -> probabilities -> the candidates, as steps and as data."""
+    head = m.config.head
+    compute, _ = probability_of(m)
+    if compute is None:
+        return ()
+    symbols = "B T V" if head in ("lm", "mlm") else "B C" if head == "classifier" else "B T C"
+    probabilities = note("head.probabilities", symbols, compute, logits)
+    options = probabilities.transpose(1, 2) if head == "span" else probabilities  # the last axis is what is chosen from
+    top = min(top, options.shape[-1])
+    rows = {"B T V": "B T top", "B C": "B top", "B T C": "B C top" if head == "span" else "B T top"}[symbols]
+    found: list[Tensor] = []
+
+    def best() -> Tensor:
+        values, numbers = options.topk(top, dim=-1)
+        found.append(numbers)
+        return values
+
+    values = note("head.candidates", rows, best, top=top)
+    by_token = head in ("lm", "mlm", "tagger")
+    questions = list(tokens.labels) if by_token else ["class"] if head == "classifier" else ["begins", "ends"]
+    follows: Sequence[int | None] = [*tokens.ids[1:], None] if head == "lm" else [None] * len(questions)
+    options, values, numbers = (x.reshape(len(questions), -1).cpu() for x in (options, values, found[0]))
+    names, made = _names(m, tokens), []
+    for row, (question, following) in enumerate(zip(questions, follows)):
+        shown = zip(numbers[row].tolist(), values[row].tolist())
+        candidates = tuple(Choice(names(number), number, value) for number, value in shown)
+        chosen = candidates[0] if following is None else Choice(names(following), following, float(options[row, following]))
+        read = tokens.ids[row] if by_token and tokens.ids else None
+        made.append(Prediction(question, row if by_token else None, read, chosen, candidates))
+    return tuple(made)
+
+
+def _names(m: Loaded, tokens: Tokens) -> Callable[[int], str]:
+    """How an answer is called: a token, a class, or the token at a place."""
+    if m.config.head in ("lm", "mlm"):
+        return lambda number: label(m.tokenizer, number)
+    if m.config.head == "span":
+        return lambda number: tokens.labels[number]
+    classes = names_of(m)
+    return lambda number: classes[number]

@@ -1,0 +1,87 @@
+"""What a trace begins with: `prepare`'s inputs, and those that have no text: vectors, frames, images that are described.
+
+Shapes: B batch (one row), T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.config import ModelConfig
+from clearhead.errors import InputError
+from clearhead.hub.encodings import framed
+from clearhead.hub.pixels import to_pixels
+from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.trace.steps import Notebook
+from clearhead.loaded import Loaded
+from clearhead.steps import tokens_of
+from clearhead.tokens.labels import labels
+
+
+def trace_inputs(m: Loaded, given: Any, target: str | Sequence[int] | None, pair: str | None) -> Prepared:
+    """Inputs of one row for any model."""
+    both = m.config.family == "encoder-decoder"
+    kind = m.config.input
+    if kind == "tokens" or (kind == "patches" and not both):
+        if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:
+            given = given[0]
+        if pair is not None and (kind != "tokens" or both or not isinstance(given, str)):
+            raise InputError("pair is the second text of two, for a model of one stack that reads text: leave it out")
+        return prepare(m, given, target, pair)
+    if pair is not None or (target is not None and not both):
+        raise InputError(f"{'pair' if pair is not None else 'target'} is for text, and this model reads {kind}: leave it out")
+    rows = _numbers(m, given)
+    if not both:
+        return Prepared(m, rows, _numbered(m.config, rows))
+    if target is None:
+        raise InputError(f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids")
+    ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
+    written = Tokens(labels(m.tokenizer, ids), tuple(ids))
+    return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, _numbered(m.config, rows))
+
+
+def _numbers(m: Loaded, given: Any) -> Tensor:
+    """Vectors or frames [1, T, d_input], or pixels [1, C, height, width]."""
+    weight, config = next(m.model.parameters()), m.config
+    if config.input == "patches":
+        image = given[0] if isinstance(given, Tensor) and given.ndim == 4 else given
+        return to_pixels(image, config, m.images)[None].to(weight)
+    wanted = f"this model reads {config.input}: give numbers [T, {config.d_input}], an array or a tensor"
+    if isinstance(given, str):
+        raise InputError(f"text was given, and {wanted}")
+    try:
+        rows = torch.as_tensor(given).to(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{type(given).__name__} was given, and {wanted}") from None
+    rows = rows[None] if rows.ndim == 2 else rows
+    if rows.ndim != 3 or rows.shape[0] != 1 or rows.shape[2] != config.d_input or not rows.shape[1]:
+        raise InputError(f"numbers of shape {list(rows.shape)} were given, and {wanted}")
+    return rows
+
+
+def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
+    """A number for every token that the front makes of the inputs."""
+    plan = config.encoder or config.decoder
+    assert plan is not None
+    return Tokens(tuple(str(number) for number in range(tokens_of(config, plan, rows.shape[1]))))
+
+
+def input_steps(note: Notebook, m: Loaded, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None) -> None:
+    """How what was given became numbers."""
+    if inputs.ndim == 4:
+        note(f"{prefix}pixels", "B channels height width", lambda: inputs)
+    elif inputs.ndim == 3:
+        note(f"{prefix}vectors", "B Tin I" if m.config.input == "frames" else "B T I", lambda: inputs)
+    else:
+        if tokens.spans:
+
+            def tokenized() -> Tensor:
+                framed(m.text_tokenizer, m.max_length, tokens.text, pair)
+                return torch.tensor(tokens.spans)
+
+            note(f"{prefix}tokenize", "T 2", tokenized, sample=tokens.labels)
+        note(f"{prefix}ids", "B T", lambda: inputs, sample=tokens.labels)
