@@ -145,7 +145,7 @@ def test_a_real_process(folder):
 
 
 def test_the_tour_does_what_it_says(capsys, tmp_path):
-    code, out, _ = inside("demo", "--steps", "10", "--out", str(tmp_path), capsys=capsys)
+    code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
     assert "25 of 25 equal" in out
     assert "the 3rd of May 2011  becomes  " in out

@@ -24,7 +24,7 @@ class Replay:
         self.memory = torch.empty(0)
 
     def run(self) -> dict[str, float]:
-        """The largest difference of each step, relative to its largest value where that is above 1; hidden scores do not count as values."""
+        """The largest difference of each step, relative to its largest value where that is above 1; hidden scores are no values."""
         differences = {}
         for step in self.trace.steps:
             value = self.compute(step.name)
