@@ -59,6 +59,8 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     console.rule("Next")
     console.print(f"clearhead generate {place / 'writer'} 'Return the ' --temperature 0.7 --stream", soft_wrap=True)
     console.print(f"clearhead translate {place / 'reader'} '24 December 1999'", soft_wrap=True)
+    console.print(f"clearhead explore {place / 'reader'} --text '3 May 2011' --export page.html    see it think", soft_wrap=True)
+    console.print(f"clearhead trace {place / 'reader'} '3 May 2011' --depth 3    the forward pass, step by step", soft_wrap=True)
     console.print("clearhead train my.txt                     your own text, pairs, labels, tags or images")
     console.print("clearhead tokens 'any text'                the stages of tokenization")
     console.print("clearhead check DIR --reference            against transformers")
