@@ -5,14 +5,12 @@ import time
 
 import pytest
 
-from clearhead.explorer.pages import page_files
 from clearhead.explorer.session import Opened
 from clearhead.inside.inputs import prepare
 from tests.explorer.toys import serving, toy
 
 
 @pytest.mark.ledger("F2")
-@pytest.mark.skipif("example.json" not in page_files(), reason="no example is recorded")
 def test_an_example_until_the_model_is_there(watched):
     """Every section of the example works; nothing of it stays when the model has come."""
     may = threading.Event()

@@ -281,6 +281,8 @@ def test_compare(live, family):
     )
     kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
     watched.wait("kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl)
+    assert abs(watched.values("#compare-kl")[0] - kl) < 1e-6
+    assert (kl > 1e-6) == (family != "vit")  # the picture is compared with itself
 
 
 @pytest.mark.ledger("F2")
