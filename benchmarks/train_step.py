@@ -9,40 +9,13 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import clearhead as ch
 from common import alternate, report, save
+from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 6, 6, 384, 256, 8, 65
-
-
-class MinimalBlock(nn.Module):
-    """The least code that is a GPT block: one projection for q, k and v, the fused kernel, no options."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = (part.view(B, T, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class MinimalGPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(MinimalBlock() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-        return self.norm(self.blocks(x)) @ self.tokens.weight.T
 
 
 def main() -> None:
@@ -54,7 +27,7 @@ def main() -> None:
     ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH))
 
     config = ch.ModelConfig(vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh")
-    ours, minimal = ch.Transformer(config), MinimalGPT()
+    ours, minimal = ch.Transformer(config), MinimalGPT(LAYERS, HEADS, WIDTH, LENGTH, VOCAB)
     models: dict[str, tuple[nn.Module, object]] = {
         "clearhead": (ours, lambda: ours(ids).logits),
         "minimal GPT": (minimal, lambda: minimal(ids)),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from clearhead.data.augment import augment
+import clearhead as ch
+from clearhead.data.augment import augment, mix
 from clearhead.data.batch import IGNORE
 from clearhead.data.batches import make_batches
 from clearhead.data.examples import Chunk, Corpus
@@ -18,6 +19,7 @@ from clearhead.data.objectives import corrupt_spans, mask_tokens, noise_sizes
 from clearhead.data.plan import DataPlan
 from clearhead.data.rows import pack
 from clearhead.errors import InputError
+from clearhead.train.losses import batch_loss
 from tests.data_batches.toys import (
     batches_of,
     corpus_of,
@@ -330,6 +332,27 @@ def test_augmentations_move_pixels_and_invent_none():
     for blank in hidden[touched]:
         height, width = blank.any(1).sum(), blank.any(0).sum()
         assert blank.sum() == height * width and 3 <= height <= 8 and 3 <= width <= 8
+
+
+def test_mixed_pictures_have_the_labels_of_what_they_show():
+    labels = np.arange(40) % 5
+    pixels = np.broadcast_to(labels[:, None, None, None], (40, 3, 16, 16)).astype(np.float32)  # each shows its label
+    mixed, shares = mix(pixels, labels, np.random.default_rng(0))
+    shown = np.stack([(mixed[:, 0] == label).mean((1, 2)) for label in range(5)], axis=1)
+    assert np.abs(shares - shown).max() < 1e-6 and np.abs(shares.sum(1) - 1).max() < 1e-6
+    assert 5 < (shares.max(1) < 1).sum() < 35
+
+
+def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_path):
+    batch = batches_of("image", tmp_path, batch_size=10, augment=("flip", "mix")).at(0)
+    config = ch.preset("micro-vit").replace(image_size=(8, 8), patch_size=4, n_channels=3, n_classes=7)  # more classes than the data has
+    model = ch.Transformer(config).eval()
+    logits = model(batch.ids).logits
+    smooth = torch.full_like(logits, 0.1 / 7)
+    smooth[:, : batch.targets.shape[1]] += 0.9 * batch.targets
+    wanted = -(smooth * logits.double().log_softmax(-1)).sum()
+    loss, count = batch_loss(model, batch, 0.1)
+    assert count == 10 and abs(float((loss - wanted).detach())) < 1e-4 and (batch.targets.max(1).values < 1).any()
 
 
 # What the model sees ----------------------------------------------------------------------------------------------------

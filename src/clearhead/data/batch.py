@@ -21,7 +21,8 @@ class Batch:
     """Rows of examples."""
 
     ids: Tensor  # B T; images: pixels B C H W, float32
-    targets: Tensor  # B T with IGNORE where nothing is asked; labels B (classify, image); first and last token B 2 (answer)
+    # B T with IGNORE where nothing is asked; labels B (classify, image) or shares of classes B C; first and last token B 2 (answer)
+    targets: Tensor
     mask: Tensor | None = None  # B T, True = real; None: no padding
     source: Tensor | None = None  # B S, what the encoder reads
     source_mask: Tensor | None = None  # B S

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.data.augment import augment
+from clearhead.data.augment import augment, mix
 from clearhead.data.batch import IGNORE, Batch, Batches
 from clearhead.data.encoded import Encoded
 from clearhead.data.objectives import corrupt_spans, mask_tokens, noise_sizes
@@ -273,4 +273,8 @@ class Pictures(EvenRows):
         pixels *= self.scale
         pixels -= self.shift
         pixels = augment(pixels, self.changes, random)
-        return Batch(torch.from_numpy(np.ascontiguousarray(pixels)), tensor(self.labels[places]), numbers=tensor(places))
+        targets = tensor(self.labels[places])
+        if "mix" in self.changes:
+            pixels, shares = mix(pixels, self.labels[places], random)
+            targets = torch.from_numpy(shares)
+        return Batch(torch.from_numpy(np.ascontiguousarray(pixels)), targets, numbers=tensor(places))

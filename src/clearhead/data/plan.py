@@ -34,7 +34,7 @@ class DataPlan:
     batch_tokens: int | None = None  # pairs: tokens of a batch, padding and both sides included, in place of batch_size
     mask_share: float = 0.15  # mlm: tokens to be guessed; denoise: tokens in spans
     span_length: float = 3.0  # denoise: mean length of a span
-    augment: tuple[Literal["flip", "shift", "erase"], ...] = ()  # image: changes drawn anew each time
+    augment: tuple[Literal["flip", "shift", "erase", "mix"], ...] = ()  # image: changes drawn anew each time
     stride: int = 64  # answer: tokens by which windows of a long context overlap
     cache: str | None = None  # folder of the encoded ids; None: beside the output
 

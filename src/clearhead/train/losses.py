@@ -70,8 +70,14 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
 
 
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy, summed over targets that are not IGNORE: scores [..., C] and classes [...] -> []."""
+    """Cross-entropy, summed over targets that are not IGNORE: scores [..., C] and classes [...] -> [].
+
+    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no share.
+    """
     flat = wide(logits).reshape(-1, logits.shape[-1])
+    if targets.is_floating_point():
+        shares = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
+        return nnf.cross_entropy(flat, shares, reduction="sum", label_smoothing=smoothing)
     return nnf.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 

@@ -1,0 +1,199 @@
+"""Training speed on a GPU: the 124M GPT-2 shape, bfloat16, 32 rows of 1,024 tokens, compiled, AdamW fused, gradients clipped.
+
+PYTHONPATH=src python benchmarks/gpu_train.py [JOB ...] [--out FILE.json]
+
+The jobs, each in a process of its own, one after another:
+    loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log, the check that all is finite
+    step          the bare step of clearhead's model on one unchanging batch
+    transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
+    minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
+
+MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for attention, which
+counts the masked half as if it were computed; over the peak of the device, in half precision and without sparsity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.data.batch import Batch, Batches
+from clearhead.train.events import Event, Stepped
+from clearhead.train.loop import Run, learn
+from clearhead.train.losses import batch_loss
+from clearhead.train.optim import make_optimizer
+from clearhead.train.plan import TrainPlan
+from clearhead.train.precision import choose_precision
+from minimal_gpt import MinimalGPT
+
+LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
+WARM, STEPS = 15, 60
+CONFIG = ch.preset("gpt2").replace(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+
+
+class Drawn(Batches):
+    """Tokens drawn anew for each batch, on the CPU."""
+
+    per_epoch = 10**6
+
+    def at(self, index: int) -> Batch:
+        """See `Batches.at`."""
+        rows = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(index))
+        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def timed_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Seconds of a step on one batch: forward, backward, clip, AdamW; nothing is read back between steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(WARM):
+        step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / STEPS
+
+
+def bare() -> float:
+    """The model as the loop has it."""
+    model = ch.Transformer(CONFIG).cuda().train()
+    model.compile()
+    return timed_step(model, lambda ids, targets: batch_loss(model, Batch(ids, targets))[0] / (BATCH * LENGTH))
+
+
+def whole(model: nn.Module, logits_of: Callable[[Tensor], Tensor]) -> float:
+    """A peer, its loss within what is compiled."""
+    model.cuda().train()
+    return timed_step(model, torch.compile(lambda ids, targets: F.cross_entropy(logits_of(ids).flatten(0, 1), targets.flatten())))
+
+
+def transformers() -> float:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    return whole(model, lambda ids: model(ids).logits)
+
+
+def minimal() -> float:
+    model = MinimalGPT(LAYERS, HEADS, WIDTH, LENGTH, VOCAB)
+    return whole(model, model)
+
+
+class Enough(Exception):
+    """All steps are timed."""
+
+
+def loop() -> float:
+    """The loop that `clearhead train` runs. It is timed between two of its reports; validation and checkpoints come later."""
+    device = torch.device("cuda")
+    plan = TrainPlan(steps=10**6, lr=1e-4, betas=(0.9, 0.95), metric="loss", log_every=5)
+    model = ch.Transformer(CONFIG).to(device)
+    times: dict[int, float] = {}
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Stepped):
+            times[event.step] = time.perf_counter()
+            if event.step >= WARM + STEPS:
+                print(event, flush=True)
+                raise Enough
+
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = make_optimizer(model, plan, device)
+        model.compile()
+        run = Run(
+            folder=Path(folder),
+            task="lm",
+            plan=plan,
+            loaded=ch.Loaded(model),
+            train=Drawn(),
+            validation=Drawn(),
+            optimizer=optimizer,
+            precision=choose_precision(plan, device),
+            device=device,
+            flops_per_token=ch.cost(CONFIG, length=LENGTH).flops.training_per_token,
+        )
+        with suppress(Enough):
+            learn(run, on_event, lambda: False)
+    return (times[WARM + STEPS] - times[WARM]) / STEPS
+
+
+JOBS: dict[str, Callable[[], float]] = {
+    "loop": loop,
+    "step": bare,
+    "transformers": transformers,
+    "minimal": minimal,
+}
+
+
+def alone(name: str) -> None:
+    """One job, in this process: its figures as the last line."""
+    torch.manual_seed(0)
+    begun = time.perf_counter()
+    seconds = JOBS[name]()
+    weights = sum(p.numel() for p in ch.Transformer(CONFIG).parameters()) - LENGTH * WIDTH
+    rate = BATCH * LENGTH / seconds
+    peak = choose_precision(TrainPlan(), torch.device("cuda")).peak
+    found = {
+        "tokens_per_second": round(rate),
+        "ms_per_step": round(seconds * 1e3, 2),
+        "mfu": round(rate * (6 * weights + 12 * LAYERS * WIDTH * LENGTH) / peak, 4) if peak else None,
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "seconds_with_compiling": round(time.perf_counter() - begun, 1),
+    }
+    print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", default=list(JOBS), help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--alone", action="store_true", help="one job in this process")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.alone:
+        return alone(options.jobs[0])
+    rows: dict[str, dict[str, float]] = {}
+    for name in options.jobs:
+        done = subprocess.run([sys.executable, __file__, name, "--alone"], stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"{name}: failed", flush=True)
+            continue
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name:<14}", json.dumps(rows[name]), flush=True)
+        if options.out:
+            body = {
+                "command": f"PYTHONPATH=src python benchmarks/gpu_train.py {' '.join(options.jobs)}",
+                "title": f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, bfloat16 autocast, compiled",
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "date": date.today().isoformat(),
+                "rows": rows,
+            }
+            options.out.write_text(json.dumps(body, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
