@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python benchmarks/gpu_train.py [JOB ...] [--out FILE.json]
 
-The jobs, each in a process of its own, one after another:
+The jobs, each in a process of its own; they are compiled side by side and timed one after another:
     loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log, the check that all is finite
     step          the bare step of clearhead's model on one unchanging batch
     transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
 
@@ -31,16 +31,19 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.data.batch import Batch, Batches
+from clearhead.data.plan import DataPlan
 from clearhead.train.events import Event, Stepped
 from clearhead.train.loop import Run, learn
 from clearhead.train.losses import batch_loss
+from clearhead.train.machine import join_projections, quick_attention
 from clearhead.train.optim import make_optimizer
 from clearhead.train.plan import TrainPlan
 from clearhead.train.precision import choose_precision
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
-WARM, STEPS = 15, 60
+WARM, STEPS = 20, 60
+Context = Callable[[], AbstractContextManager[object]]
 CONFIG = ch.preset("gpt2").replace(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
 
 
@@ -55,14 +58,14 @@ class Drawn(Batches):
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-def timed_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:
+def timed_step(model: nn.Module, loss_of: Callable[[Batch], Tensor], attention: Context = nullcontext) -> float:
     """Seconds of a step on one batch: forward, backward, clip, AdamW; nothing is read back between steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH), device="cuda")
+    batch = Drawn().at(0).to("cuda")
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(ids, targets)
+        with torch.autocast("cuda", torch.bfloat16), attention():
+            loss = loss_of(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -71,6 +74,7 @@ def timed_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) ->
     for _ in range(WARM):
         step()
     torch.cuda.synchronize()
+    gate()
     start = time.perf_counter()
     for _ in range(STEPS):
         step()
@@ -81,14 +85,21 @@ def timed_step(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) ->
 def bare() -> float:
     """The model as the loop has it."""
     model = ch.Transformer(CONFIG).cuda().train()
+    join_projections(model)
     model.compile()
-    return timed_step(model, lambda ids, targets: batch_loss(model, Batch(ids, targets))[0] / (BATCH * LENGTH))
+
+    def loss_of(batch: Batch) -> Tensor:
+        loss, count = batch_loss(model, batch)
+        return loss / count
+
+    return timed_step(model, loss_of, quick_attention("lm", DataPlan(), torch.device("cuda")))
 
 
 def whole(model: nn.Module, logits_of: Callable[[Tensor], Tensor]) -> float:
     """A peer, its loss within what is compiled."""
     model.cuda().train()
-    return timed_step(model, torch.compile(lambda ids, targets: F.cross_entropy(logits_of(ids).flatten(0, 1), targets.flatten())))
+    loss_of = torch.compile(lambda ids, targets: F.cross_entropy(logits_of(ids).flatten(0, 1), targets.flatten()))
+    return timed_step(model, lambda batch: loss_of(batch.ids, batch.targets))
 
 
 def transformers() -> float:
@@ -103,6 +114,12 @@ def minimal() -> float:
     return whole(model, model)
 
 
+def gate() -> None:
+    """Say that all is compiled and warm, and wait for a line that says go."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 class Enough(Exception):
     """All steps are timed."""
 
@@ -110,19 +127,21 @@ class Enough(Exception):
 def loop() -> float:
     """The loop that `clearhead train` runs. It is timed between two of its reports; validation and checkpoints come later."""
     device = torch.device("cuda")
-    plan = TrainPlan(steps=10**6, lr=1e-4, betas=(0.9, 0.95), metric="loss", log_every=5)
+    plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss")
     model = ch.Transformer(CONFIG).to(device)
     times: dict[int, float] = {}
 
     def on_event(event: Event) -> None:
         if isinstance(event, Stepped):
+            if event.step == WARM:
+                gate()
             times[event.step] = time.perf_counter()
             if event.step >= WARM + STEPS:
-                print(event, flush=True)
                 raise Enough
 
     with tempfile.TemporaryDirectory() as folder:
         optimizer = make_optimizer(model, plan, device)
+        join_projections(model)
         model.compile()
         run = Run(
             folder=Path(folder),
@@ -134,6 +153,7 @@ def loop() -> float:
             optimizer=optimizer,
             precision=choose_precision(plan, device),
             device=device,
+            attention=quick_attention("lm", DataPlan(), device),
             flops_per_token=ch.cost(CONFIG, length=LENGTH).flops.training_per_token,
         )
         with suppress(Enough):
@@ -152,9 +172,8 @@ JOBS: dict[str, Callable[[], float]] = {
 def alone(name: str) -> None:
     """One job, in this process: its figures as the last line."""
     torch.manual_seed(0)
-    begun = time.perf_counter()
     seconds = JOBS[name]()
-    weights = sum(p.numel() for p in ch.Transformer(CONFIG).parameters()) - LENGTH * WIDTH
+    weights = ch.cost(CONFIG).parameters.total - LENGTH * WIDTH
     rate = BATCH * LENGTH / seconds
     peak = choose_precision(TrainPlan(), torch.device("cuda")).peak
     found = {
@@ -162,7 +181,6 @@ def alone(name: str) -> None:
         "ms_per_step": round(seconds * 1e3, 2),
         "mfu": round(rate * (6 * weights + 12 * LAYERS * WIDTH * LENGTH) / peak, 4) if peak else None,
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "seconds_with_compiling": round(time.perf_counter() - begun, 1),
     }
     print(json.dumps(found))
 
@@ -175,13 +193,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.alone:
         return alone(options.jobs[0])
+    command = [sys.executable, __file__, "--alone"]
+    jobs = {name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in options.jobs}
+    ready = {name: job for name, job in jobs.items() if "ready\n" in iter(job.stdout.readline, "")}
     rows: dict[str, dict[str, float]] = {}
-    for name in options.jobs:
-        done = subprocess.run([sys.executable, __file__, name, "--alone"], stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"{name}: failed", flush=True)
+    for name, job in ready.items():
+        said, _ = job.communicate("go\n")
+        if job.returncode:
             continue
-        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        rows[name] = json.loads(said.splitlines()[-1])
         print(f"{name:<14}", json.dumps(rows[name]), flush=True)
         if options.out:
             body = {
@@ -193,6 +213,8 @@ def main() -> None:
                 "rows": rows,
             }
             options.out.write_text(json.dumps(body, indent=2) + "\n")
+    if len(rows) < len(jobs):
+        sys.exit(f"failed: {', '.join(jobs.keys() - rows)}")
 
 
 if __name__ == "__main__":

@@ -125,24 +125,25 @@ JOBS = {
 }
 
 
-def run(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> dict[str, object]:
-    """Train in a process of its own, then judge."""
+def there(text: str, places: dict[str, str]) -> str:
+    """A path or setting with the folders that its names in braces stand for."""
+    for key, value in places.items():
+        text = text.replace("{" + key + "}", value)
+    return text
+
+
+def train(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> dict[str, object]:
+    """Train in a process of its own."""
     folder = out / name
-
-    def there(text: str) -> str:
-        for key, value in places.items():
-            text = text.replace("{" + key + "}", value)
-        return text
-
     settings = [*job.settings, f"train.seed={seed}"]
     if job.validation:
-        settings.append(f"data.validation={json.dumps([there(path) for path in job.validation])}")
+        settings.append(f"data.validation={json.dumps([there(path, places) for path in job.validation])}")
     command = [
         sys.executable,
         "-m",
         "clearhead",
         "train",
-        *map(there, job.train),
+        *(there(path, places) for path in job.train),
         "--recipe",
         job.recipe,
         "--out",
@@ -150,7 +151,7 @@ def run(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> di
         "--overwrite",
     ]
     for setting in settings:
-        command += ["--set", there(setting)]
+        command += ["--set", there(setting, places)]
     start = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -171,14 +172,20 @@ def run(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> di
         "validation": lines[-1]["metrics"],
         "curve": [[line["step"], line["metrics"]["loss"]] for line in lines if line["event"] == "validated"],
     }
-    if job.test:
-        judged = ch.evaluate(loaded, [there(path) for path in job.test], ch.read_recipe(folder / "train.toml").data, **job.generation)
-        result["test"] = {name: value for name, value in dataclasses.asdict(judged).items() if name != "outputs"}
-        if judged.outputs:
-            (out / f"{name}.outputs.txt").write_text("\n".join(judged.outputs) + "\n", encoding="utf-8")
-            if name == "multi30k":
-                result["test"] |= tokenised(judged.outputs, there(job.test[1]))  # type: ignore[operator]
     return result
+
+
+def judge(name: str, job: Job, places: dict[str, str], out: Path) -> dict[str, object]:
+    """The figures of a trained job on its test part."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    files = [there(path, places) for path in job.test]
+    judged = ch.evaluate(ch.load(out / name, device=device), files, ch.read_recipe(out / name / "train.toml").data, **job.generation)
+    found = {name: value for name, value in dataclasses.asdict(judged).items() if name != "outputs"}
+    if judged.outputs:
+        (out / f"{name}.outputs.txt").write_text("\n".join(judged.outputs) + "\n", encoding="utf-8")
+        if name == "multi30k":
+            found |= tokenised(judged.outputs, files[1])
+    return found
 
 
 def tokenised(outputs: tuple[str, ...], references: str) -> dict[str, object]:
@@ -212,11 +219,13 @@ def main() -> None:
         print("\n".join(JOBS))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    places = {name: str(Path(getattr(options, name)).absolute()) for name in ("data", "minilm", "fashion")}
+    places = {name: str(Path(getattr(options, name)).absolute()) for name in ("data", "minilm", "fashion") if getattr(options, name)}
 
     def one(name: str) -> None:
         try:
-            result = run(name, JOBS[name], places, options.out, options.seed)
+            result = train(name, JOBS[name], places, options.out, options.seed)
+            if JOBS[name].test:
+                result["test"] = judge(name, JOBS[name], places, options.out)
         except Exception as error:
             print(f"{name}: failed: {error!r}; see {options.out / name}.log", flush=True)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from clearhead.train.faults import diagnose
 from clearhead.train.lora import merged
 from clearhead.train.losses import batch_loss
 from clearhead.train.machine import memory
-from clearhead.train.optim import set_rate
+from clearhead.train.optim import set_rate, step_if_finite
 from clearhead.train.plan import TrainPlan
 from clearhead.train.precision import Precision
 from clearhead.train.schedule import rate
@@ -51,6 +51,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     precision: Precision
     device: torch.device
+    attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
     ema: Ema | None = None
     samples: Callable[[Loaded], tuple[str, ...]] = lambda loaded: ()
     flops_per_token: float = 0.0
@@ -102,7 +103,7 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
         targets = max(1, sum(batch.n_targets for batch in batches))
         total = torch.zeros((), device=run.device)
         for batch in batches:
-            with run.precision.autocast():
+            with run.precision.autocast(), run.attention():
                 loss, _ = batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)
             scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -110,10 +111,11 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
             upcoming = run.batches(step + 1)  # made ready while the device works
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        if not math.isfinite(float(norm)) and not scaler.is_enabled():
+        if scaler.is_enabled():  # it skips a step that is not finite, and goes on with a smaller scale
+            scaler.step(optimizer)
+            scaler.update()
+        elif not math.isfinite(step_if_finite(optimizer, norm)):
             raise TrainingError(_fault(run, step, batches))
-        scaler.step(optimizer)
-        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)

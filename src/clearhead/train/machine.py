@@ -1,15 +1,21 @@
-"""What is done for the machine's sake: compiling where it pays, recomputing where memory is short."""
+"""What is done for the machine's sake: compiling where it pays, quick kernels, recomputing where memory is short."""
 
 from __future__ import annotations
 
 import functools
 import resource
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.data.plan import DataPlan, Task
+from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
 from clearhead.train.plan import TrainPlan
 
@@ -18,8 +24,41 @@ WORTH = 500  # steps below which compiling takes longer than it saves
 
 def pays(task: Task, data: DataPlan, plan: TrainPlan, device: torch.device) -> bool:
     """Is compiling the model worth it? On a GPU, for many steps, with batches that all have one shape."""
-    one_shape = task == "image" or (task == "lm" and data.packing == "stream")
-    return device.type == "cuda" and one_shape and (plan.steps or 0) >= WORTH
+    return device.type == "cuda" and one_shape(task, data) and (plan.steps or 0) >= WORTH
+
+
+def one_shape(task: Task, data: DataPlan) -> bool:
+    """Have all batches the same shape, and no padding?"""
+    return task == "image" or (task == "lm" and data.packing == "stream")
+
+
+def quick_attention(task: Task, data: DataPlan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Contexts in which attention is quickest.
+
+    From Hopper on, cuDNN's kernel is faster than the one PyTorch takes by itself; but it is planned anew for each shape.
+    """
+    if device.type != "cuda" or not one_shape(task, data) or torch.cuda.get_device_capability(device) < (9, 0):
+        return nullcontext
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return functools.partial(sdpa_kernel, order, set_priority=True)
+
+
+def join_projections(model: Transformer) -> None:
+    """Let self-attention make queries, keys and values in one product, for a GPU; the weights stay three, and their gradients."""
+    for part in model.modules():
+        if isinstance(part, Attention) and all(type(one) is nn.Linear for one in (part.q, part.k, part.v)):
+            part.project = functools.partial(_project, part)  # type: ignore[method-assign]
+
+
+def _project(part: Attention, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Attention.project`."""
+    parts = (part.q, part.k, part.v)
+    if source is not x:
+        return part.q(x), part.k(source), part.v(source)
+    weight = torch.cat([one.weight for one in parts])
+    bias = None if part.q.bias is None else torch.cat([one.bias for one in parts])
+    q, k, v = torch.split(nnf.linear(x, weight, bias), [one.out_features for one in parts], dim=-1)
+    return q, k, v
 
 
 def recompute(model: Transformer) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clearhead.errors import InputError, nearest
@@ -90,3 +91,22 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Let the next step use `rate`, times each group's scale."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]
+
+
+def step_if_finite(optimizer: Optimizer, norm: Tensor) -> float:
+    """Take a step, unless the gradient's norm [] is not a finite number; the norm.
+
+    On a GPU fused AdamW looks at it by itself, so that the device works on while the number is read.
+    """
+    if not (norm.is_cuda and optimizer.defaults.get("fused")):
+        found = float(norm)
+        if math.isfinite(found):
+            optimizer.step()
+        return found
+    here = torch.empty((), pin_memory=True).copy_(norm, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    copied.synchronize()
+    return float(here)

@@ -33,7 +33,7 @@ from clearhead.train.exam import begun
 from clearhead.train.log import Log
 from clearhead.train.loop import LARGER, Run, learn, save
 from clearhead.train.lora import add_lora
-from clearhead.train.machine import pays, recompute
+from clearhead.train.machine import join_projections, pays, quick_attention, recompute
 from clearhead.train.optim import make_optimizer
 from clearhead.train.precision import best_device, choose_precision
 from clearhead.train.recipe import BASE, Recipe, read_recipe
@@ -316,6 +316,7 @@ def _assemble(
     if plan.checkpointing:
         recompute(loaded.model)
     if plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device):
+        join_projections(loaded.model)
         loaded.model.compile()
     per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
     return Run(
@@ -328,6 +329,7 @@ def _assemble(
         optimizer=optimizer,
         precision=precision,
         device=device,
+        attention=quick_attention(task, recipe.data, device),
         ema=Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         flops_per_token=per_token,
