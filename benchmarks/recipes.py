@@ -89,14 +89,22 @@ JOBS = {
         ("{data}/sst2/glue_train.tsv.gz",),
         (),
         ("{data}/sst2/glue_dev.tsv",),
-        ("model.base={minilm}", "data.validation_share=0.02", "train.epochs=1"),
+        (
+            "model.base={minilm}",
+            "model.pooling=mean",  # as this model was trained
+            "data.validation_share=0.02",
+            "train.epochs=2",
+            "train.layer_decay=0.85",
+            "train.ema=0.998",
+            "train.validate_every=516",
+        ),
     ),
     "wnut17": Job(
         "tagger",
         ("{data}/wnut17/wnut17train.conll",),
         ("{data}/wnut17/emerging.dev.conll",),
         ("{data}/wnut17/emerging.test.annotated",),
-        ("model.base={minilm}",),
+        ("model.base={minilm}", "train.epochs=20", "train.lr=1e-4"),
     ),
     "fashion-mnist": Job(
         "vit",

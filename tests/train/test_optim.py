@@ -10,7 +10,7 @@ from transformers.optimization import Adafactor
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.train.optim import freeze, make_optimizer, parameter_groups, set_rate
+from clearhead.train.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
 from clearhead.train.plan import TrainPlan
 from tests.harness import build, config, some_ids, worst
 
@@ -163,3 +163,16 @@ def test_adafactor_is_transformers(size):
         assert worst(mine, yours) < 1e-6
     kept = optimizer.state[ours.weight]
     assert kept["row_var"].numel() + kept["col_var"].numel() == 4 + 6  # not 24
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
+    weight = torch.nn.Linear(3, 3)
+    made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
+    set_rate(made, 1e-2)
+    for norm, changed in [(2.0, True), (math.nan, False), (math.inf, False), (0.5, True)]:
+        weight(torch.ones(1, 3)).sum().backward()
+        before = weight.weight.detach().clone()
+        found = step_if_finite(made, torch.tensor(norm))
+        assert found == norm or (math.isnan(norm) and math.isnan(found))
+        assert torch.equal(before, weight.weight) is not changed
