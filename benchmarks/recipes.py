@@ -127,6 +127,8 @@ JOBS = {
             "model.n_heads=4",
             "model.dropout=0.0",
             "train.epochs=60",
+            "train.lr=2e-3",
+            "train.ema=0.0",
             "train.warmup=100",
         ),
     ),

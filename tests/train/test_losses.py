@@ -276,3 +276,17 @@ def test_experts_are_balanced_by_the_mean_of_targets():
 def test_a_head_without_a_loss_says_so():
     with pytest.raises(InputError, match='head "embedding" has no loss'):
         batch_loss(build(family="encoder", head="embedding"), Batch(some_ids(), some_ids()))
+
+
+def test_what_counts_as_a_target():
+    tagged = torch.tensor([[1, IGNORE, 0], [1, 1, IGNORE]])
+    ids, vectors, pictures = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 5), torch.zeros(2, 3, 8, 8)
+    cases = [
+        (Batch(ids, tagged), 4, False),
+        (Batch(vectors, tagged), 4, False),  # a tag for each vector
+        (Batch(ids, tagged[:, :2]), 2, True),  # an answer's two ends
+        (Batch(pictures, torch.tensor([1, 0])), 2, False),
+        (Batch(pictures, torch.full((2, 3), 1 / 3)), 2, False),  # shares of three classes, and three channels
+    ]
+    for batch, count, span in cases:
+        assert batch.n_targets == count and batch.is_span is span

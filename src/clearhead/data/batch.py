@@ -30,11 +30,16 @@ class Batch:
     types: Tensor | None = None  # B T, which of two texts each token belongs to
     numbers: Tensor | None = None  # B, the numbers of the examples, for logs and reports of faults; stays on the CPU
 
+    @property
+    def is_span(self) -> bool:
+        """Are the targets of a row its answer's first and last token, which count as one?"""
+        return self.targets.ndim == 2 and self.targets.shape != self.ids.shape[:2] and not self.targets.is_floating_point()
+
     @cached_property
     def n_targets(self) -> int:
-        """How many targets are not IGNORE; answer: rows."""
-        if self.targets.ndim == 2 and self.targets.shape != self.ids.shape:
-            return self.targets.shape[0]
+        """How many targets are not IGNORE; answers and shares of classes: rows."""
+        if self.is_span or self.targets.is_floating_point():
+            return len(self)
         return int((self.targets != IGNORE).sum())
 
     @cached_property

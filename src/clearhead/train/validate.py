@@ -63,7 +63,7 @@ def examine(model: Transformer, batches: Batches, device: torch.device, precisio
                 losses = torch.stack([_loss(logits[row : row + 1], batch, row) for row in range(len(batch))])
                 said, meant = answers(logits, batch)
         asked = batch.targets.reshape(len(batch), -1) != IGNORE
-        counts = asked[:, 0] if is_span(batch) else asked.sum(1)
+        counts = asked[:, 0] if batch.is_span else asked.sum(1)
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
         yield Examined(numbers.numpy(), losses.cpu().double().numpy(), counts.cpu().double().numpy(), said, meant)
 
@@ -111,14 +111,9 @@ def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk
 def _loss(logits: Tensor, batch: Batch, row: int) -> Tensor:
     """Of one row, under a head that has no vocabulary."""
     targets = batch.targets[row : row + 1]
-    if is_span(batch):
+    if batch.is_span:
         return span_loss(logits, targets, None if batch.mask is None else batch.mask[row : row + 1])
     return summed(logits, targets)
-
-
-def is_span(batch: Batch) -> bool:
-    """Are the targets of a row its answer's first and last token, which count as one?"""
-    return batch.targets.ndim == 2 and batch.targets.shape != batch.ids.shape
 
 
 def answers(logits: Tensor, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
@@ -126,7 +121,7 @@ def answers(logits: Tensor, batch: Batch) -> tuple[list[list[int]], list[list[in
     targets = batch.targets
     if targets.ndim == 1:
         return [[said] for said in logits.argmax(-1).tolist()], [[meant] for meant in targets.tolist()]
-    if is_span(batch):
+    if batch.is_span:
         scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
         return scores.argmax(1).tolist(), targets.tolist()
     asked = targets != IGNORE

@@ -31,7 +31,7 @@ from clearhead.train.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_b
 from clearhead.train.exam import renamed
 from clearhead.train.losses import default_chunk, span_loss, summed
 from clearhead.train.run import open_examples
-from clearhead.train.validate import answers, is_span
+from clearhead.train.validate import answers
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -166,7 +166,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 loss, hits = _vocabulary(model.head, model(**batch.arguments(), logits="none").hidden, batch.targets)
             else:
                 logits = model(**batch.arguments()).logits
-                loss = span_loss(logits, batch.targets, batch.mask) if is_span(batch) else summed(logits, batch.targets)
+                loss = span_loss(logits, batch.targets, batch.mask) if batch.is_span else summed(logits, batch.targets)
                 hits = _right(logits, batch)
         total, right = total + float(loss), right + hits
     count = examples.targets
@@ -191,6 +191,6 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Te
 def _right(logits: Tensor, batch: Batch) -> int:
     """How many answers are right, of a head without a vocabulary."""
     pairs = list(zip(*answers(logits, batch)))
-    if is_span(batch):
+    if batch.is_span:
         return sum(said == meant for said, meant in pairs)
     return sum(one == other for said, meant in pairs for one, other in zip(said, meant))
