@@ -62,11 +62,23 @@ def shaped(value: Any, hint: Any) -> Any:
 def check_types(table: Any) -> None:
     """Hold every field against its annotation, so that a wrong value is named before it is used."""
     for name, hint in hints_of(type(table)).items():
+        check_type(name, getattr(table, name), hint)
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Hold one value against an annotation."""
+    if not _fits(value, hint):
+        raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} {value} is not a finite number")
+
+
+def check_least(table: Any, least: int, *names: str) -> None:
+    """Numbers that must be `least` or more, where they are set."""
+    for name in names:
         value = getattr(table, name)
-        if not _fits(value, hint):
-            raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name} {value} is not a finite number")
+        if value is not None and value < least:
+            raise ConfigError(f"{name} {value} must be {least} or more")
 
 
 def hints_of(cls: type) -> dict[str, Any]:

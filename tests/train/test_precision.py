@@ -18,7 +18,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.ledger("H4")
 @pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float16"])
 def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypatch, wanted):
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: False)
     chosen = choose_precision(TrainPlan(precision=wanted), CPU)
     assert chosen.dtype is None and not chosen.scaled
     assert chosen.sentence.startswith("float32") and "\n" not in chosen.sentence
@@ -29,7 +29,7 @@ def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypa
 
 @pytest.mark.ledger("H4")
 def test_a_cpu_that_is_fast_with_bfloat16_uses_it(monkeypatch):
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: True)
     chosen = choose_precision(TrainPlan(), CPU)
     assert chosen.dtype == torch.bfloat16 and not chosen.scaled
     with chosen.autocast():

@@ -255,10 +255,10 @@ def test_what_a_folder_holds(text, tmp_path):
         (["train.steps=many"], "steps 'many' is not allowed"),
         (["train.steps"], "is not understood: write section.key=value"),
         (["model.base=gtp2"], '"gtp2" is no directory and no preset (did you mean "gpt2"?)'),
-        (["model.base=t5-small"], "is a encoder-decoder and the task is lm"),
+        (["model.base=t5-small"], "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder"),
         (["tokens.vocab_size=40000", "tokens.kind=bpe"], "40"),
         (["train.freeze=encodr.*"], 'train.freeze "encodr.*" names no parameter'),
-        (["train.lora=4", "train.lora_targets=kk"], "kk"),
+        (["train.lora=4"], "train.lora 4 updates a trained model"),
         (["train.device=tpu"], 'device "tpu"'),
     ],
 )

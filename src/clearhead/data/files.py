@@ -16,10 +16,11 @@ from clearhead.errors import InputError, nearest
 
 BLOCK = 1 << 20  # bytes read at a time
 HEAD = 1 << 16  # bytes looked at to guess what a file holds
+RECIPE = "train.toml"  # what a run's folder is known by: what lies in there is no data
 
 
 def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
-    """The files behind files, folders and globs, each once; those of a folder or a glob sorted by name, hidden ones left out.
+    """The files behind files, folders and globs, each once; those of a folder or a glob sorted by name, hidden ones and runs left out.
 
     `known` are names that may have been meant where there is no such file.
     """
@@ -43,8 +44,11 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"{path} is neither a file nor a folder")
-    inside = (file for file in path.rglob("*") if file.is_file())
-    files = sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    inside = [file for file in path.rglob("*") if file.is_file()]
+    runs = {file.parent for file in inside if file.name == RECIPE} - {path}
+    files = sorted(
+        file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts) and runs.isdisjoint(file.parents)
+    )
     if not files:
         raise InputError(f"the folder {path} holds no files")
     return files

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from clearhead.errors import ConfigError
-from clearhead.typed import check_types
+from clearhead.typed import check_least, check_types
 
 Task = Literal["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image"]
 Format = Literal["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"]
@@ -44,7 +44,5 @@ class DataPlan:
             raise ConfigError(f"validation_share {self.validation_share} must lie between 0 and 1")
         if not 0 < self.mask_share < 1:
             raise ConfigError(f"mask_share {self.mask_share} must lie between 0 and 1")
-        for name in ("batch_size", "batch_tokens", "max_examples", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} {value} must be 1 or more")
+        check_least(self, 1, "batch_size", "batch_tokens", "max_examples", "max_length", "span_length")
+        check_least(self, 0, "stride")

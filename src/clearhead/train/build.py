@@ -61,8 +61,12 @@ def group_of(task: Task) -> str:
 
 def base_of(recipe: Recipe) -> Loaded | None:
     """The model that the recipe goes on from, where it names a directory."""
-    base = recipe.model.get(BASE)
+    base, rank = recipe.model.get(BASE), recipe.train.lora
     if base is None or base in PRESETS:
+        if rank:
+            raise ConfigError(
+                f"train.lora {rank} updates a trained model, and [model] base names no directory of one: set model.base, or train.lora=0"
+            )
         return None
     if not Path(base).is_dir():
         raise InputError(f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: presets are {", ".join(PRESETS)}')
@@ -93,21 +97,21 @@ def build(
     """
     given = {name: value for name, value in recipe.model.items() if name != BASE}
     if base is not None:
+        _check_kind(base.config, recipe.model, task)
+        _check_sizes(base, image, tokenizer)
         if task != "image" and base.config.head == HEADS[task] and set(labels) <= set(base.labels):
             labels = base.labels  # the classes it knows, by their numbers there
         generation = _generation(recipe, task, special, base.generation)
         fixed = _fixed(task, tokenizer, labels, image, given)
         return _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
-    fixed = _fixed(task, tokenizer, labels, image, given)
     group = group_of(task)
     kind, change = KIND[group]
     if BASE in recipe.model:
         start = preset(recipe.model[BASE])
-        fits = {preset(kind).family} | ({"decoder"} if task == "classify" else set())
-        if start.family not in fits:
-            raise ConfigError(f"[model] base {recipe.model[BASE]} is a {start.family} and the task is {task}: one such as {kind} fits")
     else:
         start = preset(kind).replace(**change, **(MIDDLE if large else SMALL)[group])
+    _check_kind(start, recipe.model, task)
+    fixed = _fixed(task, tokenizer, labels, image, given)
     config = _config(start, {**given, **fixed}, given)
     torch.manual_seed(recipe.train.seed)
     return Loaded(
@@ -119,6 +123,36 @@ def build(
     )
 
 
+def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: Task) -> None:
+    """A model of another family would see its own targets, or have no place for the source."""
+    kind = KIND[group_of(task)][0]
+    usual = preset(kind)
+    fits = (usual.family, "decoder") if task == "classify" else (usual.family,)
+    family, read = model.get("family", start.family), model.get("input", start.input)
+    if family not in fits or read != usual.input:
+        what = f"[model] base {model[BASE]}" if BASE in model else "[model]"
+        raise ConfigError(
+            f"{what} has family {family} and reads {read}, and task {task} needs family {' or '.join(fits)} and {usual.input}: "
+            f"one such as {kind} fits"
+        )
+
+
+def _check_sizes(base: Loaded, image: tuple[int, int, int] | None, tokenizer: Tokenizer | None) -> None:
+    """Can the base read every picture, or every token of a tokenizer that is not its own?"""
+    old = base.config
+    if image is not None and old.image_size is not None and image != (*old.image_size, old.n_channels):
+        theirs, ours = (" x ".join(map(str, size)) for size in ((*old.image_size, old.n_channels), image))
+        raise ConfigError(
+            f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are {ours}: "
+            "convert them, or leave model.base out"
+        )
+    if tokenizer is not None and tokenizer is not base.tokenizer and tokenizer.get_vocab_size() > old.vocab_size:
+        raise ConfigError(
+            f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model {tokenizer.get_vocab_size()}: "
+            "leave tokens.model out, or go on from another base"
+        )
+
+
 def _fixed(
     task: Task, tokenizer: Tokenizer | None, labels: Sequence[str], image: tuple[int, int, int] | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -128,10 +162,10 @@ def _fixed(
         height, width, channels = image
         patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
         fixed |= {"image_size": (height, width), "n_channels": channels, "patch_size": patch}
-        if not (height % patch or width % patch):
+        if patch > 0 and not (height % patch or width % patch):
             fixed["max_positions"] = (height // patch) * (width // patch) + 1
     if tokenizer is not None:
-        fixed["vocab_size"] = max(tokenizer.get_vocab_size(), int(given.get("vocab_size", 0)))
+        fixed["vocab_size"] = max(tokenizer.get_vocab_size(), given.get("vocab_size", 0))
     if task in ("mlm", "tag", "answer"):
         fixed["pooler"] = "none"  # nothing is pooled
     return fixed
@@ -141,7 +175,7 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
     """`start` changed; what follows from a width follows from the new one, and dropout holds wherever `start` has the same."""
     if "dropout" in given and 0 < start.feedforward_dropout == start.dropout:
         values = {"feedforward_dropout": given["dropout"], **values}
-    if "d_model" in given:
+    if given.get("d_model", 0) > 0:
         if start.embedding_scale != 1.0:
             values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
         if start.logit_scale != 1.0:

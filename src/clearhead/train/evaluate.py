@@ -15,6 +15,7 @@ from clearhead.data.batches import Batches, make_batches
 from clearhead.data.bucketed import Answers
 from clearhead.data.encoded import encode_corpus
 from clearhead.data.examples import Chunk, Corpus, Images
+from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan, Task
 from clearhead.errors import InputError
 from clearhead.loaded import Loaded
@@ -23,9 +24,11 @@ from clearhead.tasks.run import fitting
 from clearhead.train.exam import SeenPictures, begun, examples, key, led, names_in, renamed, summed_by
 from clearhead.train.figures import Figures
 from clearhead.train.metrics import Counts, bleu
+from clearhead.train.plan import GeneratePlan
 from clearhead.train.recipe import read_recipe
-from clearhead.train.run import RECIPE, open_examples
+from clearhead.train.run import open_examples
 from clearhead.train.validate import examine
+from clearhead.typed import hints_of
 
 OnProgress = Callable[[str, int, int], None]
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
@@ -89,6 +92,10 @@ def evaluate(
         _check_tokenize(tokenize)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size {batch_size} must be 1 or more")
+    if seed < 0:
+        raise InputError(f"seed {seed} must be 0 or more")
+    known = hints_of(GeneratePlan)
+    GeneratePlan(**{name: value for name, value in generation.items() if name in known and value is not None})  # refuses wrong values
     given = [data] if isinstance(data, str | Path) else list(data)
     sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
     plan = dataclasses.replace(plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes)

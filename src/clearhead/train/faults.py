@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clearhead.data.batch import Batch
 from clearhead.model.transformer import Transformer
 from clearhead.train.losses import batch_loss
+from clearhead.train.machine import parted
 from clearhead.train.plan import TrainPlan
 from clearhead.train.precision import Precision
 
@@ -74,7 +75,7 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
     """
     numbers = batch.numbers if batch.numbers is not None else torch.arange(len(batch))
     everyone = tuple(numbers.flatten().tolist())
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), parted(model):
         with _watched(model) as broken:
             loss = loss_of(model, batch)
         if broken:

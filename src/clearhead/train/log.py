@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,7 @@ class Log:
             return
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
         try:
-            self.file.write(json.dumps(line, default=str) + "\n")
+            self.file.write(json.dumps(_finite(line), default=str) + "\n")
             self.file.flush()
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from None
@@ -51,6 +52,13 @@ class Log:
         self.file.close()
         if self.board is not None:
             self.board.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no number that is not finite: null stands for it."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -78,8 +86,8 @@ def draw(folder: Path) -> None:
     judged = [line for line in log if line["event"] == "validated"]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([line["step"] for line in steps], [line["loss"] for line in steps], color="0.7", linewidth=1, label="training batch")
-    axes.plot([line["step"] for line in judged], [line["metrics"]["loss"] for line in judged], color="C0", label="validation")
+    axes.plot([line["step"] for line in steps], [_drawn(line["loss"]) for line in steps], color="0.7", linewidth=1, label="training batch")
+    axes.plot([line["step"] for line in judged], [_drawn(line["metrics"]["loss"]) for line in judged], color="C0", label="validation")
     axes.set(xlabel="step", ylabel="loss per target")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -87,6 +95,11 @@ def draw(folder: Path) -> None:
         figure.savefig(folder / CURVE, dpi=120)
     except OSError as error:
         raise CheckpointError(f"cannot write {folder / CURVE}: {error.strerror}") from None
+
+
+def _drawn(value: float | None) -> float:
+    """A gap in the curve where a number was not finite."""
+    return math.nan if value is None else value
 
 
 def _tensorboard(folder: Path) -> Any:

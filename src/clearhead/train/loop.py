@@ -32,7 +32,7 @@ from clearhead.train.optim import set_rate, step_if_finite
 from clearhead.train.plan import TrainPlan
 from clearhead.train.precision import Precision
 from clearhead.train.schedule import rate
-from clearhead.train.state import BEST, State, forget, optimizer_tensors, point, save_checkpoint
+from clearhead.train.state import BEST, State, forget, optimizer_tensors, point, save_checkpoint, saved_steps
 from clearhead.train.validate import validate
 
 LARGER = {"accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"}  # metrics of which more is better
@@ -74,6 +74,11 @@ class Run:
         assert self.plan.metric is not None
         return self.plan.metric
 
+    @property
+    def patient(self) -> bool:
+        """Has there been progress, or is the lack of it still borne?"""
+        return self.plan.patience is None or self.state.stale < self.plan.patience
+
     def batches(self, step: int) -> list[Batch]:
         """What step number `step`, counted from 1, learns from."""
         first = (step - 1) * self.plan.accumulate
@@ -95,7 +100,7 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
     clock = Clock(run)
     model.train()
     upcoming = run.batches(state.step + 1)
-    while state.step < run.steps:
+    while state.step < run.steps and run.patient:
         step = state.step + 1
         torch.manual_seed(plan.seed * 1_000_003 + step)
         set_rate(optimizer, rate(plan, step, run.steps, model.config.d_model))
@@ -111,10 +116,12 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
             upcoming = run.batches(step + 1)  # made ready while the device works
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        if scaler.is_enabled():  # it skips a step that is not finite, and goes on with a smaller scale
+        if not scaler.is_enabled():
+            finite = math.isfinite(step_if_finite(optimizer, norm + 0 * total))  # of either
+        elif finite := math.isfinite(float(total)):  # if the gradient alone is not, the step is skipped and the scale lowered
             scaler.step(optimizer)
             scaler.update()
-        elif not math.isfinite(step_if_finite(optimizer, norm)):
+        if not finite:
             raise TrainingError(_fault(run, step, batches))
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
@@ -123,19 +130,19 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
 
         if step % plan.log_every == 0 or step in (1, run.steps):
             on_event(clock.report(float(total) / targets, float(norm)))
-        stopping = stop()
+        stopping, best = stop(), False
         if due(step, plan.validate_every, run.steps):
             with clock.paused():
-                on_event(judge(run))
-        if due(step, plan.save_every, run.steps) or stopping:
+                judged = judge(run)
+                on_event(judged)
+            best = judged.best
+        if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             clock.tick()
             save(run, scaler)
             on_event(Saved(step, run.folder))
         if stopping:
             return "stopped"
-        if plan.patience is not None and state.stale >= plan.patience:
-            return "patience"
-    return "done"
+    return "done" if run.patient else "patience"
 
 
 def due(step: int, every: int | None, steps: int) -> bool:
@@ -149,9 +156,8 @@ def judge(run: Run) -> Validated:
     with run.usable() as usable:
         metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
         samples = run.samples(usable)
-    before = state.best(run.metric, run.metric in LARGER)
     state.validations.append({"step": state.step, **metrics})
-    best = state.best(run.metric, run.metric in LARGER) != before
+    best = state.best(run.metric, run.metric in LARGER) == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
     run.model.train()
     return Validated(state.step, metrics, best, samples)
@@ -169,12 +175,17 @@ def save(run: Run, scaler: Any = None) -> None:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
     with run.usable() as usable:
         save_checkpoint(run.folder, usable, tensors, state)
-    saved = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*")}
-    judged = [step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in saved]
+    steps = saved_steps(run.folder)
+    judged = [step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in steps]
     if judged:
         point(run.folder, BEST, judged[0])
-    newest = sorted(saved)[-max(plan.keep_last, plan.average) :]
-    forget(run.folder, {*newest, *judged[: plan.keep_best]})
+    forget(run.folder, {*steps[-plan.keep_last :], *averaged(run), *judged[: plan.keep_best]})
+
+
+def averaged(run: Run) -> list[int]:
+    """The steps whose weights make the average: the last of those saved by plan, not because the run was stopped or did well."""
+    regular = [step for step in saved_steps(run.folder) if step and due(step, run.plan.save_every, run.steps)]
+    return regular[-run.plan.average :] if run.plan.average else []
 
 
 def _fault(run: Run, step: int, batches: list[Batch]) -> str:

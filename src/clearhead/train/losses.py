@@ -32,6 +32,14 @@ RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 PIECE = 2**24  # scores that are made at once, at most; on a GPU more, see `default_chunk`
 
 
+def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+    """What the model takes of a batch: a tokenizer may tell two texts apart where the model does not."""
+    arguments = batch.arguments()
+    if model.config.n_types < 2:
+        arguments.pop("types", None)
+    return arguments
+
+
 def batch_loss(
     model: Transformer, batch: Batch, smoothing: float = 0.0, chunk: int | None = None, balance: float = 0.01
 ) -> tuple[Tensor, int]:
@@ -44,7 +52,7 @@ def batch_loss(
         chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the vocabulary.
         balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has them.
     """
-    config, arguments = model.config, batch.arguments()
+    config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk

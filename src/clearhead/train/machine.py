@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as nnf
@@ -62,6 +62,17 @@ def join_projections(model: Transformer) -> None:
     for part in model.modules():
         if type(part) is Attention and all(type(one) is nn.Linear for one in (part.q, part.k, part.v)):
             part.__class__ = JoinedAttention
+
+
+@contextmanager
+def parted(model: nn.Module) -> Iterator[None]:
+    """The projections one by one again, for whoever looks at them."""
+    joined: list[nn.Module] = [part for part in model.modules() if type(part) is JoinedAttention]
+    for part in joined:
+        part.__class__ = Attention
+    yield
+    for part in joined:
+        part.__class__ = JoinedAttention
 
 
 def recompute(model: Transformer) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from clearhead.data.plan import Task
 from clearhead.errors import ConfigError
-from clearhead.typed import check_types
+from clearhead.typed import check_least, check_types
 
 Schedule = Literal["original", "cosine", "linear", "constant", "wsd"]
 Optimizer = Literal["adamw", "adafactor"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Measure = Literal["loss", "accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"]
+
+METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
+    "seq2seq": ("loss", "exact", "bleu", "chrf"),
+    "classify": ("loss", "accuracy", "macro_f1"),
+    "tag": ("loss", "accuracy", "span_f1"),
+    "answer": ("loss", "exact"),
+    "image": ("loss", "accuracy", "macro_f1"),
+}
+MAX_SEED = 2**32 - 1  # what follows from it, such as the seed of a step, stays a number that PyTorch and NumPy take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +86,27 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("steps", "accumulate", "validate_every", "save_every", "log_every", "threads", "patience", "keep_best", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} {value} must be 1 or more")
-        for name in ("lr", "epochs", "eps"):
+        check_least(self, 1, "steps", "accumulate", "validate_every", "save_every", "log_every", "threads", "patience")
+        check_least(self, 1, "keep_best", "keep_last")
+        check_least(self, 0, "pretrain", "weight_decay", "clip", "warmup", "loss_chunk", "lora", "average", "samples")
+        for name in ("lr", "epochs", "eps", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} {value} must be above 0")
         for name in ("label_smoothing", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)} must lie in [0, 1)")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas {self.betas[0]}, {self.betas[1]} must each lie in [0, 1)")
+        for name in ("layer_decay", "decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must be above 0, and 1 at most")
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"floor {self.floor} must lie in [0, 1]: it is a share of lr")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed {self.seed} must lie between 0 and {MAX_SEED}")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them")
-        if self.lora < 0 or self.clip < 0 or self.average < 0:
-            raise ConfigError("lora, clip and average must be 0 (off) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +121,16 @@ class GeneratePlan:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_least(self, 1, "max_new_tokens", "num_beams")
+        check_least(self, 0, "temperature")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p {self.top_p} must be above 0, and 1 at most: 1 keeps every token")
+        if not -20 <= self.length_penalty <= 20:
+            raise ConfigError(f"length_penalty {self.length_penalty} must lie in [-20, 20]: it is an exponent, 1 takes the mean")
+
+
+def check_metric(metric: Measure | None, task: Task) -> None:
+    """Can the task be judged by this?"""
+    allowed = METRICS.get(task, ("loss",))
+    if metric is not None and metric not in allowed:
+        raise ConfigError(f"train.metric {metric} is not measured for task {task}: choose {' or '.join(allowed)}, or leave it out")

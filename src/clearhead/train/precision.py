@@ -30,6 +30,9 @@ PEAKS = {
 }
 
 
+HOPELESS = 20  # times as long as in float32: no measurement is that far off
+
+
 class Scale(Protocol):
     """Where the scale of the loss stands, in a run that is resumed."""
 
@@ -68,14 +71,14 @@ class Precision:
         return scaler
 
 
-def choose_precision(plan: TrainPlan, device: torch.device) -> Precision:
-    """The precision `plan` asks for, as far as `device` is any good at it."""
+def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = False) -> Precision:
+    """The precision `plan` asks for, as far as `device` is any good at it; `settled`: that was found out when the run began."""
     wanted, kind = plan.precision, device.type
     if wanted == "float32" or (wanted == "auto" and kind not in ("cpu", "cuda")):
         return Precision(device, None, f"float32 on {kind}")
     if kind == "cpu" and wanted == "float16":
         return Precision(device, None, "float32 on cpu: float16 is for GPUs")
-    if kind == "cpu" and not cpu_has_bfloat16():
+    if kind == "cpu" and not cpu_has_bfloat16(HOPELESS if settled else 1.0):
         return Precision(device, None, "float32 on cpu: this one is slower with bfloat16")
     name = torch.cuda.get_device_name(device) if kind == "cuda" else ""
     peak = next((peak for part, peak in PEAKS.items() if part in name), None)
@@ -87,16 +90,16 @@ def choose_precision(plan: TrainPlan, device: torch.device) -> Precision:
 
 
 @functools.cache
-def cpu_has_bfloat16() -> bool:
-    """Is a bfloat16 product on this CPU at least as fast as one in float32? Where it is emulated, it is far slower."""
+def cpu_has_bfloat16(allowed: float = 1.0) -> bool:
+    """Does a bfloat16 product on this CPU take no longer than one in float32, or `allowed` times that? Emulated, it is far slower."""
     exact = torch.ones(256, 256)
     rounded = exact.bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says at length that it has no kernel
         slow = _seconds(rounded)
-        if slow > 20 * _seconds(exact):
+        if slow > HOPELESS * _seconds(exact):
             return False  # beyond doubt, and each further try takes long
-        return min(_seconds(rounded) for _ in range(5)) <= min(_seconds(exact) for _ in range(5))
+        return min(_seconds(rounded) for _ in range(5)) <= allowed * min(_seconds(exact) for _ in range(5))
 
 
 def _seconds(matrix: torch.Tensor) -> float:

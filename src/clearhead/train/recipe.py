@@ -21,10 +21,12 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError, InputError, nearest
 from clearhead.tokens.plan import TokensPlan
 from clearhead.train.plan import GeneratePlan, TrainPlan
-from clearhead.typed import from_plain, hints_of, plain
+from clearhead.typed import check_type, from_plain, hints_of, plain, shaped
 
 SECTIONS = {"data": DataPlan, "tokens": TokensPlan, "model": ModelConfig, "train": TrainPlan, "generate": GeneratePlan}
 BASE = "base"  # the one key of [model] that is no field of the config
+# Settings that take another key's place: of two that say the same thing, the last one counts.
+REPLACES = {"train.steps": "epochs", "train.epochs": "steps", "data.batch_size": "batch_tokens"}
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,20 @@ class Recipe:
     train: TrainPlan = field(default_factory=TrainPlan)
     generate: GeneratePlan = field(default_factory=GeneratePlan)
 
+    def __post_init__(self) -> None:
+        hints = {BASE: str, **hints_of(ModelConfig)}
+        for name, value in self.model.items():
+            if name not in hints:
+                raise ConfigError(f'unknown key of [model] "{name}"{nearest(name, hints)}: it takes {", ".join(hints)}')
+            check_type(f"[model] {name}", shaped(value, hints[name]), hints[name])
+
     @classmethod
     def from_tables(cls, tables: Mapping[str, Mapping[str, Any]]) -> Recipe:
         """A recipe from plain values by section and key."""
+        _check_sections(tables)
         made: dict[str, Any] = {}
         for section, values in tables.items():
-            if section not in SECTIONS:
-                raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
-            if not isinstance(values, Mapping):
-                raise ConfigError(f'"{section}" is a section, not a value: write [{section}] and its keys below it')
-            made[section] = _model(values) if section == "model" else from_plain(SECTIONS[section], values, f"key of [{section}]")
+            made[section] = dict(values) if section == "model" else from_plain(SECTIONS[section], values, f"key of [{section}]")
         return cls(**made)
 
     def to_toml(self) -> str:
@@ -63,11 +69,11 @@ class Recipe:
 def read_recipe(name: str | Path | None, settings: Iterable[str] = ()) -> Recipe:
     """The recipe of this name or file, changed by `section.key=value` settings; None: the defaults."""
     tables = _tables(name) if name is not None else {}
+    _check_sections(tables)
     for setting in settings:
         section, key, value = _setting(setting)
         tables.setdefault(section, {})[key] = value
-        if {"train.steps": "epochs", "train.epochs": "steps"}.get(f"{section}.{key}") in tables[section]:
-            del tables[section]["epochs" if key == "steps" else "steps"]  # the two say the same thing: the last one counts
+        tables[section].pop(REPLACES.get(f"{section}.{key}", ""), None)
     return Recipe.from_tables(tables)
 
 
@@ -96,6 +102,14 @@ def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
         raise InputError(f"recipe {name} is not TOML: {error}") from None
 
 
+def _check_sections(tables: Mapping[str, Any]) -> None:
+    for section, values in tables.items():
+        if section not in SECTIONS:
+            raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
+        if not isinstance(values, Mapping):
+            raise ConfigError(f'"{section}" is a section, not a value: write [{section}] and its keys below it')
+
+
 def _setting(text: str) -> tuple[str, str, Any]:
     """`train.steps=2000` as section, key and value."""
     place, equals, value = text.partition("=")
@@ -104,11 +118,13 @@ def _setting(text: str) -> tuple[str, str, Any]:
         raise InputError(f'setting "{text}" is not understood: write section.key=value, such as train.steps=2000')
     if section not in SECTIONS:
         raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
-    hint = hints_of(SECTIONS[section]).get(key)
+    hint = str if (section, key) == ("model", BASE) else hints_of(SECTIONS[section]).get(key)
     several = any(get_origin(choice) is tuple for choice in (hint, *get_args(hint)))
     parsed = _parsed(value, several)
+    if hint in (str, str | None) and not isinstance(parsed, str):
+        parsed = value.strip()  # text that looks like a number
     if get_origin(hint) is tuple and not isinstance(parsed, list):
-        parsed = [parsed]
+        parsed = [] if parsed == "" else [parsed]
     return section, key, parsed
 
 
@@ -118,14 +134,6 @@ def _parsed(text: str, several: bool = False) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return [_parsed(part) for part in text.split(",")] if several and "," in text else text.strip()
-
-
-def _model(values: Mapping[str, Any]) -> dict[str, Any]:
-    known = [BASE, *hints_of(ModelConfig)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(f'unknown key of [model] "{name}"{nearest(name, known)}: it takes {", ".join(known)}')
-    return dict(values)
 
 
 def _written(section: str, table: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from clearhead.data.batches import Batches, make_batches
 from clearhead.data.corpus import open_data, task_of
 from clearhead.data.encoded import encode_corpus
 from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Rows, Tagged
+from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan, Task
 from clearhead.errors import CheckpointError, InputError, TrainingError
 from clearhead.hub.files import write_text
@@ -31,18 +33,20 @@ from clearhead.train.build import base_of, build
 from clearhead.train.events import Event, Finished, OnEvent, Said, Started
 from clearhead.train.exam import begun
 from clearhead.train.log import Log
-from clearhead.train.loop import LARGER, Run, learn, save
+from clearhead.train.loop import Run, averaged, learn, save
 from clearhead.train.lora import add_lora
 from clearhead.train.machine import join_projections, pays, quick_attention, recompute
 from clearhead.train.optim import make_optimizer
+from clearhead.train.plan import check_metric
 from clearhead.train.precision import best_device, choose_precision
 from clearhead.train.recipe import BASE, Recipe, read_recipe
+from clearhead.train.room import PRETRAIN, resumable, room
 from clearhead.train.samples import sampler
 from clearhead.train.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newest, restore_optimizer
 from clearhead.train.validate import validate
 from clearhead.typed import plain
 
-RECIPE, CACHE, PRETRAIN = "train.toml", "data", "pretrain"
+CACHE = "data"
 METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # of other tasks: the loss
 
 
@@ -81,59 +85,66 @@ def train(
         stop: asked after each step; True saves and ends the run, to be resumed later.
     """
     if resume is not None:
-        if data or recipe is not None or list(settings):
-            raise InputError("resume goes on with the run's own recipe: leave data, recipe and settings out")
+        if data or recipe is not None or list(settings) or out is not None or overwrite:
+            raise InputError("resume goes on with the run's own recipe and folder: leave data, recipe, settings, out and overwrite out")
         return _resume(Path(resume), on_event, stop)
     paths = [data] if isinstance(data, str | Path) else list(data)
     plan = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, settings)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
     folder = Path(out) if out is not None else Path("runs") / _name(plan.data)
-    _make_room(folder, overwrite)
-    return _begin(plan, folder, on_event, stop)
+    plan = _located(plan)
+    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
+    with room(folder, overwrite, [Path(path) for path in needed if path is not None]) as keep:
+        return _begin(plan, folder, on_event, stop, keep)
 
 
-def _begin(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
-    """The first stage where there are two, then the run itself."""
+def _begin(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None] = lambda: None) -> Trained:
+    """The first stage where there are two, then the run itself; `keep` is called when there is a checkpoint."""
+    write_text(folder / RECIPE, recipe.to_toml())
     if recipe.train.pretrain:
-        write_text(folder / RECIPE, recipe.to_toml())
-        first = _pretrained(recipe, folder / PRETRAIN, on_event, stop)
+        first = _pretrained(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
             return dataclasses.replace(first, folder=folder)
         recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("train", pretrain=0)
     run = _prepare(recipe, folder, on_event)
     save(run)
+    keep()
     return _finish(run, on_event, stop)
 
 
-def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None]) -> Trained:
     """Masked language modelling on the same texts, in a folder of its own, begun or gone on with."""
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
-    plan = dataclasses.replace(recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, lora=0)
+    _, task = open_examples(recipe.data)
+    if task not in ("classify", "tag"):
+        raise InputError(f"train.pretrain is for classify and tag, and this is {task}: set it to 0")
+    check_metric(recipe.train.metric, task)
+    plan = dataclasses.replace(
+        recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, lora=0, freeze=(), average=0
+    )
     on_event(Said(f"first {recipe.train.pretrain:,} steps of guessing masked words"))
-    return _begin(dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan), folder, on_event, stop)
+    return _begin(dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan), folder, on_event, stop, keep)
 
 
 def _name(plan: DataPlan) -> str:
-    first = Path(plan.paths[0]) if plan.paths else Path("model")
-    return first.name.split(".")[0] or "model"
+    """What to call a run: as its first file or folder; of a glob, as the folder it looks in."""
+    first = Path(plan.paths[0]).absolute() if plan.paths else Path("model")
+    named = next((path for path in (first, *first.parents) if not glob.has_magic(path.name)), first)
+    return named.name.split(".")[0] or "model"
 
 
-def _make_room(folder: Path, overwrite: bool) -> None:
-    """The folder must be new, empty, or given up."""
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: name a folder to write to")
-    if folder.is_dir() and any(folder.iterdir()):
-        if (folder / RECIPE).exists() and not overwrite:
-            raise CheckpointError(f"{folder} holds another run: add --resume {folder} to go on with it, --overwrite, or another --out")
-        if not (folder / RECIPE).exists():
-            raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
+def _located(recipe: Recipe) -> Recipe:
+    """The recipe with paths by which the run can be resumed from anywhere; the name of a corpus or a preset stays a name."""
+
+    def located(path: str) -> str:
+        return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
+
+    recipe = recipe.replace("data", paths=tuple(map(located, recipe.data.paths)), validation=tuple(map(located, recipe.data.validation)))
+    if recipe.tokens.model is not None:
+        recipe = recipe.replace("tokens", model=located(recipe.tokens.model))
+    return recipe if recipe.model.get(BASE) is None else recipe.replace("model", base=located(recipe.model[BASE]))
 
 
 # Preparing ------------------------------------------------------------------------------------------------------------
@@ -141,12 +152,8 @@ def _make_room(folder: Path, overwrite: bool) -> None:
 
 def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     """Data, tokenizer, model, batches: whatever the recipe leaves open is chosen here, said, and written down."""
-    recipe = recipe.replace(
-        "data", paths=tuple(map(_absolute, recipe.data.paths)), validation=tuple(map(_absolute, recipe.data.validation))
-    )
-    if recipe.model.get(BASE) is not None:
-        recipe = recipe.replace("model", base=_absolute(recipe.model[BASE]))
     corpus, task = open_examples(recipe.data)
+    check_metric(recipe.train.metric, task)
     for line in corpus.said:
         on_event(Said(line))
     base = base_of(recipe)
@@ -156,15 +163,15 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     loaded = build(recipe, task, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
     recipe = recipe.replace("data", task=task)
     train, validation = _batches(recipe, task, corpus, loaded, folder, on_event)
+    if base is None and task in ("classify", "tag", "answer"):
+        on_event(Said("the model begins from nothing: with model.base=DIR it would begin from a trained one"))
+    asked = recipe.train.warmup
     recipe = _settle(recipe, task, corpus, loaded, train, choose_precision(recipe.train, device).name)
+    if asked not in (None, recipe.train.warmup):
+        on_event(Said(f"warm-up of {recipe.train.warmup} steps: {asked} would be the whole run"))
     write_text(folder / RECIPE, recipe.to_toml())
     write_text(folder / CACHE / "fingerprint", corpus.fingerprint)
     return _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
-
-
-def _absolute(path: str) -> str:
-    """Paths by which the run can be resumed from anywhere; the name of a corpus or a preset stays a name."""
-    return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
 
 
 def _tokens(recipe: Recipe, task: Task, corpus: Corpus, base: Loaded | None, on_event: OnEvent) -> tuple[Tokenizer | None, dict[str, int]]:
@@ -281,6 +288,8 @@ def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: B
     if task == "tag" and plan.metric is None and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels):
         metric = "accuracy"
     warmup = plan.warmup if plan.warmup is not None else 4000 if plan.schedule == "original" else max(1, steps // 20)
+    if warmup >= steps and plan.schedule != "original":
+        warmup = steps // 10
     changed = {"steps": steps, "epochs": None, "validate_every": every, "save_every": plan.save_every or every}
     recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup, precision=precision)
     if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
@@ -304,7 +313,7 @@ def _assemble(
     plan = recipe.train
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    precision = choose_precision(plan, device)
+    precision = choose_precision(plan, device, settled=True)
     on_event(Said(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
@@ -339,10 +348,10 @@ def _assemble(
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Go on where the last checkpoint stands."""
     found = newest(folder)
-    if found is None and (folder / PRETRAIN / RECIPE).is_file():
-        return _begin(read_recipe(folder / RECIPE), folder, on_event, stop)
-    if not (folder / RECIPE).is_file() or found is None:
+    if not (folder / RECIPE).is_file() or not resumable(folder):
         raise CheckpointError(f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint")
+    if found is None:
+        return _begin(read_recipe(folder / RECIPE), folder, on_event, stop)
     for debris in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(debris, ignore_errors=True)
     recipe = read_recipe(folder / RECIPE)
@@ -382,25 +391,24 @@ def _finish(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         tell(Started(run.folder, run.task, sum(p.numel() for p in parameters), trainable, run.steps, state.step, str(run.device)))
         reason = learn(run, tell, stop)
-        chosen, metrics = _chosen(run)
+        chosen, metrics = _chosen(run, reason)
         if reason != "stopped":
             chosen.save(run.folder)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
     return Trained(chosen, run.folder, state.step, metrics, reason)
 
 
-def _chosen(run: Run) -> tuple[Loaded, dict[str, Any]]:
+def _chosen(run: Run, reason: str) -> tuple[Loaded, dict[str, Any]]:
     """The best checkpoint and its figures; or the average of the last ones and what it scores."""
-    state = run.state
     best = run.folder / BEST
-    loaded = load(best if best.exists() else run.folder / LAST)
-    saved = sorted((run.folder / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    if run.plan.average > 1 and state.step == run.steps:
-        states = (load(path).model.state_dict() for path in saved[-run.plan.average :])
+    found = (best if best.exists() else run.folder / LAST).resolve()
+    loaded = load(found)
+    if run.plan.average > 1 and reason != "stopped":
+        states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in averaged(run))
         loaded.model.load_state_dict(average(states))
         loaded.model.to(run.device)
-        found = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
+        metrics = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
         loaded.model.to("cpu")
-        return loaded, {"step": state.step, **found}
-    step = next(iter(state.best(run.metric, run.metric in LARGER)), None)
-    return loaded, next((row for row in state.validations if row["step"] == step), {})
+        return loaded, {"step": run.state.step, **metrics}
+    step = int(found.name.removeprefix("step-"))
+    return loaded, next((row for row in run.state.validations if row["step"] == step), {})

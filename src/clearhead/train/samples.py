@@ -8,6 +8,7 @@ from typing import Any
 
 from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.data.plan import Task
+from clearhead.errors import InputError
 from clearhead.loaded import Loaded
 from clearhead.train.plan import GeneratePlan
 
@@ -21,7 +22,14 @@ def sampler(task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: in
     if isinstance(corpus.validation, Images):
         return lambda loaded: _images(loaded, corpus.validation, count)  # type: ignore[arg-type]
     rows: list[Any] = list(itertools.islice(corpus.validation, count))
-    return lambda loaded: tuple(_sample(loaded, task, row, plan, seed + place) for place, row in enumerate(rows))
+
+    def said(loaded: Loaded, place: int) -> str:
+        try:
+            return _sample(loaded, task, rows[place], plan, seed + place)
+        except InputError as error:  # no run ends for something that is only shown
+            return f"({error})"
+
+    return lambda loaded: tuple(said(loaded, place) for place in range(len(rows)))
 
 
 def _sample(loaded: Loaded, task: Task, row: Any, plan: GeneratePlan, seed: int) -> str:
@@ -32,11 +40,13 @@ def _sample(loaded: Loaded, task: Task, row: Any, plan: GeneratePlan, seed: int)
             return ""
         case Chunk(text, _):
             prompt = text.strip()[:PROMPT].rsplit(" ", 1)[0]
-            room = loaded.config.max_positions - len(loaded.encode([prompt])[0])
-            made: Any = loaded.generate(prompt, min(plan.max_new_tokens, room), seed=seed, temperature=plan.temperature, top_p=plan.top_p)
-            return f"{prompt}|{made.text}"
+            ids = loaded.encode([prompt], max(1, loaded.max_length // 2))[0]
+            room = max(1, loaded.max_length - len(ids))
+            made: Any = loaded.generate(ids, min(plan.max_new_tokens, room), seed=seed, temperature=plan.temperature, top_p=plan.top_p)
+            return f"{loaded.text_tokenizer.decode(ids)}|{made.text}"
         case Pair(source, target):
-            made = loaded.generate(source, min(plan.max_new_tokens, loaded.config.max_positions - 1))
+            ids = loaded.encode([source], loaded.max_length)[0]
+            made = loaded.generate(ids, max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2)))
             return f"{source} -> {made.text}  ({target})"
         case Labelled(text, label, pair):
             said: Any = loaded.classify(text if pair is None else (text, pair))

@@ -9,6 +9,7 @@ written under another name first. A run that is killed at any moment leaves the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -42,8 +43,13 @@ class State:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
-        """The steps of the best validations, the best first; of equals the earlier."""
-        ordered = sorted(self.validations, key=lambda row: (-row[metric] if larger else row[metric], row["step"]))
+        """The steps of the best validations, the best first; of equals that of the lower loss, then the earlier."""
+
+        def place(row: dict[str, Any]) -> tuple[float, ...]:
+            worth = (-row[metric] if larger else row[metric], row["loss"], row["step"])
+            return tuple(math.inf if math.isnan(value) else value for value in worth)
+
+        ordered = sorted(self.validations, key=place)
         return [row["step"] for row in ordered[:count]]
 
 
@@ -79,6 +85,11 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, in order."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / CHECKPOINTS).glob("step-*"))
+
+
 def point(folder: Path, name: str, step: int) -> None:
     """Let `last` or `best` be the checkpoint of this step, from one instant to the next."""
     link, new = folder / name, folder / f".{name}"
@@ -92,9 +103,9 @@ def point(folder: Path, name: str, step: int) -> None:
 
 def forget(folder: Path, keep: set[int]) -> None:
     """Remove the checkpoints of all other steps."""
-    for path in (folder / CHECKPOINTS).glob("step-*"):
-        if int(path.name.removeprefix("step-")) not in keep:
-            _remove(path)
+    for step in saved_steps(folder):
+        if step not in keep:
+            _remove(folder / CHECKPOINTS / f"step-{step}")
 
 
 def _remove(folder: Path) -> None:

@@ -26,7 +26,7 @@ from clearhead.model.heads import LanguageHead
 from clearhead.model.norms import wide
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.train import metrics
-from clearhead.train.losses import default_chunk, span_loss, summed
+from clearhead.train.losses import arguments_for, default_chunk, span_loss, summed
 from clearhead.train.metrics import Counts
 from clearhead.train.precision import Precision
 
@@ -49,9 +49,7 @@ def examine(model: Transformer, batches: Batches, device: torch.device, precisio
     """Every batch of one epoch, judged."""
     for batch in batches.all():
         batch = batch.to(device)
-        arguments = batch.arguments()
-        if model.config.n_types < 2:
-            arguments.pop("types", None)  # a tokenizer may tell two texts apart where the model does not
+        arguments = arguments_for(model, batch)
         with evaluating(model), nullcontext() if precision is None else precision.autocast():
             said: list[list[int]] = []
             meant: list[list[int]] = []

@@ -38,6 +38,7 @@ from clearhead.inside.parts.examples import Data, Examples, Quality, examples_fr
 from clearhead.loaded import Loaded
 from clearhead.model.taps import edit, record
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.train.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[Head | str] | Head | str
@@ -213,7 +214,7 @@ def mean_activations(m: Loaded | Transformer, data: Data, **options: Any) -> dic
     for batch in examples.batches:
         batch = batch.to(device)
         with torch.no_grad(), evaluating(model), record(model, *averages.patterns) as seen:
-            model(**batch.arguments(), logits="none")
+            model(**arguments_for(model, batch), logits="none")
         averages.add(seen, batch.mask, batch.source_mask)
     return averages.means()
 

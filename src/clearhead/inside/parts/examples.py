@@ -29,7 +29,7 @@ from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.train.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.train.exam import renamed
-from clearhead.train.losses import default_chunk, span_loss, summed
+from clearhead.train.losses import arguments_for, default_chunk, span_loss, summed
 from clearhead.train.run import open_examples
 from clearhead.train.validate import answers
 
@@ -163,9 +163,9 @@ def judge(model: Transformer, examples: Examples) -> Quality:
         batch = batch.to(device)
         with evaluating(model):
             if isinstance(model.head, LanguageHead):
-                loss, hits = _vocabulary(model.head, model(**batch.arguments(), logits="none").hidden, batch.targets)
+                loss, hits = _vocabulary(model.head, model(**arguments_for(model, batch), logits="none").hidden, batch.targets)
             else:
-                logits = model(**batch.arguments()).logits
+                logits = model(**arguments_for(model, batch)).logits
                 loss = span_loss(logits, batch.targets, batch.mask) if batch.is_span else summed(logits, batch.targets)
                 hits = _right(logits, batch)
         total, right = total + float(loss), right + hits
