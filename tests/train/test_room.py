@@ -18,7 +18,6 @@ from clearhead.train.log import read_log
 from clearhead.train.losses import batch_loss
 from clearhead.train.machine import join_projections
 from clearhead.train.precision import Precision
-from clearhead.train.room import BEFORE, room
 from clearhead.train.state import State
 from tests.harness import build, some_ids
 from tests.train.test_run import TEXT, StopAt, run, same, weights
@@ -65,31 +64,44 @@ def test_an_earlier_run_is_given_up_only_for_one_that_begins(text, tmp_path):
     with pytest.raises(ch.ClearheadError, match="holds another run"):
         run(text, out)
     run(text, out, "train.seed=1", overwrite=True)
-    assert not (out / BEFORE).exists() and tree(out)["model.safetensors"] != before["model.safetensors"]
+    assert tree(out)["model.safetensors"] != before["model.safetensors"]
     link = tmp_path / "link"
     link.symlink_to(out)
     run(text, link, overwrite=True)
     assert link.is_symlink() and tree(out)["model.safetensors"] == before["model.safetensors"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_brings_the_earlier_one_back(tmp_path):
-    (tmp_path / "train.toml").write_text("old")
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    killed = tmp_path.with_name("killed")
+def test_nothing_but_a_run_is_ever_removed(text, tmp_path):
+    out = tmp_path / "mine"
+    for name in ("train.toml", "data/words.txt", "thesis.tex"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("[train]\n")
+    with pytest.raises(ch.ClearheadError, match=r"thesis.tex is no part of a run, and would be lost"):
+        run(text, out, overwrite=True)
+    (out / "thesis.tex").unlink()
+    with pytest.raises(ch.ClearheadError, match=r"words.txt is no part of a run"):
+        run(text, out, overwrite=True)
+    with pytest.raises(ch.ClearheadError, match="holds a run that never began: add --overwrite"):
+        run(text, out)
+    (out / "data" / "words.txt").unlink()
+    assert run(text, out, overwrite=True).reason == "done"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
-    def fail() -> None:
-        with room(tmp_path, True):
-            (tmp_path / "train.toml").write_text("new")
-            shutil.copytree(tmp_path, killed, symlinks=True)  # as a kill would leave it
-            raise RuntimeError
 
-    with pytest.raises(RuntimeError):
-        fail()
-    assert tree(tmp_path) == {"train.toml": b"old"}
-    assert (killed / BEFORE).is_dir()
-    with pytest.raises(ch.ClearheadError, match="never began: add --overwrite"), room(killed, False):
-        pass
-    assert tree(killed) == {"train.toml": b"old"} and (killed / "checkpoints" / "step-3").is_dir()
+def test_a_copied_checkpoint_does_no_harm(text, tmp_path):
+    part = run(text, tmp_path / "run", stop=StopAt(5)).folder
+    shutil.copytree(part / "checkpoints" / "step-5", part / "checkpoints" / "step-mine")
+    assert ch.train(resume=part).step == 12 and (part / "checkpoints" / "step-mine").is_dir()
+
+
+def test_what_has_no_effect_is_said(text, tmp_path):
+    base = run(text, tmp_path / "base").folder
+    said: list[str] = []
+    settings = [f"model.base={base}", "tokens.kind=bpe", "data.max_length=1000", "train.steps=2", "train.samples=0"]
+    ch.train(text, out=tmp_path / "run", settings=settings, on_event=lambda event: said.append(getattr(event, "line", "")))
+    run(text, tmp_path / "sizes", "model.vocab_size=3", on_event=lambda event: said.append(getattr(event, "line", "")))
+    wanted = ("rows have 16 tokens at most", "tokens.kind bpe has no effect", "by the data, not 3")
+    assert all(any(part in line for line in said) for part in wanted)
 
 
 def test_folders_that_hold_runs_are_no_data(tmp_path, monkeypatch):

@@ -7,12 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from clearhead.commands.common import Json
+from clearhead.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +43,9 @@ def train(
     from clearhead.train.recipe import read_recipe
     from clearhead.train.run import train as run
 
-    if not data and resume is None and (recipe is None or not read_recipe(recipe, set).data.paths):
+    if not data and resume is None and not read_recipe(recipe, set).data.paths:
+        if recipe is not None or set or out is not None:
+            raise InputError("name the data to train on: files, folders or a corpus; clearhead train alone lists what comes along")
         _list(json)
         return
     watcher = Watcher()
@@ -53,7 +57,7 @@ def train(
         finally:
             watcher.close()
     if done.reason == "stopped":
-        print(f"stopped at step {done.step}, saved; go on with: clearhead train --resume {done.folder}", file=sys.stderr)
+        print(f"stopped at step {done.step}, saved; go on with: clearhead train --resume {quote(str(done.folder))}", file=sys.stderr)
         sys.exit(130 if stopper.signal == signal.SIGINT else 143)
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     if json:
@@ -64,7 +68,7 @@ def train(
 
 def summary(body: dict[str, Any], loaded: Any) -> str:
     """The last words of a run: what came out and what to try."""
-    head, family, folder = loaded.config.head, loaded.config.family, body["folder"]
+    head, family, folder = loaded.config.head, loaded.config.family, quote(body["folder"])
     figures = "  ".join(f"{name} {value:.4f}" for name, value in body["metrics"].items() if name != "step")
     use = {
         "lm": f"clearhead translate {folder} TEXT" if family == "encoder-decoder" else f"clearhead generate {folder} TEXT",

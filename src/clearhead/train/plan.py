@@ -21,6 +21,7 @@ METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
     "answer": ("loss", "exact"),
     "image": ("loss", "accuracy", "macro_f1"),
 }
+THREADS = 1024  # at most; with very many the process dies without a word
 MAX_SEED = 2**32 - 1  # what follows from it, such as the seed of a step, stays a number that PyTorch and NumPy take
 
 
@@ -103,6 +104,8 @@ class TrainPlan:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0, and 1 at most")
         if not 0 <= self.floor <= 1:
             raise ConfigError(f"floor {self.floor} must lie in [0, 1]: it is a share of lr")
+        if self.threads is not None and self.threads > THREADS:
+            raise ConfigError(f"threads {self.threads} must be {THREADS} at most: more than there are processors only slow it down")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"seed {self.seed} must lie between 0 and {MAX_SEED}")
         if self.steps is not None and self.epochs is not None:

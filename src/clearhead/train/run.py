@@ -40,13 +40,12 @@ from clearhead.train.optim import make_optimizer
 from clearhead.train.plan import check_metric
 from clearhead.train.precision import best_device, choose_precision
 from clearhead.train.recipe import BASE, Recipe, read_recipe
-from clearhead.train.room import PRETRAIN, resumable, room
+from clearhead.train.room import CACHE, PRETRAIN, resumable, room
 from clearhead.train.samples import sampler
 from clearhead.train.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newest, restore_optimizer
 from clearhead.train.validate import validate
 from clearhead.typed import plain
 
-CACHE = "data"
 METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # of other tasks: the loss
 
 
@@ -165,6 +164,8 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     train, validation = _batches(recipe, task, corpus, loaded, folder, on_event)
     if base is None and task in ("classify", "tag", "answer"):
         on_event(Said("the model begins from nothing: with model.base=DIR it would begin from a trained one"))
+    for line in _without_effect(recipe, task, loaded, base):
+        on_event(Said(line))
     asked = recipe.train.warmup
     recipe = _settle(recipe, task, corpus, loaded, train, choose_precision(recipe.train, device).name)
     if asked not in (None, recipe.train.warmup):
@@ -172,6 +173,19 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     write_text(folder / RECIPE, recipe.to_toml())
     write_text(folder / CACHE / "fingerprint", corpus.fingerprint)
     return _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
+
+
+def _without_effect(recipe: Recipe, task: Task, loaded: Loaded, base: Loaded | None) -> Iterator[str]:
+    """Settings that something else decides, a sentence each."""
+    longest, asked = loaded.max_length, recipe.data.max_length
+    if asked is not None and asked > longest and task != "image":
+        yield f"rows have {longest} tokens at most: the model takes no more, and data.max_length is {asked}; set model.max_positions"
+    for name in ("vocab_size", "head", "n_classes"):
+        value, made = recipe.model.get(name), getattr(loaded.config, name)
+        if value not in (None, made):
+            yield f"model.{name} is {made}, by the data, not {value}"
+    if base is not None and recipe.tokens.kind is not None and recipe.tokens.model is None:
+        yield f"tokens are those of {base.folder}: tokens.kind {recipe.tokens.kind} has no effect"
 
 
 def _tokens(recipe: Recipe, task: Task, corpus: Corpus, base: Loaded | None, on_event: OnEvent) -> tuple[Tokenizer | None, dict[str, int]]:

@@ -81,13 +81,14 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
 
 def newest(folder: Path) -> Path | None:
     """The last whole checkpoint of a run."""
-    found = [path for path in (folder / CHECKPOINTS).glob("step-*") if (path / COUNTERS).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    found = [folder / CHECKPOINTS / f"step-{step}" for step in saved_steps(folder)]
+    return next((path for path in reversed(found) if (path / COUNTERS).is_file()), None)
 
 
 def saved_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint, in order."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / CHECKPOINTS).glob("step-*"))
+    names = (path.name.removeprefix("step-") for path in (folder / CHECKPOINTS).glob("step-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def point(folder: Path, name: str, step: int) -> None:
