@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: say no more
         sys.exit(0)
+    except OSError as error:  # no permission, no room, a name too long
+        _stop(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else " ".join(str(error).split()))
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)

@@ -26,6 +26,7 @@ ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
+MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # what no model comes near
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +318,10 @@ class ModelConfig:
         for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", *widths):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for name in ("n_layers", "n_encoder_layers", "d_model", "n_heads", "n_kv_heads", "n_encoder_heads", *widths):
+            most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} {getattr(self, name):,} is more than any model has: {most:,} is the most")
         for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be 0 or more")
@@ -327,6 +332,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ConfigError(f"{name} {value} is not a probability: choose 0 (off) up to, but not including, 1")
+        if self.init_std < 0:
+            raise ConfigError(f"init_std {self.init_std} must be 0 or more: 0.02 is usual")
         if self.norm_eps <= 0:
             raise ConfigError(f"norm_eps {self.norm_eps} must be above 0: 1e-5 is usual")
         if self.norm == "rmsnorm" and self.norm_bias:

@@ -368,7 +368,10 @@ def load(
     path = Path(folder)
     if not path.is_dir():
         if not allow_download:
-            raise CheckpointError(f"{folder} is not a directory: name a model directory, or pass allow_download=True to fetch that name")
+            raise CheckpointError(
+                f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
+                f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True"
+            )
         path = _download(str(folder))
     description = describe(path)
     model, description = load_model(path, description, dtype)

@@ -29,9 +29,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def from_plain(cls: type[Table], values: Mapping[str, Any], key: str = "config key") -> Table:
+def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config") -> Table:
     """A dataclass from plain values; an unknown name is an error that suggests the nearest known one."""
-    check_names(cls, values, key)
+    check_names(cls, values, table)
     hints = hints_of(cls)
     try:
         return cls(**{name: shaped(value, hints[name]) for name, value in values.items()})
@@ -39,12 +39,12 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], key: str = "config k
         raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
 
 
-def check_names(cls: type, values: Mapping[str, Any], key: str = "config key") -> None:
+def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> None:
     """Every name must be a field's."""
     known = hints_of(cls)
     for name in values:
         if name not in known:
-            raise ConfigError(f'unknown {key} "{name}"{nearest(str(name), known)}: {cls.__name__} has {", ".join(known)}')
+            raise ConfigError(f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}')
 
 
 def shaped(value: Any, hint: Any) -> Any:

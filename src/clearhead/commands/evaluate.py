@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from clearhead.commands.common import Folder, Json, progress, show_result
-from clearhead.commands.inputs import writing
+from clearhead.commands.inputs import check_apart, writing
 from clearhead.data.columns import SHAPES
 from clearhead.errors import InputError
 
@@ -44,6 +44,8 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
+    from clearhead.data.corpora import CORPORA
+    from clearhead.data.files import expand
     from clearhead.loaded import load
     from clearhead.train.evaluate import data_plan, task_for
     from clearhead.train.evaluate import evaluate as run
@@ -53,6 +55,8 @@ def evaluate(
         raise InputError("no data is named: name files after the model's directory, such as clearhead eval my-model/ test.txt")
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise InputError(f"{output} cannot be written: name a file in a folder that is there")
+    if output is not None:
+        check_apart(output, [*expand(name for name in data if name not in CORPORA), *([Path(recipe)] if recipe is not None else [])])
     import torch
 
     loaded = load(folder, getattr(torch, dtype) if dtype else None, str(best_device(device)))

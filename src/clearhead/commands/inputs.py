@@ -10,7 +10,7 @@ import json as jsonlib
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,7 @@ class Reading:
         single = first is not None and first != "-"
         if single and self.file is not None:
             raise InputError("a text and --file were both given: choose one")
+        check_apart(self.output, [self.file] if self.file is not None else [])
         fields = Fields(tuple(given), tuple(more or {}))
         with writing(self.output) as write, self._items({**given, **(more or {})}, fields, single) as items:
             for item, result in results(items, work, self.batch_size):
@@ -232,20 +233,30 @@ def _progress(raw: IO[bytes], path: Path) -> Iterator[Callable[[Any], Any]]:
         yield seen
 
 
+def check_apart(output: Path | None, read: Iterable[Path]) -> None:
+    """What is written must not be what is read."""
+    for path in read:
+        if output is not None and output.exists() and path.exists() and output.samefile(path):
+            raise InputError(f"--output {output} is the file that is read, {path}: name another")
+
+
 @contextmanager
 def writing(path: Path | None) -> Iterator[Callable[[str], None]]:
     """A function that writes a line: to stdout at once, or to a file that is there whole when all is done.
 
-    After a mistake in the input, the file holds what came before it.
+    After a mistake in the input, the file holds what came before it. A link stays one, and what it leads to is written;
+    to a pipe or a device, which nothing can take the place of, lines go at once.
     """
     if path is None:
         yield lambda text: print(text, flush=True)
         return
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        file = work.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    if path.exists() and not path.is_file():
+        with _created(path, path) as file:
+            yield lambda text: print(text, file=file, flush=True)
+        return
+    target = Path(os.path.realpath(path))
+    work = target.with_name(f".{target.name}.{os.getpid()}")
+    file = _created(work, path)
     try:
         with file:
             try:
@@ -254,9 +265,16 @@ def writing(path: Path | None) -> Iterator[Callable[[str], None]]:
                 file.flush()
                 os.fsync(file.fileno())
     except ClearheadError:
-        work.replace(path)
+        work.replace(target)
         raise
     except BaseException:
         work.unlink(missing_ok=True)
         raise
-    work.replace(path)
+    work.replace(target)
+
+
+def _created(path: Path, asked: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{asked} cannot be written: {error.strerror}") from None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Json, show_result
+from clearhead.errors import CheckpointError, InputError
+from clearhead.tokens.plan import TokenKind, TokensPlan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,9 +24,7 @@ if TYPE_CHECKING:
 def tokens(
     text: Annotated[Positional[str], arg(help="the text; - reads it from stdin")],
     model: Annotated[Path | None, arg(metavar="DIR|FILE", help="a model directory, or a tokenizer.json")] = None,
-    kind: Annotated[
-        Literal["char", "byte", "word", "bpe"] | None, arg(help="without a model: a tokenizer of this kind, trained on the text itself")
-    ] = None,
+    kind: Annotated[TokenKind | None, arg(help="without a model: a tokenizer of this kind, trained on the text itself")] = None,
     pair: Annotated[str | None, arg(help="a second text that belongs to the first")] = None,
     json: Json = False,
 ) -> None:
@@ -39,17 +39,17 @@ def tokens(
     from clearhead.tokens.stages import stages
 
     text = sys.stdin.read() if text == "-" else text
+    if not text:
+        raise InputError("the text is empty: give some, or pipe it in and write - in its place")
     tokenizer, which = _tokenizer(text, model, kind)
     seen = stages(tokenizer, text, pair)
     body = {"tokenizer": which, "vocab_size": tokenizer.get_vocab_size(), **seen.to_dict()}
     show_result(body, json, lambda console: _show(console, seen, f"{which}, {tokenizer.get_vocab_size():,} tokens"))
 
 
-def _tokenizer(text: str, model: Path | None, kind: str | None) -> tuple[Tokenizer, str]:
+def _tokenizer(text: str, model: Path | None, kind: TokenKind | None) -> tuple[Tokenizer, str]:
     """The tokenizer asked for, and in words which it is."""
-    from clearhead.errors import CheckpointError, InputError
     from clearhead.hub.tokenizer import load_tokenizer
-    from clearhead.tokens.plan import TokensPlan
     from clearhead.tokens.training import byte_tokenizer, train_tokenizer
 
     if model is not None:
@@ -65,14 +65,13 @@ def _tokenizer(text: str, model: Path | None, kind: str | None) -> tuple[Tokeniz
         return found, str(model)
     if kind in (None, "byte"):
         return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
-    plan = TokensPlan(kind=kind)  # type: ignore[arg-type]
-    return train_tokenizer([text], plan, "lm", len(text.encode("utf-8", "replace"))), f"kind {kind}, trained on this text alone"
+    return train_tokenizer(
+        [text], TokensPlan(kind=kind), "lm", len(text.encode("utf-8", "replace"))
+    ), f"kind {kind}, trained on this text alone"
 
 
 def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
-
-    from clearhead.errors import CheckpointError
 
     try:
         return Tokenizer.from_file(str(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ from clearhead.data.tables import Record, shorten
 from clearhead.errors import InputError
 
 Row = Pair | Labelled | Tagged | Question
+_WHOLE = re.compile(r"-?[0-9]+\.0+")  # what spreadsheets and pandas make of whole numbers beside a missing one
 
 
 def text_of(record: Record, column: str) -> str:
@@ -22,13 +25,13 @@ def text_of(record: Record, column: str) -> str:
 
 
 def label_of(record: Record, column: str) -> str:
-    """A cell that names a class: text, or a whole number or truth value as JSON may have it."""
+    """A cell that names a class: text, or a number or truth value as JSON may have it; 1.0 is 1, however it is written."""
     value = value_of(record, column)
-    if isinstance(value, bool | int):
-        return str(value).lower()
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{record.place}: the label in `{column}` must be text or a whole number, not {shorten(str(value))}")
-    return value.strip()
+    number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    if not (number or (isinstance(value, str) and value.strip())):
+        raise InputError(f"{record.place}: the label in `{column}` must be text or a number, not {shorten(str(value))}")
+    label = str(value).lower() if number else value.strip()
+    return label.partition(".")[0] if _WHOLE.fullmatch(label) else label
 
 
 def make_row(shape: Shape, roles: Mapping[str, str], record: Record) -> Row | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from clearhead.data.examples import Shape
@@ -50,9 +52,11 @@ LANGUAGES = frozenset(
     ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "no", "fi", "pl", "cs", "sk", "ru", "uk")
     + ("bg", "ro", "hu", "el", "tr", "ar", "he", "fa", "hi", "zh", "ja", "ko", "vi", "id", "th")
 )
-_KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | {"id", "idx", "index", "guid"}
+_IDS = frozenset(("id", "idx", "index", "guid"))
+_KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | _IDS
 _NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
 _NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
+_UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)  # what pandas calls a column without a name, and what read_table does
 MOST_CLASSES = 1000
 
 
@@ -60,7 +64,7 @@ def check_roles(columns: Mapping[str, str]) -> None:
     """Refuse roles that no shape has."""
     for role in columns:
         if role not in NAMES:
-            raise InputError(f"columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}")
+            raise InputError(f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}")
 
 
 def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> bool:
@@ -68,11 +72,39 @@ def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> boo
     first = [cell.strip() for cell in rows[0]]
     if any(name in first and not name.isdigit() for name in columns.values()):
         return True
-    if len(set(first)) < len(first) or not all(_NAME.fullmatch(cell) for cell in first):
+    if any(_UNNAMED.fullmatch(cell) for cell in first):
+        return True
+    named = [cell for cell in first if cell]
+    if not all(_NAME.fullmatch(cell) for cell in named):
         return False
-    known = sum(cell.lower() in _KNOWN for cell in first)
-    numbers = any(all(len(row) > i and _NUMBER.fullmatch(row[i]) for row in rows[1:]) for i in range(len(first))) and len(rows) > 1
-    return known >= min(2, len(first)) or numbers
+    known = len({cell.lower() for cell in named} & _KNOWN)
+    if len(set(named)) < len(named):
+        return known >= 2  # names given twice are a mistake that read_table tells; equal words may be an example
+    columns_below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
+    return known >= min(2, len(first)) or _above_numbers(first, columns_below) or _above_labels(first, columns_below)
+
+
+def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Does a column hold only numbers, save for its first cell? Without a name it must be the index that pandas writes."""
+    return any(
+        bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
+        for i, (name, cells) in enumerate(zip(first, below))
+    )
+
+
+def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Does a column hold labels that all come again, save for its first cell, and does the first text differ from the others?
+
+    A rare label may stand in the first row by chance, but hardly beside a text of less than half the usual length.
+    """
+    counts = [Counter(cells) for cells in below]
+    labels = any(
+        bool(name) and name not in count and 2 <= len(count) <= MOST_CLASSES and min(count.values()) > 1
+        for name, count in zip(first, counts)
+    )
+    lengths = [(median(map(len, cells)), len(name)) for name, cells in zip(first, below) if name and cells]
+    usual, own = max(lengths, default=(0, 0))
+    return labels and own * 2 < usual
 
 
 def choose_columns(records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool) -> tuple[Shape, dict[str, str]]:
@@ -88,12 +120,12 @@ def choose_columns(records: Sequence[Record], columns: Mapping[str, str], task: 
             if roles is not None:
                 return shape, roles
     need = " and ".join(ROLES[wanted][0]) if wanted else "text, text and label, or source and target"
-    example = (
-        "{"
-        + ", ".join(f'{role} = "{listed([names[min(i, len(names) - 1)]])}"' for i, role in enumerate(ROLES[wanted or "labels"][0]))
-        + "}"
+    shape = wanted or "labels"
+    likely = _by_content(shape, records, names, given) or {role: names[min(i, len(names) - 1)] for i, role in enumerate(ROLES[shape][0])}
+    example = ", ".join(f'{role} = "{listed([column])}"' for role, column in likely.items())
+    raise InputError(
+        f"{records[0].place}: which columns hold {need}? There are {listed(names)}; say it, such as --set data.columns='{{{example}}}'"
     )
-    raise InputError(f"{records[0].place}: which columns hold {need}? There are {listed(names)}; set columns, such as {example}")
 
 
 def find_column(column: str, names: Sequence[str], place: str) -> str:
@@ -111,7 +143,7 @@ def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
     fits = [shape for shape, (needed, more) in ROLES.items() if set(given) <= {*needed, *more} and set(needed) <= set(given)]
     partly = [shape for shape, (needed, more) in ROLES.items() if set(given) <= {*needed, *more}]
     if given and not partly:
-        raise InputError(f"columns names roles that do not go together: {', '.join(given)}")
+        raise InputError(f"data.columns names roles that do not go together: {', '.join(given)}")
     return fits[0] if given and fits else partly[0] if given and len(partly) == 1 else None
 
 
@@ -128,8 +160,9 @@ def _by_name(shape: Shape, records: Sequence[Record], names: Sequence[str], give
     if shape == "pairs" and not roles:
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
         roles = dict(zip(("source", "target"), languages)) if len(languages) == 2 else {}
-    if shape == "labels" and set(roles) == {"text"} and len(left) == 1 and _few_values(records, left[0]):
-        roles["label"] = left[0]
+    telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
+    if shape == "labels" and set(roles) == {"text"} and len(telling) == 1 and _few_values(records, telling[0]):
+        roles["label"] = telling[0]
     if shape == "text" and not roles and len(left) == 1:
         roles["text"] = left[0]
     return {role: roles[role] for role in (*needed, *more) if role in roles} if set(needed) <= set(roles) else None
@@ -143,12 +176,12 @@ def _by_content(shape: Shape, records: Sequence[Record], names: Sequence[str], g
     if shape == "labels" and len(left) > 1 and "label" not in roles:
         few = [name for name in reversed(left) if _few_values(records, name)]
         if few:
-            roles["label"] = min(few, key=lambda name: len({str(record.cells[name]) for record in records}))
+            roles["label"] = min(few, key=lambda name: _gaps_and_values(records, name))
             left.remove(roles["label"])
     if shape == "labels" and left and "label" in roles and "text" not in roles:
-        roles["text"] = max(left, key=lambda name: sum(len(str(record.cells[name])) for record in records))
+        roles["text"] = max(left, key=lambda name: sum(len(str(record.cells.get(name))) for record in records))
     if shape == "pairs" and not roles:
-        texts = [name for name in left if not all(_NUMBER.fullmatch(str(record.cells[name])) for record in records)]
+        texts = [name for name in left if not all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)]
         roles = dict(zip(("source", "target"), texts))
     if shape == "text" and not roles and len(left) == 1:
         roles["text"] = left[0]
@@ -159,6 +192,12 @@ def _few_values(records: Sequence[Record], name: str) -> bool:
     """Does a column look like labels: some values, most of them more than once?"""
     values = {str(record.cells.get(name)) for record in records}
     return 2 <= len(values) <= min(MOST_CLASSES, (len(records) + 1) // 2)
+
+
+def _gaps_and_values(records: Sequence[Record], name: str) -> tuple[bool, int]:
+    """How unlike labels a column is: one with empty cells more than any other, then one with many values."""
+    values = {str(record.cells.get(name)).strip() for record in records}
+    return "" in values, len(values)
 
 
 def value_of(record: Record, column: str) -> Any:

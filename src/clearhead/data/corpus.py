@@ -17,8 +17,8 @@ import numpy as np
 from clearhead.data.cells import Row, bytes_of, key_parts, lowered, names_of
 from clearhead.data.columns import SHAPES, check_roles
 from clearhead.data.corpora import CORPORA, Embedded
-from clearhead.data.examples import Corpus, Images, Rows, Shape
-from clearhead.data.files import digest
+from clearhead.data.examples import Corpus, Images, Labelled, Rows, Shape
+from clearhead.data.files import digest, listing
 from clearhead.data.guess import Source, find_source
 from clearhead.data.layout import Layout, lay_out, read_documents, read_examples
 from clearhead.data.pictures import Pictures, read_pictures, spaced
@@ -28,7 +28,7 @@ from clearhead.data.tables import counted, listed
 from clearhead.data.text import Stream, look, size_of, split_text, stream
 from clearhead.errors import InputError, nearest
 
-VERSION = 1  # of the readers: raised when the same files would give other examples
+VERSION = 2  # of the readers: raised when the same files would give other examples
 PICTURES = ("folders", "idx", "npz")
 T = TypeVar("T")
 
@@ -136,6 +136,8 @@ def _open_rows(plan: DataPlan, layout: Layout, source: Source, held: Source | No
     rows, empty = _read(plan, layout, source)
     if empty:
         said.append(f"{counted(empty, 'row')} with an empty text left out")
+    if plan.header is None and layout.format in ("tsv", "csv") and layout.shape == "labels" and not layout.header:
+        said += _lone_first([row.label for row in rows if isinstance(row, Labelled)])
     if held is None:
         return _rows_corpus(plan, layout.shape, rows, mark, said, split)
     validation, _ = _read(plan, layout, held)
@@ -177,13 +179,33 @@ def _rows_corpus(plan: DataPlan, shape: Shape, rows: Sequence[Row], mark: str, s
     return _rows_made(shape, _side(rows, validates, False), _side(rows, validates, True), mark, said)
 
 
+def _lone_first(names: Sequence[str]) -> list[str]:
+    """A word on a first row that may be a header after all, where the others tell a label from it."""
+    alone = names[0] not in names[1:] and len(set(names)) * 2 < len(names)
+    return [f"no other row has the label {names[0]!r} of the first: if that is a header, --set data.header=true"] if alone else []
+
+
 def _judge(names: Sequence[str]) -> None:
     """Refuse labels that tell nothing."""
     classes = set(names)
     if len(classes) == 1 and len(names) > 1:
-        raise InputError(f"every example has the label {names[0]!r}: there is nothing to tell apart; choose another column")
+        raise InputError(
+            f"every example has the label {names[0]!r}: there is nothing to tell apart; choose another column with --set data.columns=..."
+        )
     if len(classes) == len(names) and len(names) > 1:
-        raise InputError(f"the {len(names):,} examples have as many labels: choose another column, or task seq2seq to write the target out")
+        raise InputError(
+            f"the {len(names):,} examples have as many labels: choose another column with --set data.columns=..., "
+            "or --set data.task=seq2seq to write the target out"
+        )
+
+
+def _judge_pictures(names: Sequence[str]) -> None:
+    """Refuse classes that tell nothing."""
+    way_out = "lay out a folder for each class, several pictures in each"
+    if len(set(names)) == 1:
+        raise InputError(f"every picture is of the class {names[0]!r}: there is nothing to tell apart; {way_out}")
+    if len(set(names)) == len(names):
+        raise InputError(f"each of the {len(names):,} pictures is of a class of its own: there is nothing to learn a class from; {way_out}")
 
 
 def _rows_made(shape: Shape, rows: Sequence[Row], validation: Sequence[Row], mark: str, said: list[str]) -> Corpus:
@@ -236,7 +258,7 @@ def _pictures_corpus(plan: DataPlan, train: Pictures, validation: Pictures | Non
         return Corpus(
             "images", _images(_part(whole, [False] * len(whole.names), True), names), _images(whole, names), names, mark, tuple(said), 0
         )
-    _judge(train.names)
+    _judge_pictures(train.names)
     if validation is None:
         keys = [key_of(picture.tobytes()) for picture in train.pixels]
         validates = split_keys(keys, plan.validation_share, [(name,) for name in train.names])
@@ -272,6 +294,7 @@ def _part(whole: Pictures, validates: Sequence[bool], side: bool) -> Pictures:
 # Embedded corpora -------------------------------------------------------------------------------------------------------
 
 
+@listing()
 def _embedded(plan: DataPlan) -> Embedded | None:
     """The embedded corpus a plan names; a file or folder of that name comes first, unless the plan says otherwise."""
     name = plan.paths[0]

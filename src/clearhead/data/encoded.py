@@ -28,7 +28,7 @@ from clearhead.data.plan import Task
 from clearhead.data.rows import Frame
 from clearhead.errors import InputError
 
-VERSION = 1  # of what is written: raise it when the encoding changes, and old caches are made anew
+VERSION = 2  # of what is written: raise it when the encoding changes, and old caches are made anew
 META = "meta.json"
 SHAPES: dict[Task, Shape] = {
     "lm": "text",
@@ -41,6 +41,7 @@ SHAPES: dict[Task, Shape] = {
     "image": "images",
 }
 BARE = Frame((), (), ())
+NOTED = 0.001  # the share of unknown tokens from which on it is said
 SEPARATORS: dict[Task, str] = {"lm": "eos", "mlm": "sep", "denoise": "eos"}  # roles of the token between documents
 
 
@@ -55,6 +56,7 @@ class Encoded:
     sentinels: tuple[int, ...] = ()  # denoise
     frame: Frame = BARE  # around one text
     pair_frame: Frame = BARE  # around two
+    n_unknown: int = 0  # tokens that stand for text the tokenizer has no token for
     said: tuple[str, ...] = ()  # what the user should know, a short sentence each
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -138,11 +140,17 @@ def _encode(
     else:
         columns = encoding.encode_questions(rows, tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    lost = 0
+    unk = encoding.unknown_id(tokenizer)
+    lost = tokens = unknown = 0
     for group in columns:
         lost += int(np.sum(group.pop("lost", 0)))
+        for ids, _ in (column for column in group.values() if isinstance(column, tuple)):
+            tokens += len(ids)
+            unknown += int(np.sum(ids == unk)) if unk != separator else 0  # one token for both: only bytes, which spell all
         files.append(group, np.uint16 if vocab_size < 2**16 else np.uint32)
     said = [f"{lost:,} words have no token and so no tag"] if lost else []
+    if unknown > NOTED * tokens:
+        said.append(f"{unknown / tokens:.1%} of the tokens are unknown to the tokenizer, and all of them look alike to the model")
     sentinels: list[int] = []
     while task == "denoise" and (sentinel := tokenizer.token_to_id(f"<extra_id_{len(sentinels)}>")) is not None:
         sentinels.append(sentinel)
@@ -153,6 +161,7 @@ def _encode(
         "sentinels": sentinels,
         "frame": encoding.frame_of(tokenizer, pair=False),
         "pair_frame": encoding.frame_of(tokenizer, pair=True),
+        "n_unknown": unknown,
         "said": said,
     }
     files.close({"key": key, "facts": facts})
@@ -245,7 +254,7 @@ def _open(place: Path, key: str) -> Encoded | None:
         arrays = {name: _map(place / name, entry) for name, entry in meta["arrays"].items()}
         frame, pair_frame = (Frame(*map(tuple, facts[name])) for name in ("frame", "pair_frame"))
         specials, sentinels, said = (tuple(facts[name]) for name in ("specials", "sentinels", "said"))
-        return Encoded(facts["task"], arrays, facts["vocab_size"], specials, sentinels, frame, pair_frame, said)
+        return Encoded(facts["task"], arrays, facts["vocab_size"], specials, sentinels, frame, pair_frame, facts["n_unknown"], said)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -6,10 +6,11 @@ ids, flat, and the length of each row.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,14 @@ def frame_of(tokenizer: Tokenizer, pair: bool) -> Frame:
     ids = [tuple(encoding.ids[place] for place in piece) for piece in pieces]
     kinds = [tuple(encoding.type_ids[place] for place in piece) for piece in pieces]
     return Frame(ids[0], ids[1], ids[2], kinds[0], kinds[1], kinds[2], tuple(types))
+
+
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The id that stands for text the tokenizer has no token for; None where it has no such id."""
+    model = json.loads(tokenizer.to_str())["model"]
+    if model["type"] == "Unigram":
+        return cast(int | None, model["unk_id"])
+    return tokenizer.token_to_id(model.get("unk_token") or "")
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -6,6 +6,7 @@ import codecs
 import glob
 import gzip
 import hashlib
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,16 @@ HEAD = 1 << 16  # bytes looked at to guess what a file holds
 RECIPE = "train.toml"  # what a run's folder is known by: what lies in there is no data
 
 
+@contextmanager
+def listing() -> Iterator[None]:
+    """Within it, a folder that cannot be read is one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+@listing()
 def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
     """The files behind files, folders and globs, each once; those of a folder or a glob sorted by name, hidden ones and runs left out.
 
@@ -30,6 +41,9 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
         if path.exists():
             found |= dict.fromkeys(_files(path))
         elif glob.has_magic(name):
+            fixed = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+            if fixed.is_dir():  # glob leaves out what it cannot read, without a word
+                list(_below(fixed) if "**" in name else fixed.iterdir())
             matches = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in _files(Path(match))]
             if not matches:
                 raise InputError(f"no file matches {name}")
@@ -42,20 +56,34 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise missing(path)
     if not path.is_dir():
         raise InputError(f"{path} is neither a file nor a folder")
-    inside = [file for file in path.rglob("*") if file.is_file()]
-    runs = {file.parent for file in inside if file.name == RECIPE} - {path}
-    files = sorted(
-        file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts) and runs.isdisjoint(file.parents)
-    )
+    files = sorted(file for file in _below(path) if file.is_file())
     if not files:
         raise InputError(f"the folder {path} holds no files")
     return files
 
 
+def _below(top: Path) -> Iterator[Path]:
+    """What lies in a folder and in those below it, save for hidden ones and runs."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(top, onerror=refuse):
+        if RECIPE in names and Path(folder) != top:
+            folders.clear()
+        else:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
 def missing(path: Path, known: Iterable[str] = ()) -> InputError:
     """The error for a path that is not there, with the nearest name that is."""
+    if path.is_symlink():
+        return InputError(f"{path} is a broken link: it leads to {path.readlink()}, which is not there")
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     return InputError(f"there is no file or folder {path}{nearest(path.name, [*known, *beside])}")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from clearhead.data.columns import SHAPES
-from clearhead.data.files import HEAD, bare, expand, head
+from clearhead.data.columns import LANGUAGES, SHAPES
+from clearhead.data.files import HEAD, bare, expand, head, listing
 from clearhead.data.plan import DataPlan, Format, Task
 from clearhead.errors import InputError
 
@@ -53,10 +53,10 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
         return source
     if plan.pattern is not None:
         if plan.format not in (None, "lines"):
-            raise InputError(f'pattern goes with format "lines", not {plan.format!r}: leave one of them out')
+            raise InputError(f'data.pattern goes with data.format "lines", not {plan.format!r}: leave one of them out')
         return Source("lines", tuple(files))
     if plan.format == "lines":
-        raise InputError('format "lines" needs a pattern with named groups, such as (?P<source>.+)\\t(?P<target>.+)')
+        raise InputError('data.format "lines" needs a data.pattern with named groups, such as (?P<source>.+)\\t(?P<target>.+)')
     looks = {path: format_of(path, plan.task) for path in files}
     if plan.format is not None:
         # In a folder other files may lie beside those meant.
@@ -67,12 +67,19 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
         first.setdefault(look, path)
     if len(first) > 1:
         mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
-        raise InputError(f"the files are of several formats: {mixed}; name those of one, or set format")
+        raise InputError(
+            f"the files are of several formats: {mixed}; name those of one, or choose with --set data.format={next(iter(first))}"
+        )
     (look,) = first
     if look == "binary":
-        raise InputError(f"{files[0]} is a binary file of no known kind: text, tables, pictures, idx and npz can be read")
+        raise InputError(
+            f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; text, tables, pictures, idx and npz can be read"
+        )
     counted = files[0].name if len(files) == 1 else f"{len(files):,} files"
-    return Source(look, tuple(files), (f"{counted}: read as {_WORDS.get(look, look)}",))
+    said = [f"{counted}: read as {_WORDS.get(look, look)}"]
+    if look == "text" and plan.task is None and (why := _why_not_parallel(files)):
+        said.append(f"not taken as parallel files, because {why}")
+    return Source(look, tuple(files), tuple(said))
 
 
 _UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
@@ -126,6 +133,7 @@ def _tagged(lines: Sequence[str]) -> bool:
 # Parallel files ---------------------------------------------------------------------------------------------------------
 
 
+@listing()
 def _stem(plan: DataPlan, stem: Path) -> Source | None:
     """Files with a line for each line of the other, named by what their names have in common: train for train.en, train.de."""
     languages = {} if stem.exists() else _languages(stem)
@@ -141,8 +149,20 @@ def _two(plan: DataPlan, files: Sequence[Path]) -> Source | None:
     if plan.format is None:
         return None
     if len(files) != 2:
-        raise InputError('format "parallel" takes two files, or what their names have in common, such as data/train for train.en, train.de')
+        raise InputError(
+            'data.format "parallel" takes two files, or what their names have in common, such as data/train for train.en, train.de'
+        )
     return _source(*files)
+
+
+def _why_not_parallel(files: Sequence[Path]) -> str | None:
+    """What keeps files from being parallel that are named by their languages; None for other files."""
+    languages = [re.split("[._-]", bare(path).suffix)[1:2] for path in files]
+    if len({bare(path).suffix for path in files}) < 2 or not all(own and own[0] in LANGUAGES for own in languages):
+        return None
+    if len(files) > 2:
+        return f"there are {len(files):,} of them: name the two that go together"
+    return "their names differ before the language: set data.format to parallel if they go together"
 
 
 def _is_language(end: str) -> bool:
@@ -165,7 +185,8 @@ def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
             raise InputError(f"{stem} is not there in {language!r}: there are {', '.join(languages)}")
     left = [language for language in languages if language not in wanted]
     if len(languages) > 2 and None in wanted:
-        raise InputError(f"{stem} is there in {', '.join(languages)}: choose columns, such as source = {left[0]!r}, target = {left[-1]!r}")
+        example = f'{{source = "{left[0]}", target = "{left[-1]}"}}'
+        raise InputError(f"{stem} is there in {', '.join(languages)}: choose two, such as --set data.columns='{example}'")
     source, target = (language or left.pop(0) for language in wanted)
     return _source(languages[source], languages[target])
 

@@ -147,8 +147,11 @@ def _read_npz(files: Sequence[Path], limit: int | None) -> tuple[Pictures, Pictu
     try:
         with np.load(path, allow_pickle=False) as whole:
             arrays: dict[str, NDArray[Any]] = {name: whole[name] for name in whole.files}
-    except Exception as error:  # a damaged archive raises almost anything
-        raise InputError(f"{path} cannot be read as npz: {str(error).splitlines()[0][:120] if str(error) else 'damaged'}") from None
+    except Exception:  # a damaged archive raises almost anything
+        raise InputError(
+            f"{path} cannot be read as npz: it is another kind of file, damaged, or holds Python objects; "
+            "write it with numpy.savez(path, x=pictures, y=labels)"
+        ) from None
     train, held = _npz_names(arrays, ("", "train")), _npz_names(arrays, HELD)
     if train is None:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"

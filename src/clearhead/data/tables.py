@@ -54,24 +54,27 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     first = next((line for _, line in read_lines(path) if line.strip()), "")
     delimiter = max(",;\t", key=first.count)
     rows = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter=delimiter, strict=True)
+    begin = 1  # of the record, which may go over several lines
     try:
         for row in rows:
             if any(cell.strip() for cell in row):
-                yield rows.line_num, row
+                yield begin, row
+            begin = rows.line_num + 1
     except csv.Error as error:
-        raise InputError(f"{path}, line {rows.line_num} is not CSV: {error}") from None
+        why = "a quote is opened and not closed" if "end of data" in str(error) else f"{error} (in line {rows.line_num})"
+        raise InputError(f"{path}, line {begin} is not CSV: {why}") from None
 
 
 def read_table(path: Path, format: str, header: bool) -> Iterator[Record]:
-    """The rows of a TSV or CSV file; without a header the columns are called 1, 2, 3."""
+    """The rows of a TSV or CSV file; without a header the columns are called 1, 2, 3; one without a name, unnamed 1."""
     names: list[str] = []
     first = 0
     for number, row in (read_tsv if format == "tsv" else read_csv)(path):
         if not names:
-            names = [" ".join(cell.split()) for cell in row] if header else [str(i) for i in range(1, len(row) + 1)]
+            names = [" ".join(cell.split()) or f"unnamed {i}" if header else str(i) for i, cell in enumerate(row, 1)]
             first = number
             if len(set(names)) < len(names):
-                raise InputError(f"{path}, line {number} names a column twice: {listed(names)}")
+                raise InputError(f"{path}, line {number} names a column twice: {listed(names)}; rename one of them")
             if header:
                 continue
         if len(row) != len(names):
@@ -142,11 +145,13 @@ def _listed(path: Path, whole: Any) -> Iterator[Record]:
 
 def _questions(paragraphs: list[Any], place: str) -> Iterator[Record]:
     """SQuAD: articles of paragraphs, each with its questions."""
-    for paragraph in paragraphs:
+    for number, paragraph in enumerate(paragraphs, 1):
+        within = f"{place}, paragraph {number}"
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-            raise InputError(f"{place} has a paragraph without `context` and `qas`")
-        for question in paragraph["qas"]:
-            yield Record(place, {"context": paragraph.get("context")} | _flat(question, place))
+            raise InputError(f"{within} must be an object with `context` and a list `qas`")
+        for count, question in enumerate(paragraph["qas"], 1):
+            own = f"{within}, question {count}"
+            yield Record(own, {"context": paragraph.get("context")} | _flat(question, own))
 
 
 # Lines ------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clearhead.config import ModelConfig
+from clearhead.config import MOST_LAYERS, MOST_WIDE, ModelConfig
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.hub.fields import Json, Part, count_labels
 from clearhead.hub.rules import Rule
@@ -24,8 +24,8 @@ WITHOUT_EFFECT = (
 POOLER_KEY = "has_pooler"
 WITHOUT_POOLER: Json = {"head": "none", "pooler": "none"}
 
-MOST = {"n_layers": 10_000, "n_encoder_layers": 10_000, "vocab_size": 2**31, "source_vocab_size": 2**31, "max_positions": 2**31}
-MOST_WIDE = 2**24  # of every other number
+# Of every other number MOST_WIDE is the most.
+MOST = {"n_layers": MOST_LAYERS, "n_encoder_layers": MOST_LAYERS, "vocab_size": 2**31, "source_vocab_size": 2**31, "max_positions": 2**31}
 
 
 @dataclass(frozen=True)

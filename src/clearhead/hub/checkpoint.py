@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clearhead.config import ModelConfig
+from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes
 from clearhead.hub.files import Entry, open_weights, read_json, write_json, write_weights
@@ -42,6 +43,9 @@ class Description:
 
 def describe(folder: Path) -> Description:
     """Read config.json; where it does not name a class, as old files do not, the tensors tell."""
+    if (folder / RECIPE).is_file() and not (folder / "config.json").exists():
+        use = f"use {folder / 'last'}, or " if (folder / "last").is_dir() else ""
+        raise CheckpointError(f"the run in {folder} is not finished: {use}go on with clearhead train --resume {folder}")
     theirs = read_json(folder / "config.json")
     if SECTION not in theirs and not (theirs.get("model_type") and theirs.get("architectures")):
         theirs = _recognise(folder, theirs)

@@ -7,6 +7,7 @@ encoders, mBART for pairs, ViT for images.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import torch
 from tokenizers import Tokenizer
 
 from clearhead.config import ModelConfig
+from clearhead.cost import cost
 from clearhead.data.plan import Task
 from clearhead.errors import ConfigError, InputError, nearest
 from clearhead.loaded import Loaded, load
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
+from clearhead.train.plan import TrainPlan
+from clearhead.train.precision import best_device
 from clearhead.train.recipe import BASE, Recipe
 from clearhead.typed import hints_of, shaped
 
@@ -42,6 +46,7 @@ MIDDLE: dict[str, dict[str, Any]] = {
     "pairs": {"d_model": 256, "n_layers": 3, "n_heads": 4, "max_positions": 256, "dropout": 0.2},
     "image": {"d_model": 192, "n_layers": 6, "n_heads": 6, "dropout": 0.1},
 }
+LEARNING = {"adamw": 16, "adafactor": 8}  # bytes of a parameter in float32: its value, its gradient, two moments or hardly anything
 HEADS: dict[Task, str] = {
     "lm": "lm",
     "mlm": "mlm",
@@ -113,6 +118,7 @@ def build(
     _check_kind(start, recipe.model, task)
     fixed = _fixed(task, tokenizer, labels, image, given)
     config = _config(start, {**given, **fixed}, given)
+    _check_memory(config, recipe.train)
     torch.manual_seed(recipe.train.seed)
     return Loaded(
         Transformer(config),
@@ -184,6 +190,19 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
         values = {"d_ff": None, **values}
     names = {name: value for name, value in values.items() if name != "vocab_size" or value}
     return start.replace(**_typed(names))
+
+
+def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
+    """A GPU's model is made in the machine's memory, and a CPU's learns there: refuse what cannot fit before hours go by."""
+    learns = best_device(plan.device).type == "cpu"
+    count = cost(config).parameters.total
+    needed = count * (LEARNING[plan.optimizer] if learns else 4)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes {needed / 1e9:,.0f} GB, and this machine "
+            f"has {there / 1e9:,.0f} GB of memory: choose a smaller model.d_model, model.n_layers or tokens.vocab_size"
+        )
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,10 +157,10 @@ def _check_tokenize(tokenize: str | None) -> None:
 
 def judged_batches(
     loaded: Loaded, task: Task, plan: DataPlan, corpus: Corpus, folder: str, seed: int, said: list[str]
-) -> tuple[Batches, int]:
-    """Every example to validate on once, in one order, and how many tokens the text has; `folder` holds the ids while they are read."""
+) -> tuple[Batches, int, int]:
+    """Every example to validate on once, in one order, how many tokens the text has and how many of them are unknown; `folder` holds the ids while they are read."""
     if task == "image":
-        return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0
+        return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
     encoded = encode_corpus(corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special)
     tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if corpus.shape == "text" and plan.max_length is None and length > WINDOW:
@@ -171,7 +171,7 @@ def judged_batches(
     encoded, special = begun(encoded, task, loaded)
     batches = make_batches(encoded, task, plan, special=special, length=length, seed=seed, training=False)
     said.extend(batches.said)
-    return batches, tokens
+    return batches, tokens, encoded.n_unknown
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Judge:
         if self.task == "seq2seq":
             outputs = self._written(list(units), generation)
         with tempfile.TemporaryDirectory() as folder:
-            batches, tokens = self._batches(folder)
+            batches, tokens, unknown = self._batches(folder)
             losses, said, meant = self._examined(batches)
         if units:
             of_rows = batches.example if isinstance(batches, Answers) else np.arange(len(losses))
@@ -203,6 +203,8 @@ class _Judge:
             losses = summed_by(losses, places[of_rows], len(units))
         figures.loss(losses, perplexity=self.task in ("lm", "mlm", "denoise", "seq2seq"))
         match self.task:
+            case "lm" if unknown:
+                figures.said.append(f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted")
             case "lm":
                 sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in cast(Iterable[Chunk], rows)]
                 figures.bits(tokens, *np.sum(sizes, 0).tolist())
@@ -240,8 +242,8 @@ class _Judge:
         said, meant = (np.concatenate([getattr(part, name) for part in seen])[order, 0].tolist() for name in ("said", "meant"))
         return losses, said, meant
 
-    def _batches(self, folder: str) -> tuple[Batches, int]:
-        """Every example once, in one order; and how many tokens the text has."""
+    def _batches(self, folder: str) -> tuple[Batches, int, int]:
+        """See `judged_batches`."""
         return judged_batches(self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said)
 
     # What a model writes ----------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class JoinedAttention(Attention):
 
 
 def join_projections(model: Transformer) -> None:
-    """Let every attention of a model make its three projections at once, where they are plain ones: quicker on a GPU, if compiled."""
+    """Let every attention of a model make its three projections at once, where they are plain ones: one large product is quicker."""
     for part in model.modules():
         if type(part) is Attention and all(type(one) is nn.Linear for one in (part.q, part.k, part.v)):
             part.__class__ = JoinedAttention

@@ -43,7 +43,7 @@ class Recipe:
         hints = {BASE: str, **hints_of(ModelConfig)}
         for name, value in self.model.items():
             if name not in hints:
-                raise ConfigError(f'unknown key of [model] "{name}"{nearest(name, hints)}: it takes {", ".join(hints)}')
+                raise ConfigError(f'unknown [model] key "{name}"{nearest(name, hints)}: [model] has {", ".join(hints)}')
             check_type(f"[model] {name}", shaped(value, hints[name]), hints[name])
 
     @classmethod
@@ -52,7 +52,7 @@ class Recipe:
         _check_sections(tables)
         made: dict[str, Any] = {}
         for section, values in tables.items():
-            made[section] = dict(values) if section == "model" else from_plain(SECTIONS[section], values, f"key of [{section}]")
+            made[section] = dict(values) if section == "model" else from_plain(SECTIONS[section], values, f"[{section}]")
         return cls(**made)
 
     def to_toml(self) -> str:

@@ -336,10 +336,10 @@ def _assemble(
         )
     loaded.model.to(device)
     optimizer = make_optimizer(loaded.model, plan, device)
+    join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
     if plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device):
-        join_projections(loaded.model)
         loaded.model.compile()
     per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
     return Run(

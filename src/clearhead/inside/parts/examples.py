@@ -114,7 +114,7 @@ def examples_from(
     if task in ("classify", "tag", "image"):
         corpus = renamed(corpus, m, plan, said)
     with tempfile.TemporaryDirectory() as folder:
-        batches, _ = judged_batches(m, task, plan, corpus, folder, seed, said)
+        batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, said)
         taken: list[Batch] = []
         for batch in batches.all():
             if most is not None and sum(map(len, taken)) >= most:
