@@ -16,6 +16,9 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, MissingExtraError
 
 PAIRS = r"(?P<source>\S+) (?P<target>.+)"
+FOUND = {"question": "q", "answers": [{"text": "abc", "answer_start": 0}]}
+NOT_FOUND = {"question": "q", "answers": [{"text": "no", "answer_start": 0}]}
+SQUAD = {"data": [{"paragraphs": [{"context": "abc", "qas": [FOUND]}, {"context": "abc", "qas": [FOUND, NOT_FOUND]}]}]}
 TWO = "good\tyes\nbad\tno\nnice\tyes\n"
 
 
@@ -33,15 +36,17 @@ CASES = [
     case({"a/1.txt": "", "a/2.txt": "\n"}, r"all files are empty", "a"),
     case({"a.txt": "x"}, r"the data has 1 characters: too few"),
     case({"a.txt": b"abc\n" * 300_000 + b"\xff"}, r"a.txt is not UTF-8: byte 1200000 is 0xff"),
-    case({"a.txt": b"abc\0"}, r"a.txt is a binary file"),
+    case({"a.txt": b"abc\0"}, r"a.txt is a binary file of no known kind, or UTF-16: convert it to UTF-8"),
     case({"a.txt": b"a" * 70_000 + b"\0"}, r"a.txt is no text: byte 70000 is zero"),
     case({"a.txt": "ab".encode("utf-16")}, r"UTF-16|binary", format="text"),
     case({"a.txt.gz": b"no gzip"}, r"a.txt.gz is a damaged gzip file"),
     case({"a.txt.gz": gzip.compress(b"hello hello" * 999)[:-9]}, r"a.txt.gz is a damaged gzip file"),
-    case({"d/a.tsv": TWO, "d/b.txt": "text"}, r"several formats: tsv \(a.tsv\), text \(b.txt\)", "d"),
+    case({"d/a.tsv": TWO, "d/b.txt": "text"}, r"several formats: tsv \(a.tsv\), text \(b.txt\); .* --set data.format=tsv", "d"),
     case({"a.tsv": "text\tlabel\nx\t1\ny\n"}, r"a.tsv, line 3 has 1 column and line 1 has 2"),
     case({"a.csv": "text,label\nx,1\ny,2,3\n"}, r"a.csv, line 3 has 3 columns and line 1 has 2"),
-    case({"a.csv": 'text,label\n"x,1\n'}, r"a.csv, line 2 is not CSV"),
+    case({"a.csv": 'text,label\n"x,1\n'}, r"a.csv, line 2 is not CSV: a quote is opened and not closed"),
+    case({"a.csv": 'text,label\nx,1\n"y,2\nz,1\nw,2\n'}, r"a.csv, line 3 is not CSV: a quote is opened and not closed"),
+    case({"a.csv": 'text,label\n"y,2\nz,"1"\n'}, r"a.csv, line 2 is not CSV: .* expected after .* \(in line 3\)"),
     case({"a.tsv": "text\ttext\nx\t1\n"}, r"names a column twice", header=True),
     case({"a.tsv": "text\tlabel\n"}, r"a.tsv is empty: there is no row in it below the header"),
     case(
@@ -70,14 +75,14 @@ CASES = [
     case({"a.conll": "a O\n"}, r"no column 'upos'", columns={"tags": "upos"}),
     case({"a.conll": "a\tO\nb\t\n"}, r"a.conll, line 2 has no tag"),
     case({"a.en": "x\ny\n", "a.de": "z\n"}, r"a.en has 2 lines and .*a.de has 1", "a.en", "a.de"),
-    case({"a.en": "x\n", "a.de": "z\n", "a.fr": "w\n"}, r"is there in de, en, fr: choose", "a"),
+    case({"a.en": "x\n", "a.de": "z\n", "a.fr": "w\n"}, r"is there in de, en, fr: choose two, such as --set data.columns=", "a"),
     case({"a.en": "x\n", "a.de": "z\n"}, r"is not there in 'it'", "a", columns={"source": "it", "target": "en"}),
     case({"a.txt": "one two\nthree\n"}, r"a.txt, line 2 does not match the pattern .*: 'three'", pattern=PAIRS),
     case({"a.txt": "x" * 999}, r"'x{59}…'", pattern=PAIRS),
     case({"a.txt": "one two\n"}, r"no regular expression", pattern="("),
     case({"a.txt": "one two\n"}, r"has no named groups", pattern="(.*)"),
-    case({"a.txt": "one two\n"}, r"needs a pattern", format="lines"),
-    case({"a.txt": "one two\n"}, r"pattern goes with format", pattern=PAIRS, format="csv"),
+    case({"a.txt": "one two\n"}, r"needs a data.pattern", format="lines"),
+    case({"a.txt": "one two\n"}, r"data.pattern goes with data.format", pattern=PAIRS, format="csv"),
     case({"a.jsonl": '{"text": "x"}\n{"text": \n'}, r"a.jsonl, line 2 is not JSON"),
     case({"a.jsonl": '{"text": "x"}\n[1]\n'}, r"a.jsonl, line 2 holds a list"),
     case({"a.jsonl": '{"text": "x"}\n{"txt": "y"}\n'}, r"""a.jsonl, line 2 has no field 'text' \(did you mean "txt"\?\)"""),
@@ -90,6 +95,8 @@ CASES = [
     ),
     case({"a.jsonl": json.dumps({"question": "q", "context": "abc", "answer": "z"})}, r"not in the context"),
     case({"a.jsonl": json.dumps({"words": ["a"], "tags": ["X", "Y"]})}, r"a.jsonl, line 1 has 1 words and 2 tags"),
+    case({"a.json": json.dumps(SQUAD)}, r"a.json, record 1, paragraph 2, question 2: the answer 'no' is not at"),
+    case({"a.jsonl": '{"text": "x", "label": NaN}'}, r"a.jsonl, line 1: the label in `label` must be text or a number, not 'nan'"),
     case({"a.txt": "some text"}, r"task classify needs labels, and .*a.txt holds text", task="classify"),
     case({"a.txt": "some text"}, r"lowercase 'source' lowers one side of pairs", lowercase="source"),
     case({"a.tsv": TWO}, r"is named to train on and to validate on", validation="a.tsv"),
@@ -97,6 +104,7 @@ CASES = [
     case({"a.tsv": "same\tx\nsame\ty\n"}, r"one example, or one many times", columns={"source": "1", "target": "2"}),
     case({"p/a/1.png": b"no picture", "p/b/2.png": b"x"}, r"1.png cannot be read as a picture", "p"),
     case({"x.npz": b"PK no zip"}, r"x.npz cannot be read as npz"),
+    case({"x.npz": b"plain text"}, r"x.npz cannot be read as npz: .*; write it with numpy.savez\(path, x=pictures, y=labels\)$"),
     case({"train-images-idx3-ubyte": b"\0\0\x08\x01\0\0\0\x02a"}, r"stands alone: the file of its labels is missing"),
     case({"train-images-idx3-ubyte": b"\0\0\x08\x01\0\0\0\x02a", "train-labels-idx1-ubyte": b""}, r"claims 2 bytes and holds 1"),
     case({"train-labels-idx1-ubyte": b"zzzz", "train-images-idx3-ubyte": b"\0\0\x08\x01\0\0\0\x01a"}, r"labels-idx1-ubyte is no idx file"),
@@ -124,6 +132,22 @@ def test_pictures_of_unequal_size(tmp_path):
         (tmp_path / name).mkdir()
         image.new("L", size).save(tmp_path / name / "1.png")
     with pytest.raises(InputError, match=r"a/1.png is 4x5 and .*b/1.png is 6x7: bring all pictures to one size"):
+        open_data(DataPlan(paths=(str(tmp_path),)))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a/1", "b/1"), "each of the 2 pictures is of a class of its own: .*"),
+        (("flat/1", "flat/2"), "every picture is of the class 'flat': .*"),
+    ],
+)
+def test_pictures_whose_folders_tell_nothing(tmp_path, names, message):
+    image = pytest.importorskip("PIL.Image")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.new("L", (4, 4)).save(tmp_path / f"{name}.png")
+    with pytest.raises(InputError, match=f"{message}; lay out a folder for each class, several pictures in each$"):
         open_data(DataPlan(paths=(str(tmp_path),)))
 
 

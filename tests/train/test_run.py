@@ -249,9 +249,9 @@ def test_what_a_folder_holds(text, tmp_path):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (["train.stepz=3"], 'unknown key of [train] "stepz" (did you mean "steps"?)'),
+        (["train.stepz=3"], 'unknown [train] key "stepz" (did you mean "steps"?)'),
         (["trane.steps=3"], 'unknown section "trane" (did you mean "train"?)'),
-        (["model.d_modl=3"], 'unknown key of [model] "d_modl" (did you mean "d_model"?)'),
+        (["model.d_modl=3"], 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
         (["train.steps=many"], "steps 'many' is not allowed"),
         (["train.steps"], "is not understood: write section.key=value"),
         (["model.base=gtp2"], '"gtp2" is no directory and no preset (did you mean "gpt2"?)'),

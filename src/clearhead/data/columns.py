@@ -95,7 +95,7 @@ def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool
 def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     """Does a column hold labels that all come again, save for its first cell, and does the first text differ from the others?
 
-    A rare label may stand in the first row by chance, but hardly beside a text of less than half the usual length.
+    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than half as long as usual.
     """
     counts = [Counter(cells) for cells in below]
     labels = any(
@@ -104,7 +104,7 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     )
     lengths = [(median(map(len, cells)), len(name)) for name, cells in zip(first, below) if name and cells]
     usual, own = max(lengths, default=(0, 0))
-    return labels and own * 2 < usual
+    return labels and own * 2 < usual and all(len(name.split()) < 3 for name in first)
 
 
 def choose_columns(records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool) -> tuple[Shape, dict[str, str]]:

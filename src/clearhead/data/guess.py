@@ -162,7 +162,7 @@ def _why_not_parallel(files: Sequence[Path]) -> str | None:
         return None
     if len(files) > 2:
         return f"there are {len(files):,} of them: name the two that go together"
-    return "their names differ before the language: set data.format to parallel if they go together"
+    return "their names differ before the language: if they go together, --set data.format=parallel"
 
 
 def _is_language(end: str) -> bool:

@@ -158,7 +158,10 @@ def _check_tokenize(tokenize: str | None) -> None:
 def judged_batches(
     loaded: Loaded, task: Task, plan: DataPlan, corpus: Corpus, folder: str, seed: int, said: list[str]
 ) -> tuple[Batches, int, int]:
-    """Every example to validate on once, in one order, how many tokens the text has and how many of them are unknown; `folder` holds the ids while they are read."""
+    """Every example to validate on once, in one order; how many tokens the text has, and how many of those are unknown.
+
+    `folder` holds the ids while they are read.
+    """
     if task == "image":
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
     encoded = encode_corpus(corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special)
