@@ -130,7 +130,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     for wanted in ("1. normalise", "2. pre-split", "3. subword model", "4. post-process", "The·king↵speak", "[CLS]", "4:8"):
         assert wanted in shown
-    for kind in ("char", "byte", "word", "bpe"):
+    for kind in ("char", "byte", "word", "bpe", "wordpiece", "unigram"):
         cli.main(["tokens", "a rose [b] is a rose", "--kind", kind, "--json"])
         assert json.loads(capsys.readouterr().out)["text"]["tokens"]
     cli.main(["tokens", "é"])
