@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clearhead as ch
+from clearhead.train.machine import join_projections
 from common import report, save
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 384, 256, 8
@@ -79,7 +80,9 @@ def main() -> None:
         vocab_size=len(letters), d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh"
     )
     ids, targets = torch.randint(len(letters), (2, BATCH, LENGTH))
-    others = {"bare step": bare(ch.Transformer(config), ids, targets), "transformers, own loop": peer(text, len(letters), options.steps)}
+    model = ch.Transformer(config)
+    join_projections(model)  # as the loop does
+    others = {"bare step": bare(model, ids, targets), "transformers, own loop": peer(text, len(letters), options.steps)}
     times: dict[str, list[float]] = {"clearhead": [], **{name: [] for name in others}}
     left = time.perf_counter()
 
