@@ -128,7 +128,7 @@ JOBS = {
             "model.dropout=0.0",
             "train.epochs=60",
             "train.lr=2e-3",
-            "train.ema=0.0",
+            "train.ema=0.99",
             "train.warmup=100",
         ),
     ),
