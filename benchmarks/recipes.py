@@ -93,10 +93,7 @@ JOBS = {
             "model.base={minilm}",
             "model.pooling=mean",  # as this model was trained
             "data.validation_share=0.02",
-            "train.epochs=2",
             "train.layer_decay=0.85",
-            "train.ema=0.998",
-            "train.validate_every=516",
         ),
     ),
     "wnut17": Job(
