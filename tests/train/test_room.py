@@ -162,6 +162,12 @@ def test_the_average_is_over_planned_checkpoints_alone(text, tmp_path):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
 
 
+def test_where_nothing_was_saved_by_plan_the_best_stays(text, tmp_path):
+    wild = ["train.lr=3", "train.clip=0", "train.warmup=29", "train.steps=30", "train.validate_every=3", "train.save_every=30"]
+    done = run(text, tmp_path / "run", *wild, "train.patience=2", "train.average=5")
+    assert done.reason == "patience" and same(weights(tmp_path / "run"), weights(tmp_path / "run" / "best"))
+
+
 def test_of_equals_the_lower_loss_and_never_what_is_not_a_number():
     rows = [
         {"step": 1, "loss": math.nan, "accuracy": 0.5},

@@ -70,9 +70,11 @@ def parted(model: nn.Module) -> Iterator[None]:
     joined: list[nn.Module] = [part for part in model.modules() if type(part) is JoinedAttention]
     for part in joined:
         part.__class__ = Attention
-    yield
-    for part in joined:
-        part.__class__ = JoinedAttention
+    try:
+        yield
+    finally:
+        for part in joined:
+            part.__class__ = JoinedAttention
 
 
 def recompute(model: Transformer) -> None:

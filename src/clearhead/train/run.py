@@ -417,8 +417,9 @@ def _chosen(run: Run, reason: str) -> tuple[Loaded, dict[str, Any]]:
     best = run.folder / BEST
     found = (best if best.exists() else run.folder / LAST).resolve()
     loaded = load(found)
-    if run.plan.average > 1 and reason != "stopped":
-        states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in averaged(run))
+    steps = averaged(run)  # none, where patience ended the run before the first of them
+    if len(steps) > 1 and reason != "stopped":
+        states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in steps)
         loaded.model.load_state_dict(average(states))
         loaded.model.to(run.device)
         metrics = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
