@@ -7,6 +7,7 @@ The jobs, each in a process of its own; they are compiled side by side and timed
     step          the bare step of clearhead's model on one unchanging batch
     transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
+    loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape unless told otherwise
 
 MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for attention, which
 counts the masked half as if it were computed; over the peak of the device, in half precision and without sparsity.
@@ -15,6 +16,7 @@ counts the masked half as if it were computed; over the peak of the device, in h
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -45,6 +47,7 @@ LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
 WARM, STEPS = 20, 60
 Context = Callable[[], AbstractContextManager[object]]
 CONFIG = ch.preset("gpt2").replace(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+PLAIN = CONFIG.replace(bias=False)
 
 
 class Drawn(Batches):
@@ -109,8 +112,8 @@ def transformers() -> float:
     return whole(model, lambda ids: model(ids).logits)
 
 
-def minimal() -> float:
-    model = MinimalGPT(LAYERS, HEADS, WIDTH, LENGTH, VOCAB)
+def minimal(bias: bool = True) -> float:
+    model = MinimalGPT(LAYERS, HEADS, WIDTH, LENGTH, VOCAB, bias)
     return whole(model, model)
 
 
@@ -124,19 +127,23 @@ class Enough(Exception):
     """All steps are timed."""
 
 
-def loop() -> float:
-    """The loop that `clearhead train` runs. It is timed between two of its reports; validation and checkpoints come later."""
+def loop(config: ch.ModelConfig = CONFIG) -> float:
+    """The loop that `clearhead train` runs, timed between two of its reports; validation and checkpoints come later.
+
+    The device is a step ahead of the reports. So the first of the two is not the one at which the others are waited for.
+    """
     device = torch.device("cuda")
     plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss")
-    model = ch.Transformer(CONFIG).to(device)
+    model = ch.Transformer(config).to(device)
     times: dict[int, float] = {}
+    first = WARM + plan.log_every
 
     def on_event(event: Event) -> None:
         if isinstance(event, Stepped):
             if event.step == WARM:
                 gate()
             times[event.step] = time.perf_counter()
-            if event.step >= WARM + STEPS:
+            if event.step >= first + STEPS:
                 raise Enough
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,11 +161,11 @@ def loop() -> float:
             precision=choose_precision(plan, device),
             device=device,
             attention=quick_attention("lm", DataPlan(), device),
-            flops_per_token=ch.cost(CONFIG, length=LENGTH).flops.training_per_token,
+            flops_per_token=ch.cost(config, length=LENGTH).flops.training_per_token,
         )
         with suppress(Enough):
             learn(run, on_event, lambda: False)
-    return (times[WARM + STEPS] - times[WARM]) / STEPS
+    return (times[first + STEPS] - times[first]) / STEPS
 
 
 JOBS: dict[str, Callable[[], float]] = {
@@ -166,6 +173,8 @@ JOBS: dict[str, Callable[[], float]] = {
     "step": bare,
     "transformers": transformers,
     "minimal": minimal,
+    "loop-plain": functools.partial(loop, PLAIN),
+    "minimal-plain": functools.partial(minimal, bias=False),
 }
 
 
@@ -173,7 +182,7 @@ def alone(name: str) -> None:
     """One job, in this process: its figures as the last line."""
     torch.manual_seed(0)
     seconds = JOBS[name]()
-    weights = ch.cost(CONFIG).parameters.total - LENGTH * WIDTH
+    weights = ch.cost(PLAIN if name.endswith("plain") else CONFIG).parameters.total - LENGTH * WIDTH
     rate = BATCH * LENGTH / seconds
     peak = choose_precision(TrainPlan(), torch.device("cuda")).peak
     found = {

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 class MinimalBlock(nn.Module):
     """One projection for q, k and v, the fused kernel. Streams [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, heads: int, width: int) -> None:
+    def __init__(self, heads: int, width: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
@@ -27,11 +27,11 @@ class MinimalBlock(nn.Module):
 class MinimalGPT(nn.Module):
     """Ids [B, T] -> logits [B, T, V], by the table of tokens."""
 
-    def __init__(self, layers: int, heads: int, width: int, length: int, vocab: int) -> None:
+    def __init__(self, layers: int, heads: int, width: int, length: int, vocab: int, bias: bool = True) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(MinimalBlock(heads, width) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.Sequential(*(MinimalBlock(heads, width, bias) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=bias)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

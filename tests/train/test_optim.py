@@ -170,9 +170,35 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
     weight = torch.nn.Linear(3, 3)
     made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
     set_rate(made, 1e-2)
-    for norm, changed in [(2.0, True), (math.nan, False), (math.inf, False), (0.5, True)]:
+    nan, inf = math.nan, math.inf
+    for loss, norm, changed in [
+        (1.0, 2.0, True),
+        (1.0, nan, False),
+        (1.0, inf, False),
+        (nan, 1.0, False),
+        (-inf, inf, False),
+        (1.0, 0.5, True),
+    ]:
         weight(torch.ones(1, 3)).sum().backward()
         before = weight.weight.detach().clone()
-        found = step_if_finite(made, torch.tensor(norm))
-        assert found == norm or (math.isnan(norm) and math.isnan(found))
+        found = step_if_finite(made, torch.amp.GradScaler(enabled=False), torch.tensor(loss), torch.tensor(norm))()
+        assert str(found[:2]) == str([loss, norm]) and math.isfinite(found[2]) is changed
         assert torch.equal(before, weight.weight) is not changed
+
+
+def test_a_scaled_gradient_may_be_infinite_and_a_loss_may_not():
+    class Scaler(torch.amp.GradScaler):
+        steps = 0
+
+        def step(self, optimizer):
+            self.steps += 1
+
+        def update(self):
+            self.updated = True
+
+    scaler, weight = Scaler("cpu"), torch.nn.Linear(3, 3)
+    made = make_optimizer(weight, TrainPlan(), CPU)
+    assert math.isfinite(step_if_finite(made, scaler, torch.tensor(1.0), torch.tensor(math.inf))()[2])
+    assert (scaler.steps, scaler.updated) == (1, True)  # and decides for itself
+    assert math.isnan(step_if_finite(made, scaler, torch.tensor(math.nan), torch.tensor(1.0))()[2])
+    assert scaler.steps == 1

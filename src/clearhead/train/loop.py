@@ -98,6 +98,17 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = run.precision.scaler(state)
     clock = Clock(run)
+    last: Taken | None = None  # asked for, and not yet known to have gone well
+
+    def settle() -> None:
+        """See that the last step went well, and report it if that is due."""
+        nonlocal last
+        if last is not None:
+            loss, norm = last.numbers(run)
+            if last.step % plan.log_every == 0 or last.step in (1, run.steps):
+                on_event(clock.report(loss, norm))
+        last = None
+
     model.train()
     upcoming = run.batches(state.step + 1)
     while state.step < run.steps and run.patient:
@@ -114,29 +125,26 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
             total += loss.detach()
         if step < run.steps:
             upcoming = run.batches(step + 1)  # made ready while the device works
+        settle()  # the step before, on a GPU: it is not kept waiting, it has this step's work to do
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        if not scaler.is_enabled():
-            finite = math.isfinite(step_if_finite(optimizer, norm + 0 * total))  # of either
-        elif finite := math.isfinite(float(total)):  # if the gradient alone is not, the step is skipped and the scale lowered
-            scaler.step(optimizer)
-            scaler.update()
-        if not finite:
-            raise TrainingError(_fault(run, step, batches))
+        last = Taken(step, batches, step_if_finite(optimizer, scaler, total / targets, norm))
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
 
-        if step % plan.log_every == 0 or step in (1, run.steps):
-            on_event(clock.report(float(total) / targets, float(norm)))
+        if run.device.type != "cuda":
+            settle()
         stopping, best = stop(), False
         if due(step, plan.validate_every, run.steps):
+            settle()
             with clock.paused():
                 judged = judge(run)
                 on_event(judged)
             best = judged.best
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
+            settle()
             clock.tick()
             save(run, scaler)
             on_event(Saved(step, run.folder))
@@ -188,10 +196,21 @@ def averaged(run: Run) -> list[int]:
     return regular[-run.plan.average :] if run.plan.average else []
 
 
-def _fault(run: Run, step: int, batches: list[Batch]) -> str:
-    """What went wrong in a step whose gradient is not finite; the weights are still those before it."""
-    torch.manual_seed(run.plan.seed * 1_000_003 + step)
-    return diagnose(run.model, batches, step, run.precision, run.plan)
+@dataclass(frozen=True)
+class Taken:
+    """A step that the optimizer has been asked for. It changes nothing where its loss or gradient is not finite."""
+
+    step: int
+    batches: list[Batch]
+    read: Callable[[], list[float]]  # see `step_if_finite`
+
+    def numbers(self, run: Run) -> tuple[float, float]:
+        """Its loss and the norm of its gradient; ends the run and says what went wrong, if something did."""
+        loss, norm, verdict = self.read()
+        if not math.isfinite(verdict):
+            torch.manual_seed(run.plan.seed * 1_000_003 + self.step)  # the weights are still those before the step
+            raise TrainingError(diagnose(run.model, self.batches, self.step, run.precision, run.plan))
+        return loss, norm
 
 
 class Clock:

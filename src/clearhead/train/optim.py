@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,20 +93,30 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate * group["scale"]
 
 
-def step_if_finite(optimizer: Optimizer, norm: Tensor) -> float:
-    """Take a step, unless the gradient's norm [] is not a finite number; the norm.
+def step_if_finite(optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor) -> Callable[[], list[float]]:
+    """Take a step, unless the loss [] or the gradient's norm [] is not finite.
 
-    On a GPU fused AdamW looks at it by itself, so that the device works on while the number is read.
+    On a GPU fused AdamW looks at them by itself, and the device works on. A scaled gradient may be infinite: the scaler
+    then takes no step and scales less.
+
+    Returns: what reads loss, norm and a number that is finite where all is well. It waits for this step, not for what the
+        device is asked for after it.
     """
-    if not (norm.is_cuda and optimizer.defaults.get("fused")):
-        found = float(norm)
-        if math.isfinite(found):
-            optimizer.step()
-        return found
-    here = torch.empty((), pin_memory=True).copy_(norm, non_blocking=True)
+    numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
+    if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):
+        found: list[float] = numbers.tolist()
+        if math.isfinite(found[-1]):
+            scaler.step(optimizer)
+            scaler.update()
+        return lambda: found
+    here = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~numbers[-1].isfinite()).float()  # type: ignore[attr-defined]
     optimizer.step()
-    copied.synchronize()
-    return float(here)
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return here.tolist()
+
+    return read
