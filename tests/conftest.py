@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads
 
 import pytest
 import torch
