@@ -84,13 +84,18 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
 
 @pytest.mark.ledger("L2")
 def test_check_against_the_reference(capsys, tmp_path):
-    config = ch.ModelConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_positions=64, activation="gelu_tanh")
-    ch.Loaded(ch.Transformer(config)).save(tmp_path / "gpt2")
-    code, out, _ = inside("check", tmp_path / "gpt2", "--reference", "--json", capsys=capsys)
-    rows = {row["name"]: row for row in json.loads(out)["checks"]}
-    assert code == 0
-    assert rows["clearhead = transformers"]["difference"] <= 1e-4
-    assert rows["greedy tokens = transformers"]["difference"] == 0
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_positions": 64}
+    for name, config in {
+        "gpt2": ch.ModelConfig(**sizes, activation="gelu_tanh"),
+        "bart": ch.preset("bart-base").replace(**sizes, d_ff=64),
+        "mbart": ch.preset("bart-base").replace(**sizes, d_ff=64, norm_position="pre"),
+    }.items():
+        ch.Loaded(ch.Transformer(config), special={"bos": 0, "pad": 1, "eos": 2}).save(tmp_path / name)
+        code, out, _ = inside("check", tmp_path / name, "--reference", "--json", capsys=capsys)
+        rows = {row["name"]: row for row in json.loads(out)["checks"]}
+        assert code == 0, rows
+        assert rows["clearhead = transformers"]["difference"] <= 1e-4
+        assert rows["greedy tokens = transformers"]["difference"] == 0
 
 
 def test_convert(capsys, folder, tmp_path):
@@ -154,3 +159,16 @@ def test_the_tour_does_what_it_says(capsys, tmp_path):
         losses = [line["loss"] for line in read_log(tmp_path / name) if line["event"] == "stepped"]
         assert losses[-1] < losses[0]
         assert f"{tmp_path / name}" in out.replace("\n", "")
+
+
+def test_a_mistyped_command_is_one_line(capsys):
+    code, out, said = inside("trian", "my.txt", capsys=capsys)
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith('clearhead: no command is called "trian" (did you mean "train"?): ')
+    code, out, said = inside("--version", capsys=capsys)
+    assert (code, out, said) == (0, f"clearhead {ch.__version__}\n", "")
+
+
+def test_the_list_of_recipes_is_whole(capsys):
+    code, out, _ = inside("train", capsys=capsys)
+    assert code == 0 and "name its directory in [model] base" in out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import tyro
 from tyro.conf import FlagCreatePairsOff
@@ -28,7 +30,7 @@ from clearhead.commands import (
     train,
     use,
 )
-from clearhead.errors import ClearheadError
+from clearhead.errors import ClearheadError, nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": models.demo,
@@ -62,11 +64,18 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
+    first = (sys.argv[1:] if arguments is None else arguments)[:1]
+    if first == ["--version"]:
+        print(f"clearhead {version('clearhead')}")
+        return
+    if first and not first[0].startswith("-") and first[0] not in COMMANDS:
+        _stop(f'no command is called "{first[0]}"{nearest(first[0], COMMANDS)}: choose one of {", ".join(COMMANDS)}')
+    listing = not first or first[0].startswith("-")
     try:
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
+            {name: _brief(command) for name, command in COMMANDS.items()} if listing else COMMANDS,
             prog="clearhead",
-            description="A Transformer you can see through. `clearhead COMMAND --help` has examples.",
+            description="A Transformer you can see through. `clearhead COMMAND --help` has its options and examples.",
             args=arguments,
             config=(FlagCreatePairsOff,),
         )
@@ -80,6 +89,17 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _brief(command: Callable[..., None]) -> Callable[..., None]:
+    """A command without its examples, for the list of all."""
+
+    @functools.wraps(command)
+    def brief(*given: Any, **named: Any) -> None:
+        command(*given, **named)
+
+    brief.__doc__ = (command.__doc__ or "").split("\n\n")[0]
+    return brief
 
 
 def _stop(line: str) -> NoReturn:

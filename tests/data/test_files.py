@@ -47,6 +47,8 @@ def test_runs_and_hidden_files_are_left_out(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     assert expand([str(tmp_path)]) == [tmp_path / "a" / "1.txt", tmp_path / "b" / "2.txt"]
+    assert expand([str(tmp_path / "**")]) == expand([str(tmp_path / "**/*.txt")]) == expand([str(tmp_path)])
+    assert expand([str(tmp_path / "run" / "deep" / "*.txt")]) == [tmp_path / "run" / "deep" / "data.txt"]
     assert expand([str(tmp_path / "run")]) == [tmp_path / "run" / "deep" / "data.txt", tmp_path / "run" / RECIPE]
 
 

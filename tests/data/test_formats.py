@@ -159,6 +159,16 @@ def test_questions(tmp_path, answers):
     assert task_of(DataPlan(), corpus) == "answer"
 
 
+def test_a_start_that_a_table_wrote_as_a_fraction(tmp_path):
+    write(tmp_path / "x.csv", "question,context,answer,answer_start\nWho?,Ada wrote it.,Ada,0.0\nWhen?,Ada wrote it.,,\n")
+    assert everything(tmp_path, "x.csv").validation == [ANSWERED, UNANSWERED]
+
+
+def test_a_cell_of_csv_keeps_its_line_ends(tmp_path):
+    (tmp_path / "x.csv").write_bytes(b'question,context,answer,answer_start\r\nWho?,"By\r\nAda.\n",Ada,4\r\n')
+    assert everything(tmp_path, "x.csv").validation == [Question("Who?", "By\r\nAda.\n", "Ada", 4)]
+
+
 def test_questions_in_the_manner_of_squad(tmp_path):
     answered = {"question": "Who?", "id": "1", "answers": [{"text": "Ada", "answer_start": 0}]}
     qas = [answered, {"question": "When?", "id": "2", "answers": [], "is_impossible": True}]

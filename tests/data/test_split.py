@@ -58,6 +58,16 @@ def test_both_sides_have_examples_and_share_no_key(values, share):
     assert sides[0] and sides[1] and not sides[0] & sides[1]
 
 
+@given(st.permutations(range(6)), st.lists(st.sampled_from("ab"), min_size=6, max_size=6))
+def test_few_examples_are_parted_where_a_label_occurs_twice(order, labels):
+    keys, names = [key << 60 for key in order], [(label,) for label in (*labels[:5], "c")]
+    if max(map(labels[:5].count, "ab")) > 1:
+        validates = split_keys(keys, 0.001, names)
+        assert 0 < sum(validates) < 6
+        known = {own for own, held in zip(names, validates) if not held}
+        assert all(own in known for own, held in zip(names, validates) if held)
+
+
 def test_rare_labels_train(tmp_path):
     lines = [f"text {i}\t{i % 2}" for i in range(300)] + [f"odd {i}\trare{i}" for i in range(30)]
     (tmp_path / "a.tsv").write_text("\n".join(lines))
@@ -149,6 +159,19 @@ def test_the_fingerprint_follows_content_and_settings(tmp_path):
         seen.add(opened(path, **change).fingerprint)
     path.write_text(path.read_text() + "\nmore\t1\n")
     assert len({*seen, opened(path).fingerprint}) == 6
+
+
+def test_the_fingerprint_follows_the_format_and_the_side_of_a_file(tmp_path):
+    for name, text in (("1.txt", '{"text": "one"}\n'), ("2.txt", "two"), ("3.txt", "three"), ("1.jsonl", '{"text": "one"}\n')):
+        (tmp_path / name).write_text(text)
+
+    def named(*names: str) -> tuple[str, ...]:
+        return tuple(str(tmp_path / name) for name in names)
+
+    plans = [DataPlan(task="lm", paths=named("[12].txt"), validation=named("3.txt"))]
+    plans += [DataPlan(task="lm", paths=named("1.txt"), validation=named("[23].txt"))]
+    plans += [DataPlan(task="lm", paths=named("1.txt")), DataPlan(task="lm", paths=named("1.jsonl"))]
+    assert len({open_data(plan).fingerprint for plan in plans}) == 4
 
 
 def test_the_fingerprint_follows_the_class_of_a_picture(tmp_path):

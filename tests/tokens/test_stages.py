@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from clearhead import cli
 from clearhead.hub.tokenizer import save_tokenizer
+from clearhead.tokens.labels import visible
 from clearhead.tokens.stages import Stages, stages
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, trained
@@ -158,3 +159,7 @@ def test_the_command_says_mistakes_in_one_line(tmp_path: Path, capsys: pytest.Ca
         said = capsys.readouterr()
         assert (stopped.value.code, said.out) == (2, "")
         assert message in said.err and len(said.err.splitlines()) == 1
+
+
+def test_characters_that_cannot_be_seen_are_written_out() -> None:
+    assert visible("a \t\r\n\x07\U000e0067") == "a·→←↵\\u0007\\U000e0067"

@@ -133,6 +133,7 @@ def test_the_choice_follows_task_and_size() -> None:
     assert (kept.kind, kept.vocab_size) == ("unigram", 300) and "as asked" in said
     plan, said = choose(TokensPlan(), "lm", 4_000_000)
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
+    assert "as 9 bytes of text is little" in choose(TokensPlan(), "lm", 9)[1]
     assert train_tokenizer(LINES, choose(TokensPlan(kind="bpe"), "lm", 5000)[0], "lm", 5000).get_vocab_size() < 1024  # chosen: a limit
 
 
@@ -161,7 +162,9 @@ def test_a_size_that_was_asked_for_is_met_or_refused(kind: str) -> None:
         (["", " \n"], {"kind": "byte"}, "lm", "nothing to train"),
         (["a\n", "a"], {"kind": "bpe"}, "lm", 'only the character "a"'),
         (LINES, {"kind": "word", "pattern": "("}, "lm", "no regular expression"),
+        (LINES, {"pattern": "QQQ"}, "lm", 'pattern "QQQ" finds no word in the text'),
         (LINES, {"kind": "bpe", "pattern": "a"}, "lm", "set kind to word"),
+        (LINES, {"vocab_size": 300}, "lm", "kind char finds .* or leave it out, or set tokens.kind to bpe"),
         (LINES, {"vocab_size": 0}, "lm", "must lie between 1 and"),
         (LINES, {"kind": "bpe", "vocab_size": 10**9}, "lm", "must lie between 1 and"),
         (iter(LINES), {}, "lm", "read only once"),

@@ -388,7 +388,7 @@ def test_wrong_input_is_one_line(tmp_path, capsys, gpt2, t5):
         (classifier, text): "task classify needs labels",
         (classifier, bad): "line 7: the label '7' is none of the model's: LABEL_0, LABEL_1",
         (number, table): "choose one of several classes",
-        (gpt2, text, "--set", "data.task=seq2seq"): "does not fit a decoder with head lm, which is judged by lm",
+        (gpt2, text, "--set", "data.task=seq2seq"): "does not fit a model of family decoder with head lm, which is judged by lm",
         (gpt2, text, "--beams", "4"): "num_beams is for models that write",
         (gpt2, text, "--output", tmp_path / "out"): "no answers to write",
         (gpt2, text, "--batch-size", "0"): "batch_size 0",

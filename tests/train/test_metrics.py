@@ -15,7 +15,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.train import metrics
-from clearhead.train.metrics import bootstrap, edit_distance, spans
+from clearhead.train.metrics import answer_counts, bootstrap, edit_distance, spans
 
 HYPOTHESES = ["the cat sat on the mat", "a dog", "there is nothing here at all to see", "", "the cat"]
 REFERENCES = ["the cat sat on a mat", "a small dog ran", "there is nothing here to see at all", "empty", "the cat"]
@@ -161,3 +161,12 @@ def test_nothing_to_measure_and_counts_that_differ():
         metrics.macro_f1([1, 2], [1])
     with pytest.raises(InputError, match="2 tags and 1"):
         metrics.span_f1([["O", "O"]], [["O"]])
+
+
+@pytest.mark.parametrize(
+    ("said", "meant", "f1"),
+    [("The cat", "cat", 1.0), ("\u201cthe wire\u201d", "\u201c wire\u201d", 1.0), ("x\u201ca\u201d y", "x y", 0.4), ("then", "n", 0.0)],
+)
+def test_articles_are_left_aside_as_squads_own_script_does(said, meant, f1):
+    """Its rule is a boundary of words, which a typographic quotation mark is too."""
+    assert answer_counts([said], [meant])[0].tolist() == [float(f1 == 1), pytest.approx(f1), 1]

@@ -401,7 +401,7 @@ def test_validation_that_asks_for_nothing_is_no_loss_of_zero(tmp_path):
     (tmp_path / "train.txt").write_text("red fox small ship\n" * 20)
     (tmp_path / "other.txt").write_text("ßß ßß ßß\n")
     settings = [*SIZE, *RUN, ROWS, CONTEXT, "data.task=mlm", "tokens.kind=word", f"data.validation={tmp_path / 'other.txt'}"]
-    with pytest.raises(ch.InputError, match="the validation data asks for nothing"):
+    with pytest.raises(ch.InputError, match="every word of the validation text is unknown"):
         ch.train(tmp_path / "train.txt", out=tmp_path / "run", settings=settings)
 
 

@@ -145,6 +145,10 @@ def test_the_best_is_saved_when_it_is_found(text, tmp_path):
     assert (done.metrics["loss"], done.metrics["step"]) == best and best[1] < 30
     assert same(weights(tmp_path / "run"), weights(tmp_path / "run" / "checkpoints" / f"step-{best[1]}"))
     assert ch.evaluate(done.model, text).metrics["loss"] < 10
+    run(text, tmp_path / "three", *wild, "train.keep_best=3")
+    order = sorted((row["metrics"]["loss"], row["step"]) for row in read_log(tmp_path / "three") if row["event"] == "validated")
+    there = {path.name for path in (tmp_path / "three" / "checkpoints").iterdir()}
+    assert {f"step-{step}" for _, step in order[:3]} <= there
     impatient = run(text, tmp_path / "impatient", *wild, "train.patience=2")
     assert impatient.reason == "patience" and impatient.metrics["step"] == best[1]
     again = ch.train(resume=tmp_path / "impatient")
@@ -244,3 +248,15 @@ def test_a_settled_precision_is_not_found_out_again(monkeypatch):
         assert precision.choose_precision(plan, cpu, settled=True).dtype == torch.bfloat16
     finally:
         precision.cpu_has_bfloat16.cache_clear()
+
+
+def test_parallel_files_are_found_again_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for side in ("en", "de"):
+        for name in ("train", "val"):
+            (tmp_path / f"{name}.{side}").write_text("".join(f"{name} {word} {side}\n" for word in "abcdefgh"))
+    settings = ["data.validation=val", "model.d_model=16", "model.n_heads=2", "model.n_layers=1", "tokens.kind=char", "train.steps=4"]
+    ch.train("train", out=tmp_path / "run", settings=settings, stop=lambda: True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert ch.train(resume=tmp_path / "run").step == 4

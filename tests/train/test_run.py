@@ -270,7 +270,7 @@ def test_a_wrong_recipe_is_one_line(text, tmp_path, change, line):
 
 def test_a_folder_with_a_run_is_not_overwritten(text, tmp_path):
     run(text, tmp_path / "run", stop=StopAt(4))
-    with pytest.raises(ch.CheckpointError, match="holds another run: add --resume"):
+    with pytest.raises(ch.CheckpointError, match="holds another run: go on with clearhead train --resume"):
         run(text, tmp_path / "run")
     assert run(text, tmp_path / "run", overwrite=True).step == 12
     (tmp_path / "mine").mkdir()

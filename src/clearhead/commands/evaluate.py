@@ -31,7 +31,7 @@ def evaluate(
     device: Annotated[str, arg(help="cpu, cuda, cuda:1, mps; auto: the best there is")] = "auto",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")] = None,
     output: Annotated[Path | None, arg(help="write what the model said there, a line for each example")] = None,
-    lowercase: Annotated[bool, arg(help="BLEU without regard to case as well")] = False,
+    lowercase: Annotated[bool, arg(help="give BLEU without regard to case too")] = False,
     tokenize: Annotated[str | None, arg(help="sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")] = None,
     seed: Annotated[int, arg(help="of the intervals, and of the masks of a masked model")] = 0,
     json: Json = False,

@@ -17,7 +17,7 @@ SLOW = 2.0  # seconds after which a row of the suite is worth a line
 
 def demo(
     seed: Annotated[int, arg(help="of both models")] = 0,
-    steps: Annotated[int, arg(help="of the first training; the second takes half as many again")] = 400,
+    steps: Annotated[int, arg(help="of the first training; the second takes 1.5 times as many")] = 400,
     out: Annotated[Path | None, arg(help="folder for the models; default: a temporary one")] = None,
 ) -> None:
     """The tour: train a small GPT and a date reader live, sample, see where it looks, read a cost table, run the equality checks.

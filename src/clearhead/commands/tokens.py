@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def tokens(
-    text: Annotated[Positional[str], arg(help="the text; - reads it from stdin")],
+    text: Annotated[Positional[str], arg(metavar="TEXT", help="the text; - reads it from stdin")],
     model: Annotated[Path | None, arg(metavar="DIR|FILE", help="a model directory, or a tokenizer.json")] = None,
     kind: Annotated[TokenKind | None, arg(help="without a model: a tokenizer of this kind, trained on the text itself")] = None,
     pair: Annotated[str | None, arg(help="a second text that belongs to the first")] = None,

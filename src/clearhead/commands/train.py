@@ -26,7 +26,10 @@ def train(
     data: Annotated[Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")] = (),
     recipe: Annotated[str | None, arg(help="a recipe's name or .toml file; default: by the data")] = None,
     out: Annotated[Path | None, arg(help="folder to write; default: runs/ and the name of the data")] = None,
-    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help="change the recipe, such as train.steps=2000")] = (),
+    set: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        arg(metavar="KEY=VALUE", help="change the recipe, such as train.steps=2000; each run's train.toml explains the keys"),
+    ] = (),
     resume: Annotated[Path | None, arg(metavar="DIR", help="go on with the run in this folder")] = None,
     overwrite: Annotated[bool, arg(help="remove an earlier run in the output folder")] = False,
     json: Json = False,
@@ -70,8 +73,9 @@ def summary(body: dict[str, Any], loaded: Any) -> str:
     """The last words of a run: what came out and what to try."""
     head, family, folder = loaded.config.head, loaded.config.family, quote(body["folder"])
     figures = "  ".join(f"{name} {value:.4f}" for name, value in body["metrics"].items() if name != "step")
+    writes = f"translate {folder} TEXT" if family == "encoder-decoder" else f"generate {folder} TEXT --temperature 0.8"
     use = {
-        "lm": f"clearhead translate {folder} TEXT" if family == "encoder-decoder" else f"clearhead generate {folder} TEXT",
+        "lm": f"clearhead {writes}",
         "mlm": f"clearhead fill {folder} TEXT",
         "classifier": f"clearhead classify {folder} {'TEXT' if loaded.tokenizer is not None else 'IMAGE'}",
         "tagger": f"clearhead tag {folder} TEXT",
@@ -83,8 +87,6 @@ def summary(body: dict[str, Any], loaded: Any) -> str:
 
 def _list(json: bool) -> None:
     """The corpora and recipes that come along."""
-    from rich.console import Console
-
     from clearhead.data.corpora import CORPORA
     from clearhead.train.recipe import recipe_names
 
@@ -93,13 +95,12 @@ def _list(json: bool) -> None:
     if json:
         print(json_.dumps({"corpora": corpora, "recipes": recipes}, indent=2))
         return
-    console = Console(highlight=False)
-    console.print("clearhead train FILE ...     trains on your files; or on one of these:")
+    print("clearhead train FILE ...     trains on your files; or on one of these:")
     for name, sentence in corpora.items():
-        console.print(f"  {name:<22} {sentence}")
-    console.print("\n--recipe NAME                how; without it, by what the data are:")
+        print(f"  {name:<22} {sentence}")
+    print("\n--recipe NAME                how; without it, by what the data are:")
     for name, sentence in recipes.items():
-        console.print(f"  {name:<22} {sentence}")
+        print(f"  {name:<22} {sentence}")
 
 
 class Stopper:

@@ -178,6 +178,10 @@ class Answers(Bucketed):
         answers = np.asarray(encoded["answer"])
         first, last = answers[self.example, 0] - self.begin, answers[self.example, 1] - self.begin
         inside = (answers[self.example, 0] >= 0) & (first >= 0) & (last < self.count)
+        lost = (answers[:, 0] >= 0) & (np.bincount(self.example, inside) == 0)
+        if lost.any():
+            more = "are in no window as a whole, and count as none: raise data.stride or data.max_length"
+            self.said += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
         self.text_begin = len(self.frame.before) + len(self.frame.between) + self.question_lengths[self.example]  # column of the context
         self.targets = np.where(inside[:, None], np.stack([first, last], 1) + self.text_begin[:, None], 0)
         self.lengths = self.question_lengths[self.example] + self.count + self.frame.size

@@ -83,8 +83,8 @@ def _question(roles: Mapping[str, str], record: Record) -> Question | None:
     found = context.find(answer)
     start = found if start is None else start
     if start < 0 or context[start : start + len(answer)] != answer:
-        where = f"at character {found}" if found >= 0 else "not in the context"
-        raise InputError(f"{record.place}: the answer {shorten(answer)} is not at character {start} of the context, but {where}")
+        where = f"at character {start} of the context, but at {found}" if found >= 0 else "in the context"
+        raise InputError(f"{record.place}: the answer {shorten(answer)} is not {where}")
     return Question(question, context, answer, start)
 
 
@@ -100,7 +100,8 @@ def _answers(roles: Mapping[str, str], record: Record) -> Iterator[tuple[str, in
         if text is None:
             continue
         if isinstance(start, str):  # CSV has only text
-            start = int(start) if start.isdecimal() and len(start) < 10 else start.strip() or None
+            start = start.strip().partition(".")[0] if _WHOLE.fullmatch(start.strip()) else start.strip()
+            start = int(start) if start.isdecimal() and len(start) < 10 else start or None
         if not isinstance(text, str) or not (start is None or type(start) is int):
             raise InputError(f"{record.place}: an answer is text with a whole number for its start, not {shorten(f'{text}, {start}')}")
         yield (text, start) if text else ("", 0)

@@ -110,6 +110,8 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
 def choose_columns(records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool) -> tuple[Shape, dict[str, str]]:
     """Shape and column of each role; `records` are the first ones, `named` says whether columns have names."""
     names = list(dict.fromkeys(name for record in records for name in record.cells))
+    if not names:
+        raise InputError(f"{records[0].place} has no field, nor have those after it: there is nothing to learn from")
     if task == "image":
         raise InputError("task image needs pictures: a folder for each class, an idx pair or an npz file")
     given = {role: find_column(column, names, records[0].place) for role, column in columns.items()}

@@ -19,16 +19,16 @@ from clearhead.data.columns import SHAPES, check_roles
 from clearhead.data.corpora import CORPORA, Embedded
 from clearhead.data.examples import Corpus, Images, Labelled, Rows, Shape
 from clearhead.data.files import digest, listing
-from clearhead.data.guess import Source, find_source
+from clearhead.data.guess import Source, find_source, same_way
 from clearhead.data.layout import Layout, lay_out, read_documents, read_examples
 from clearhead.data.pictures import Pictures, read_pictures, spaced
 from clearhead.data.plan import DataPlan, Task
-from clearhead.data.split import key_of, split_keys
+from clearhead.data.split import key_of, percent, split_keys
 from clearhead.data.tables import counted, listed
 from clearhead.data.text import Stream, look, size_of, split_text, stream
 from clearhead.errors import InputError, nearest
 
-VERSION = 2  # of the readers: raised when the same files would give other examples
+VERSION = 3  # of the readers: raised when the same files would give other examples
 PICTURES = ("folders", "idx", "npz")
 T = TypeVar("T")
 
@@ -43,11 +43,12 @@ def open_data(plan: DataPlan, split: bool = True) -> Corpus:
     if (embedded := _embedded(plan)) is not None:
         return _open_embedded(plan, embedded, split)
     source = find_source(plan, plan.paths, CORPORA)
-    held = find_source(plan, plan.validation) if plan.validation else None
+    held = same_way(source, find_source(plan, plan.validation)) if plan.validation else None
     source = _apart(source, held)
     if held is not None and held.format != source.format:
-        raise InputError(f"the data is {source.format} and the validation files are {held.format}: both must be of one format")
-    mark = digest([*source.files, *(held.files if held else ())], _settings(plan))
+        way_out = f"both must be of one format; if they are, --set data.format={source.format}"
+        raise InputError(f"the data is {source.format} and the validation files are {held.format}: {way_out}")
+    mark = digest([*source.files, *(held.files if held else ())], _settings(plan), source.format, str(len(source.files)))
     if source.format in PICTURES:
         _check_shape(plan, "images", str(source.files[0]))
         return _open_pictures(plan, source, held, mark, split)
@@ -140,7 +141,9 @@ def _open_rows(plan: DataPlan, layout: Layout, source: Source, held: Source | No
         said += _lone_first([row.label for row in rows if isinstance(row, Labelled)])
     if held is None:
         return _rows_corpus(plan, layout.shape, rows, mark, said, split)
-    validation, _ = _read(plan, layout, held)
+    validation, empty = _read(plan, layout, held)
+    if empty:
+        said.append(f"{counted(empty, 'row')} to validate on with an empty text left out")
     known = _names(layout.shape, rows)
     if layout.shape == "labels":
         _judge([name for row in rows for name in names_of(row)])
@@ -152,18 +155,22 @@ def _open_rows(plan: DataPlan, layout: Layout, source: Source, held: Source | No
             )
             noun = "tag" if layout.shape == "tags" else "label"
             raise InputError(f"{place}: the {noun} {unknown!r} does not occur in the training data, which has {listed(known)}")
-    own = {key_of(*key_parts(row)) for row in rows}
-    shared = sum(key_of(*key_parts(row)) in own for row in validation)
-    if shared:
-        said.append(f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too")
+    said += _shared([key_of(*key_parts(row)) for row in rows], [key_of(*key_parts(row)) for row in validation])
     return _rows_made(layout.shape, rows, validation, mark, said)
+
+
+def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
+    """A word on examples that are on both sides, by their keys."""
+    shared = sum(map(set(train).__contains__, validation))
+    return [f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too"] if shared else []
 
 
 def _read(plan: DataPlan, layout: Layout, source: Source) -> tuple[list[Row], int]:
     read = [row for _, row in islice(read_examples(layout, source.files), plan.max_examples)]
     rows = [lowered(row, plan.lowercase) for row in read if row is not None]
     if not rows:
-        raise InputError(f"{source.files[0]} is empty: there is no example in it")
+        why = f"every one of its {counted(len(read), 'row')} has an empty text; choose columns with --set data.columns=..."
+        raise InputError(f"{source.files[0]} is empty: there is no example in it" if not read else f"{source.files[0]}: {why}")
     return rows, len(read) - len(rows)
 
 
@@ -175,7 +182,7 @@ def _rows_corpus(plan: DataPlan, shape: Shape, rows: Sequence[Row], mark: str, s
     if shape == "labels":
         _judge([name for own in names or () for name in own])
     validates = split_keys([key_of(*key_parts(row)) for row in rows], plan.validation_share, names)
-    said.append(f"{plan.validation_share:.0%} of the examples for validation, chosen by their content")
+    said.append(f"{percent(plan.validation_share)} of the examples for validation, chosen by their content")
     return _rows_made(shape, _side(rows, validates, False), _side(rows, validates, True), mark, said)
 
 
@@ -214,7 +221,9 @@ def _rows_made(shape: Shape, rows: Sequence[Row], validation: Sequence[Row], mar
         said.append(f"{counted(len(names), 'tag') if shape == 'tags' else _classes(len(names))}: {listed(names)}")
     if rows and shape == "labels" and len(names) * 2 > len(rows):
         said.append(f"{len(names):,} classes for {len(rows):,} examples: is this a label?")
-    said.append(f"{len(rows):,} examples to train on, {len(validation):,} to validate on" if rows else counted(len(validation), "example"))
+    said.append(
+        f"{counted(len(rows), 'example')} to train on, {len(validation):,} to validate on" if rows else counted(len(validation), "example")
+    )
     # The shape says which of the kinds of rows all of them are.
     return Corpus(shape, cast(Rows, rows), cast(Rows, validation), names, mark, tuple(said), sum(map(bytes_of, rows)))
 
@@ -262,8 +271,12 @@ def _pictures_corpus(plan: DataPlan, train: Pictures, validation: Pictures | Non
     if validation is None:
         keys = [key_of(picture.tobytes()) for picture in train.pixels]
         validates = split_keys(keys, plan.validation_share, [(name,) for name in train.names])
-        said.append(f"{plan.validation_share:.0%} of the pictures for validation, chosen by their content")
+        said.append(f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content")
         train, validation = _part(train, validates, False), _part(train, validates, True)
+    else:
+        said += _shared(
+            [key_of(picture.tobytes()) for picture in train.pixels], [key_of(picture.tobytes()) for picture in validation.pixels]
+        )
     if train.pixels.shape[1:] != validation.pixels.shape[1:]:
         sizes = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, validation))
         raise InputError("the pictures to train on are {} and those to validate on {}: bring all to one size first".format(*sizes))

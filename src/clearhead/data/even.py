@@ -24,6 +24,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.data.rows import Frame, Ints, Part, frame_rows, lay, pack, ragged
 from clearhead.errors import InputError
 
+CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two share theirs
 
 
@@ -155,6 +156,9 @@ class MaskedWindows(Windows):
         self.hideable = np.ones(encoded.vocab_size, dtype=np.bool_)
         self.hideable[[token for token in (*encoded.specials, *special.values()) if token < encoded.vocab_size]] = False
         self.ordinary = np.flatnonzero(self.hideable)
+        if not any(self.hideable[self.ids[start : start + CHECKED]].any() for start in range(0, len(self.ids), CHECKED)):
+            side = "training" if training else "validation"
+            raise InputError(f"every word of the {side} text is unknown to the tokenizer, so there is nothing to guess: give more text")
 
     def build(self, places: Ints, random: np.random.Generator) -> Batch:
         """See `EvenRows.build`."""

@@ -68,7 +68,7 @@ Rows: TypeAlias = Iterable[Chunk] | Sequence[Pair] | Sequence[Labelled] | Sequen
 class Corpus:
     """The examples of a data set, those to learn from and those to validate on.
 
-    A split made here puts no example on both sides; where the user's own validation files repeat training data, `said` says so.
+    A split made here puts no example on both sides; where rows or pictures that the user set apart repeat training data, `said` says so.
     """
 
     shape: Shape

@@ -44,7 +44,8 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
             fixed = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
             if fixed.is_dir():  # glob leaves out what it cannot read, without a word
                 list(_below(fixed) if "**" in name else fixed.iterdir())
-            matches = [file for match in sorted(glob.glob(str(path), recursive=True)) for file in _files(Path(match))]
+            found_there = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            matches = [file for match in found_there if not _in_run(match, fixed) for file in _files(match)]
             if not matches:
                 raise InputError(f"no file matches {name}")
             found |= dict.fromkeys(matches)
@@ -72,12 +73,20 @@ def _below(top: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    for folder, folders, names in os.walk(top, onerror=refuse):
-        if RECIPE in names and Path(folder) != top:
+    seen: set[str] = set()  # a link may lead back to a folder above it
+    for folder, folders, names in os.walk(top, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or (RECIPE in names and Path(folder) != top):
             folders.clear()
         else:
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
             yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _in_run(path: Path, top: Path) -> bool:
+    """Does a path lie in a run's folder that lies below `top`, or is it one?"""
+    return any((folder / RECIPE).is_file() for folder in (path, *path.parents) if folder != top and folder.is_relative_to(top))
 
 
 def missing(path: Path, known: Iterable[str] = ()) -> InputError:
@@ -90,14 +99,18 @@ def missing(path: Path, known: Iterable[str] = ()) -> InputError:
 
 def bare(path: Path) -> Path:
     """The path without `.gz`."""
-    return path.with_suffix("") if path.suffix == ".gz" else path
+    return path.with_suffix("") if _zipped(path) else path
+
+
+def _zipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
     """A file open for reading bytes, decompressed if its name ends in `.gz`."""
     try:
-        with cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file:
+        with cast(BinaryIO, gzip.open(path)) if _zipped(path) else path.open("rb") as file:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path} is a damaged gzip file: {error}") from None
@@ -109,6 +122,11 @@ def head(path: Path) -> bytes:
     """The first bytes of a file."""
     with reading(path) as file:
         return file.read(HEAD)
+
+
+def blank(path: Path) -> bool:
+    """Does a file begin with nothing but white space? Such a one says nothing of what the others hold."""
+    return not head(path).removeprefix(codecs.BOM_UTF8).strip()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -133,15 +151,17 @@ def read_pieces(path: Path) -> Iterator[str]:
             offset, rest = offset + start + used, data[start + used :]
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1, without their ends and without a byte order mark."""
+def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
+    """The lines of a file, numbered from 1, without a byte order mark and, unless `ends` says so, without their ends."""
     with reading(path) as file:
         offset = 0
         for number, line in enumerate(file, 1):
+            if number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip():
+                raise InputError(f"{path} ends its lines with carriage returns alone: convert them to line feeds")
             start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
             text, _ = _decode(path, line[start:], offset + start, final=True)
             offset += len(line)
-            yield number, text.removesuffix("\n").removesuffix("\r")
+            yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
 
 
 def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:

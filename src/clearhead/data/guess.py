@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from clearhead.data.columns import LANGUAGES, SHAPES
-from clearhead.data.files import HEAD, bare, expand, head, listing
+from clearhead.data.files import HEAD, bare, blank, expand, head, listing
 from clearhead.data.plan import DataPlan, Format, Task
+from clearhead.data.tables import counted
+from clearhead.data.tags import cells
 from clearhead.errors import InputError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -61,10 +63,13 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
     if plan.format is not None:
         # In a folder other files may lie beside those meant.
         fitting = [path for path, look in looks.items() if look == plan.format or (plan.format == "text" and look not in _UNLIKE_TEXT)]
-        return Source(plan.format, tuple(fitting or files))
+        others = len(files) - len(fitting or files)
+        return Source(plan.format, tuple(fitting or files), (f"{counted(others, 'file')} of other formats left out",) if others else ())
     first: dict[Format | Literal["binary"], Path] = {}
     for path, look in looks.items():
-        first.setdefault(look, path)
+        if look in _UNLIKE_TEXT or not blank(path):
+            first.setdefault(look, path)
+    first = first or {looks[files[0]]: files[0]}
     if len(first) > 1:
         mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
         raise InputError(
@@ -75,8 +80,8 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
         raise InputError(
             f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; text, tables, pictures, idx and npz can be read"
         )
-    counted = files[0].name if len(files) == 1 else f"{len(files):,} files"
-    said = [f"{counted}: read as {_WORDS.get(look, look)}"]
+    whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
+    said = [f"{whole}: read as {_WORDS.get(look, look)}"]
     if look == "text" and plan.task is None and (why := _why_not_parallel(files)):
         said.append(f"not taken as parallel files, because {why}")
     return Source(look, tuple(files), tuple(said))
@@ -100,7 +105,7 @@ def format_of(path: Path, task: Task | None = None) -> Format | Literal["binary"
     table = suffix in (".tsv", ".tab")
     if task is not None and SHAPES[task] == "text" and not table:
         return "text"
-    lines = data.decode("utf-8-sig", "replace").splitlines()
+    lines = data.decode("utf-8-sig", "replace").removesuffix("\n").split("\n")
     lines = lines[:-1] if len(data) == HEAD else lines  # the last one may be cut
     if _tagged(lines):
         return "conll"
@@ -124,9 +129,9 @@ def _tagged(lines: Sequence[str]) -> bool:
     if len(full) < 4 or not any(inner[1 : len(lines) - 1]):
         return False
     tabs = "\t" in full[0]
-    rows = [line.split("\t") if tabs else line.split() for line in full]
+    rows = [cells(line, tabs) for line in full]
     few = len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
-    words = all(" " not in row[0].strip() for row in rows)
+    words = all(" " not in row[0] for row in rows)
     return len(rows[0]) > 1 and len({len(row) for row in rows}) == 1 and few and words
 
 
@@ -155,6 +160,13 @@ def _two(plan: DataPlan, files: Sequence[Path]) -> Source | None:
     return _source(*files)
 
 
+def same_way(source: Source, held: Source) -> Source:
+    """Parallel files to validate on, from the language that those to train on are from."""
+    ends, held_ends = ([bare(path).suffix for path in each.files] for each in (source, held))
+    turned = source.format == held.format == "parallel" and ends[0] != ends[1] and held_ends == ends[::-1]
+    return _source(*held.files[::-1]) if turned else held
+
+
 def _why_not_parallel(files: Sequence[Path]) -> str | None:
     """What keeps files from being parallel that are named by their languages; None for other files."""
     languages = [re.split("[._-]", bare(path).suffix)[1:2] for path in files]
@@ -174,7 +186,9 @@ def _languages(stem: Path) -> dict[str, Path]:
     if not stem.parent.is_dir():
         return {}
     beside = sorted(path for path in stem.parent.iterdir() if path.is_file() and path.name.startswith(f"{stem.name}."))
-    found = {bare(path).name.removeprefix(f"{stem.name}."): path for path in beside}
+    found: dict[str, Path] = {}
+    for path in beside:
+        found.setdefault(bare(path).name.removeprefix(f"{stem.name}."), path)  # train.en comes before train.en.gz
     return {language: path for language, path in found.items() if _is_language(f".{language}")}
 
 

@@ -1,4 +1,4 @@
-"""How the files of a source are read: judged by the first of them, then the same for all."""
+"""How the files of a source are read: judged by the first that is not blank, then the same for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from clearhead.data.cells import Row, make_row, text_of
 from clearhead.data.columns import choose_columns, find_column, has_header
 from clearhead.data.examples import Shape
-from clearhead.data.files import read_pieces
+from clearhead.data.files import blank, read_pieces
 from clearhead.data.guess import Source
 from clearhead.data.plan import DataPlan
 from clearhead.data.tables import Record, counted, listed, read_csv, read_json, read_matches, read_parallel, read_table, read_tsv
@@ -20,6 +20,7 @@ from clearhead.data.tags import TagColumns, read_tagged, tag_columns
 from clearhead.errors import InputError
 
 SAMPLE = 1000  # rows that guesses about columns look at
+_TAKES = {"text": (), "conll": ("words", "tags"), "parallel": ("source", "target")}  # formats whose columns have roles already
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class Layout:
 
 
 def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
-    """Judge the first file; a sentence for each guess."""
+    """Judge the first file that is not blank; a sentence for each guess."""
     said = list(source.said)
-    format, first = source.format, source.files[0]
+    unused = [role for role in plan.columns if source.format in _TAKES and role not in _TAKES[source.format]]
+    if unused:
+        said.append(f"data.columns is not used for {', '.join(unused)}, as the format is {source.format}")
+    format, first = source.format, next((path for path in source.files if not blank(path)), source.files[0])
     if format == "text":
         return Layout(format, "text", {}), said
     if format == "conll":
@@ -45,7 +49,7 @@ def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
         return Layout(format, "tags", {}, tags=columns), [*said, sentence]
     if format == "parallel":
         return Layout(format, "pairs", {"source": "source", "target": "target"}), said
-    header = format in ("tsv", "csv") and _header(plan, source)
+    header = format in ("tsv", "csv") and _header(plan, format, first)
     draft = Layout(format, "text", {}, header, _pattern(plan))
     records = list(islice(_records(draft, source.files), SAMPLE))
     if not records:
@@ -58,11 +62,11 @@ def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
     return dataclasses.replace(draft, shape=shape, roles=roles), [*said, f"{columns_said}{header_said}: {where}"]
 
 
-def _header(plan: DataPlan, source: Source) -> bool:
+def _header(plan: DataPlan, format: str, first: Path) -> bool:
     if plan.header is not None:
         return plan.header
-    read = read_tsv if source.format == "tsv" else read_csv
-    rows = [row for _, row in islice(read(source.files[0]), SAMPLE)]
+    read = read_tsv if format == "tsv" else read_csv
+    rows = [row for _, row in islice(read(first), SAMPLE)]
     return bool(rows) and has_header(rows, plan.columns)
 
 

@@ -6,14 +6,17 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data.files import read_bytes
+from clearhead.data.files import bare, read_bytes
 from clearhead.data.guess import IDX, PICTURES, Source
 from clearhead.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 HELD = ("validation", "valid", "val", "dev", "test", "t10k")  # names of parts to validate on, the best first
 _PICTURES_NAMES = ("x", "images", "image", "data", "pixels", "arr_0")
@@ -67,7 +70,7 @@ def _load(files: Sequence[Path], limit: int | None) -> Pictures:
 
     def grey(path: Path) -> bool:
         with Image.open(path) as image:
-            return image.mode in ("1", "L")
+            return image.mode in ("1", "L") or _is_deep(image)
 
     files = [files[i] for i in spaced(len(files), limit)]
     path = files[0]
@@ -76,7 +79,7 @@ def _load(files: Sequence[Path], limit: int | None) -> Pictures:
         pixels: NDArray[np.uint8] | None = None
         for number, path in enumerate(files):
             with Image.open(path) as image:
-                own = np.asarray(image.convert(mode))
+                own = pixels_of(image, mode)
             if pixels is None:
                 pixels = np.empty((len(files), *own.shape), np.uint8)
             if own.shape != pixels.shape[1:]:
@@ -89,6 +92,23 @@ def _load(files: Sequence[Path], limit: int | None) -> Pictures:
         raise InputError(f"{path} cannot be read as a picture: {str(error).splitlines()[0][:120] if str(error) else 'damaged'}") from None
     assert pixels is not None
     return Pictures(pixels if pixels.ndim == 4 else pixels[..., None], [file.parent.name for file in files], [str(file) for file in files])
+
+
+def pixels_of(image: Image, mode: str) -> NDArray[np.uint8]:
+    """A picture of Pillow's as bytes of mode "L", [H, W], or "RGB", [H, W, 3]."""
+    if _is_deep(image):  # `convert` would cut off what is above 255
+        shades = (np.asarray(image) >> 8).astype(np.uint8)
+        return shades if mode == "L" else np.repeat(shades[..., None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise ValueError("its numbers have 32 bits, and their scale is not known; convert it to 8 or 16 bits")
+    if "transparency" in image.info:  # of a palette it is a warning to convert it at once
+        image = image.convert("RGBA")
+    return np.asarray(image.convert(mode))
+
+
+def _is_deep(image: Image) -> bool:
+    """Is a picture of 16 bits? Older versions of Pillow read such a PNG as mode I."""
+    return image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
 
 
 # idx --------------------------------------------------------------------------------------------------------------------
@@ -105,7 +125,10 @@ def _read_idx(files: Sequence[Path], limit: int | None) -> tuple[Pictures, Pictu
         beside = next((file for file in sorted(path.parent.iterdir()) if _idx_name(file) == (part, other)), None)
         if beside is None:
             raise InputError(f"{path} stands alone: the file of its {other} is missing")
-        parts.setdefault(part, {}).update({kind: path, other: beside})
+        same = parts.setdefault(part, {}).get(kind, path)
+        if same.parent != path.parent:
+            raise InputError(f"{same} and {path} are the same part of two sets: name the files of one")
+        parts[part] |= {kind: path, other: beside}
     held = next((name for wanted in HELD for name in parts if name.strip("-._") == wanted), None) if len(parts) > 1 else None
     rest = [name for name in parts if name != held]
     if len(rest) > 1:
@@ -117,7 +140,7 @@ def _read_idx(files: Sequence[Path], limit: int | None) -> tuple[Pictures, Pictu
 
 
 def _idx_name(path: Path) -> tuple[str, str] | None:
-    match = IDX.fullmatch(path.name.removesuffix(".gz"))
+    match = IDX.fullmatch(bare(path).name.lower())
     return (match[1], match[2]) if match else None
 
 
@@ -185,16 +208,19 @@ def _pictures(pixels: NDArray[Any], labels: NDArray[Any], where: str, whose: str
     if pixels.ndim == 4 and pixels.shape[1] in (1, 3) and pixels.shape[3] not in (1, 3):
         pixels = pixels.transpose(0, 2, 3, 1)
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
-    if pixels.ndim != 4 or 0 in pixels.shape:
+    if pixels.ndim != 4 or 0 in pixels.shape or pixels.shape[3] not in (1, 3):
         raise InputError(f"{where} has the shape {pixels.shape}: pictures are N x height x width, with or without 1 or 3 channels")
     labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    labels = labels.astype(np.int64) if labels.dtype.kind == "f" and (labels == np.rint(labels)).all() else labels  # 1.0 is 1
     if labels.ndim != 1 or labels.dtype.kind not in "iubUS" or len(labels) != len(pixels):
         raise InputError(
             f"{whose} has the shape {labels.shape} of {labels.dtype}: it must hold one class for each of {len(pixels):,} pictures"
         )
     chosen = spaced(len(pixels), limit)
     pixels, labels = (pixels, labels) if len(chosen) == len(pixels) else (pixels[chosen], labels[chosen])
-    names = [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in labels.tolist()]
+    names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in labels.tolist()]
+    if "" in names:
+        raise InputError(f"{whose}, number {chosen[names.index('')]} is empty: it must name the class of a picture")
     return Pictures(np.ascontiguousarray(_as_bytes(pixels, where)), names, [f"{whose}, number {i}" for i in chosen])
 
 

@@ -15,11 +15,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clearhead.data.files import read_lines, read_whole
+from clearhead.data.files import bare, read_lines, read_whole
 from clearhead.errors import InputError
 
 SHOWN = 60  # characters of a faulty line in a message
 MOST = 12  # names in a message
+_QUOTED = re.compile('"[^"]*("|$)')  # a cell of CSV, or its beginning
 
 
 class Record(NamedTuple):
@@ -52,8 +53,8 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a file in the manner of spreadsheets; empty lines are left out."""
     csv.field_size_limit(sys.maxsize)  # a cell may be a long document; the module knows only one limit for the whole process
     first = next((line for _, line in read_lines(path) if line.strip()), "")
-    delimiter = max(",;\t", key=first.count)
-    rows = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter=delimiter, strict=True)
+    delimiter = max(",;\t", key=_QUOTED.sub("", first).count)
+    rows = csv.reader((line for _, line in read_lines(path, ends=True)), delimiter=delimiter, strict=True)
     begin = 1  # of the record, which may go over several lines
     try:
         for row in rows:
@@ -62,6 +63,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
             begin = rows.line_num + 1
     except csv.Error as error:
         why = "a quote is opened and not closed" if "end of data" in str(error) else f"{error} (in line {rows.line_num})"
+        why = "a carriage return stands outside quotes" if "new-line" in str(error) else why
         raise InputError(f"{path}, line {begin} is not CSV: {why}") from None
 
 
@@ -92,14 +94,14 @@ def counted(number: int, noun: str) -> str:
 
 def read_json(path: Path) -> Iterator[Record]:
     """The objects of a JSONL file, or of a JSON file that holds a list of them or questions in the manner of SQuAD."""
-    if path.name.removesuffix(".gz").endswith(".json"):
+    if bare(path).suffix.lower() == ".json":
+        text = read_whole(path)
         try:
-            whole = _parse(read_whole(path), str(path))
-        except InputError:
-            pass  # many files of JSON lines are called .json
-        else:
-            return _listed(path, whole)
-    return _json_lines(path)
+            return _listed(path, _parse(text, str(path)))
+        except InputError as error:
+            if text.strip() and "Extra data" not in str(error):
+                raise
+    return _json_lines(path)  # many files of JSON lines are called .json
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -175,6 +177,6 @@ def read_parallel(files: Sequence[Path]) -> Iterator[Record]:
             counts = [sum(1 for _ in read_lines(path)) for path in files]
             raise InputError(
                 f"{source} has {counted(counts[0], 'line')} and {target} has {counts[1]:,}: "
-                "parallel files need a line for each line of the other"
+                "parallel files need a line for each line of the other; to read each as a text, --set data.format=text"
             )
         yield Record(f"{source}, line {number}", {"source": left[1], "target": right[1]})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from clearhead.data.examples import Chunk
-from clearhead.data.split import KEYS, bound, key_of
+from clearhead.data.split import KEYS, bound, key_of, percent
 from clearhead.errors import InputError
 
 CHUNK = 1_000_000  # characters
@@ -87,12 +87,12 @@ def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream
         raise InputError(empty)
     if seen.documents >= FEW:
         limit = bound(seen.low, seen.high, share)
-        said = f"{seen.documents:,} documents, {share:.0%} of them for validation, chosen by their content"
+        said = f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
         return Stream(partial(_by_key, source, limit, False)), Stream(partial(_by_key, source, limit, True)), said
     cuts = [int(length * (1 - share)) for length in seen.lengths]
     if not sum(cuts) or cuts == seen.lengths:
         raise InputError(f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others")
-    said = f"the last {share:.0%} of {'the characters' if len(cuts) == 1 else 'each document'} for validation"
+    said = f"the last {percent(share)} of {'the characters' if len(cuts) == 1 else 'each document'} for validation"
     return Stream(partial(_by_place, source, cuts, False)), Stream(partial(_by_place, source, cuts, True)), said
 
 

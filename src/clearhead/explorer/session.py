@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from clearhead.data.pictures import pixels_of
 from clearhead.errors import ClearheadError, InputError, MissingExtraError
 from clearhead.explorer.views import Run, begin, model_view
 from clearhead.inside.heads import MIXED, head_roles
@@ -191,6 +192,6 @@ def _image(m: Loaded, encoded: Any) -> Any:
         with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))) as picture:
             if picture.width * picture.height > 40_000_000:
                 raise InputError(f"the image has {picture.width} x {picture.height} pixels: at most 40 million are read")
-            return np.array(picture.convert("L" if config.n_channels == 1 else "RGB"))
+            return np.array(pixels_of(picture, "L" if config.n_channels == 1 else "RGB"))
     except (OSError, binascii.Error, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"the image cannot be read: {str(error).splitlines()[0][:120]}") from None

@@ -15,6 +15,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
+from clearhead.data.pictures import pixels_of
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -93,7 +94,7 @@ def _read(path: Path, channels: int) -> Tensor:
         raise MissingExtraError("reading image files needs Pillow: pip install pillow; or give an array") from None
     try:
         with Picture.open(path) as picture:
-            raw = np.array(picture.convert("L" if channels == 1 else "RGB"))
-    except OSError as error:  # no such file, no image, cut short
+            raw = np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
+    except (OSError, ValueError) as error:  # no such file, no image, cut short, of numbers without a scale
         raise InputError(f"{path} cannot be read as an image: {str(error).splitlines()[0]}") from None
     return torch.from_numpy(raw)

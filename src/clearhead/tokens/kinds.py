@@ -93,6 +93,8 @@ def word(order: Order) -> Tokenizer:
     tokenizer.train_from_iterator(
         order.stream(ROOM["word"]), trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False)
     )
+    if tokenizer.get_vocab_size() == len(order.special):
+        raise InputError(f'pattern "{order.pattern or WORDS}" finds no word in the text: choose one that does, or leave it out')
     return tokenizer
 
 

@@ -53,7 +53,7 @@ def choose(plan: TokensPlan, task: Task, size: int) -> tuple[TokensPlan, str]:
 
     `vocab_size` stays None for characters and bytes: there are as many as there are.
     """
-    amount = f"{size / 1e6:.1f} MB of text" if size >= 1e5 else f"{size / 1e3:.1f} kB of text"
+    amount = f"{size / 1e6:.1f} MB of text" if size >= 1e5 else f"{size / 1e3:.1f} kB of text" if size >= 100 else f"{size} bytes of text"
     kind, why = plan.kind, "as asked"
     if kind is None:
         if plan.pattern is not None:
@@ -97,6 +97,7 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, task: Task, size: in
         raise InputError(
             f"vocab_size {chosen.vocab_size} is more than the data allows: kind {chosen.kind} finds {reached} tokens in it, "
             f"special ones included: set it to {reached} or less, or leave it out"
+            + ("" if chosen.kind in SCALE else ", or set tokens.kind to bpe")
         )
     return tokenizer
 

@@ -106,7 +106,7 @@ def build(
         _check_sizes(base, image, tokenizer)
         if task != "image" and base.config.head == HEADS[task] and set(labels) <= set(base.labels):
             labels = base.labels  # the classes it knows, by their numbers there
-        generation = _generation(recipe, task, special, base.generation)
+        generation = _generation(recipe, task, special, base.config.max_positions, base.generation)
         fixed = _fixed(task, tokenizer, labels, image, given)
         return _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
     group = group_of(task)
@@ -117,13 +117,13 @@ def build(
         start = preset(kind).replace(**change, **(MIDDLE if large else SMALL)[group])
     _check_kind(start, recipe.model, task)
     fixed = _fixed(task, tokenizer, labels, image, given)
-    config = _config(start, {**given, **fixed}, given)
+    config = _config(start, {**_usual_head(start.family, HEADS[task]), **given, **fixed}, given)
     _check_memory(config, recipe.train)
     torch.manual_seed(recipe.train.seed)
     return Loaded(
         Transformer(config),
         tokenizer,
-        generation=_generation(recipe, task, special),
+        generation=_generation(recipe, task, special, config.max_positions),
         special=dict(special),
         labels=tuple(labels) if config.n_classes else (),
     )
@@ -178,9 +178,8 @@ def _fixed(
 
 
 def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelConfig:
-    """`start` changed; what follows from a width follows from the new one, and dropout holds wherever `start` has the same."""
-    if "dropout" in given and 0 < start.feedforward_dropout == start.dropout:
-        values = {"feedforward_dropout": given["dropout"], **values}
+    """`start` changed; what follows from a width follows from the new one."""
+    values = {**_dropout(start, given), **values}
     if given.get("d_model", 0) > 0:
         if start.embedding_scale != 1.0:
             values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
@@ -190,6 +189,19 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
         values = {"d_ff": None, **values}
     names = {name: value for name, value in values.items() if name != "vocab_size" or value}
     return start.replace(**_typed(names))
+
+
+def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The dropout that is asked for holds wherever `start` has the same."""
+    same = "dropout" in given and 0 < start.feedforward_dropout == start.dropout
+    return {"feedforward_dropout": given["dropout"]} if same else {}
+
+
+def _usual_head(family: str, head: str, base: Loaded | None = None) -> dict[str, Any]:
+    """What a head of this name is like where `base` comes from, so that transformers opens the result."""
+    classes = base.description.architecture.classes.values() if base is not None and base.description is not None else ()
+    published = [dict(fields) for fields in classes if fields.get("head") == head]
+    return published[0] if published else {"head_bias": False} if (family, head) == ("decoder", "classifier") else {}
 
 
 def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
@@ -224,7 +236,8 @@ def _adapted(
     """A loaded model with the head the task needs; every weight that still has a place is kept, of a class if it is the same one."""
     old = base.config
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
-    changes = {name: value for name, value in fixed.items() if name not in kept} | _typed(given)
+    usual = _usual_head(old.family, fixed["head"], base) if fixed["head"] != old.head else {}
+    changes = usual | _typed({**_dropout(old, given), **given}) | {name: value for name, value in fixed.items() if name not in kept}
     if changes["head"] == "classifier" and old.family == "encoder" and old.input == "tokens":
         changes.setdefault("pooler", "tanh")
     try:
@@ -256,14 +269,20 @@ def _adapted(
     )
 
 
-def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """generation_config.json: where a text begins and ends, as far as it is not `known`, and how it is made."""
+def _generation(
+    recipe: Recipe, task: Task, special: Mapping[str, int], longest: int, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """generation_config.json: where a text begins and ends, as far as it is not `known`, and how it is made.
+
+    An answer has no more tokens than the decoder has positions, `longest`: transformers would run past them and fail.
+    """
     if HEADS[task] != "lm":
         return {}
     plan = recipe.generate
     roles = ("bos", "eos", "pad", "decoder_start")
     made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(known or {})
-    made["max_new_tokens"] = plan.max_new_tokens
     if task == "lm":
-        return made | {"do_sample": plan.temperature > 0, "temperature": plan.temperature or 1.0, "top_p": plan.top_p}
-    return made | {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
+        drawn = {"do_sample": plan.temperature > 0, "temperature": plan.temperature or 1.0, "top_p": plan.top_p}
+        return made | {"max_new_tokens": plan.max_new_tokens} | drawn
+    beams = {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
+    return made | {"max_new_tokens": min(plan.max_new_tokens, longest)} | beams

@@ -130,9 +130,11 @@ def task_for(loaded: Loaded, wanted: Task | None) -> Task:
         "span": ("answer",),
     }
     if head not in fits or (both and head != "lm"):
-        raise InputError(f"a {config.family} with head {head} cannot be judged on data: {fitting(loaded)}")
+        raise InputError(f"a model of family {config.family} with head {head} cannot be judged on data: {fitting(loaded)}")
     if wanted is not None and wanted not in fits[head]:
-        raise InputError(f"task {wanted} does not fit a {config.family} with head {head}, which is judged by {' or '.join(fits[head])}")
+        raise InputError(
+            f"task {wanted} does not fit a model of family {config.family} with head {head}, which is judged by {' or '.join(fits[head])}"
+        )
     kind = loaded.description.theirs.get("problem_type") if loaded.description is not None else None
     if head == "classifier" and (config.n_classes < 2 or kind in ("regression", "multi_label_classification")):
         raise InputError("this model gives a number, or several labels at once: only models that choose one of several classes are judged")

@@ -142,7 +142,7 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
             with clock.paused():
                 judged = judge(run)
                 on_event(judged)
-            best = judged.best
+            best = judged.best or step in state.best(run.metric, run.metric in LARGER, plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             settle()
             clock.tick()

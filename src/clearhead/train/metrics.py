@@ -7,6 +7,7 @@ each example, `..._of` turns their sum into the figure. So `bootstrap` finds the
 from __future__ import annotations
 
 import math
+import re
 import string
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -225,7 +226,7 @@ def answer_counts(predicted: Sequence[str], references: References) -> Counts:
 
 def _answer_words(text: str) -> list[str]:
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return [word for word in bare.split() if word not in ("a", "an", "the")]
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
 def _overlap(said: Sequence[str], meant: Sequence[str]) -> float:

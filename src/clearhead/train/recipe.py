@@ -94,6 +94,8 @@ def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
             raise InputError(f"recipe {path} cannot be read: {error}") from None
     elif str(name) in known:
         text = (resources.files("clearhead") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+    elif path.suffix == ".toml":
+        raise InputError(f"there is no recipe {path}: name a .toml file that exists, or one of {', '.join(known)}")
     else:
         raise InputError(f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file, or one of {", ".join(known)}')
     try:

@@ -79,7 +79,7 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
         raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
     if not overwrite and resumable(folder):
         raise CheckpointError(
-            f"{folder} holds another run: add --resume {quote(str(folder))} to go on with it, --overwrite, or another --out"
+            f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, or add --overwrite or another --out"
         )
     if not overwrite:
         raise CheckpointError(f"{folder} holds a run that never began: add --overwrite, or name another --out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from clearhead.config import ModelConfig
 from clearhead.cost import cost
 from clearhead.data.batches import Batches, make_batches
+from clearhead.data.corpora import CORPORA
 from clearhead.data.corpus import open_data, task_of
 from clearhead.data.encoded import encode_corpus
+from clearhead.data.even import EvenRows
 from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Rows, Tagged
 from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan, Task
@@ -105,7 +107,7 @@ def _begin(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], b
         first = _pretrained(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
             return dataclasses.replace(first, folder=folder)
-        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("train", pretrain=0)
+        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("train", pretrain=0).replace("tokens", kind=None)
     run = _prepare(recipe, folder, on_event)
     save(run)
     keep()
@@ -120,8 +122,9 @@ def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[
     if task not in ("classify", "tag"):
         raise InputError(f"train.pretrain is for classify and tag, and this is {task}: set it to 0")
     check_metric(recipe.train.metric, task)
+    whole: dict[str, Any] = {"lora": 0, "freeze": (), "layer_decay": 1.0}  # nothing to hold on to yet
     plan = dataclasses.replace(
-        recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, lora=0, freeze=(), average=0
+        recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, average=0, **whole
     )
     on_event(Said(f"first {recipe.train.pretrain:,} steps of guessing masked words"))
     return _begin(dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan), folder, on_event, stop, keep)
@@ -140,7 +143,11 @@ def _located(recipe: Recipe) -> Recipe:
     def located(path: str) -> str:
         return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
 
-    recipe = recipe.replace("data", paths=tuple(map(located, recipe.data.paths)), validation=tuple(map(located, recipe.data.validation)))
+    def data(path: str) -> str:
+        begins = path not in CORPORA and any(glob.iglob(f"{path}*"))  # `train` for train.en and train.de
+        return str(Path(path).absolute()) if begins else located(path)
+
+    recipe = recipe.replace("data", paths=tuple(map(data, recipe.data.paths)), validation=tuple(map(data, recipe.data.validation)))
     if recipe.tokens.model is not None:
         recipe = recipe.replace("tokens", model=located(recipe.tokens.model))
     return recipe if recipe.model.get(BASE) is None else recipe.replace("model", base=located(recipe.model[BASE]))
@@ -272,7 +279,8 @@ def _batches(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder:
             loaded.images = processor(encoded.arrays["mean"].tolist(), encoded.arrays["std"].tolist(), loaded.config)
     train, validation = made
     if train.waste:
-        on_event(Said(f"{train.per_epoch:,} batches in a pass; {train.waste:.1%} of their tokens are padding"))
+        count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
+        on_event(Said(f"{count} in a pass; {train.waste:.1%} of their tokens are padding"))
     return train, validation
 
 
@@ -295,15 +303,16 @@ def processor(mean: list[float], deviation: list[float], config: ModelConfig) ->
 def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches, precision: str) -> Recipe:
     """The recipe with nothing left to choose: this is what `train.toml` says and what a resumed run reads."""
     plan = recipe.train
-    per_epoch = max(1, train.per_epoch // plan.accumulate)
-    steps = plan.steps or (max(1, round(plan.epochs * per_epoch)) if plan.epochs is not None else min(5000, max(1000, 10 * per_epoch)))
+    batches = train.n_rows / train.rows if isinstance(train, EvenRows) else train.per_epoch  # of even rows the last runs into the next pass
+    in_pass = batches / plan.accumulate
+    steps = plan.steps or (max(1, round(plan.epochs * in_pass)) if plan.epochs is not None else min(5000, max(1000, round(10 * in_pass))))
     every = plan.validate_every or max(1, steps // 20)
     metric = plan.metric or METRIC.get(task, "loss")
     if task == "tag" and plan.metric is None and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels):
         metric = "accuracy"
     warmup = plan.warmup if plan.warmup is not None else 4000 if plan.schedule == "original" else max(1, steps // 20)
     if warmup >= steps and plan.schedule != "original":
-        warmup = steps // 10
+        warmup = max(1, steps // 10)  # with none, a single step would already have the last rate
     changed = {"steps": steps, "epochs": None, "validate_every": every, "save_every": plan.save_every or every}
     recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup, precision=precision)
     if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
@@ -378,6 +387,7 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
     train, validation = _batches(recipe, task, corpus, loaded, folder, lambda event: None)
     run = _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
     tensors, run.state = load_checkpoint(found)
+    _check_unchanged(run, tensors)
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             if f"weights/{name}" in tensors:
@@ -387,6 +397,21 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
         run.ema.restore({name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")})
     on_event(Said(f"going on from step {run.state.step}"))
     return _finish(run, on_event, stop)
+
+
+def _check_unchanged(run: Run, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Does the checkpoint fit the recipe, which lies open beside it?"""
+    changed = None
+    if any(run.metric not in row for row in run.state.validations):
+        changed = "metric"
+    kept = {name.rpartition("/")[2] for name in tensors if name.startswith("optimizer/")}
+    if kept and ("exp_avg" in kept) != isinstance(run.optimizer, torch.optim.AdamW):
+        changed = "optimizer"
+    weights = {name: tensors.get(f"weights/{name}", parameter) for name, parameter in run.model.named_parameters()}
+    if any(weights[name].shape != parameter.shape for name, parameter in run.model.named_parameters()):
+        changed = "lora"
+    if changed is not None:
+        raise CheckpointError(f"train.{changed} is another than when {run.folder} began: put it back in {RECIPE}, or begin a new run")
 
 
 # Finishing ------------------------------------------------------------------------------------------------------------

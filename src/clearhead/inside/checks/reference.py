@@ -78,7 +78,7 @@ class _Pair:
         options = {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
         if inputs.source is not None:
             begin = inputs.main[:1, :1]
-            options |= {"forced_bos_token_id": None, "forced_eos_token_id": None}
+            options |= {"decoder_start_token_id": int(begin), "forced_bos_token_id": None, "forced_eos_token_id": None}
             said = self.theirs.generate(input_ids=inputs.source[:1], decoder_input_ids=begin, **options)[:, 1:]
             ours = greedy(model, begin, tokens, source=inputs.source[:1])
         else:

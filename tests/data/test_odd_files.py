@@ -1,0 +1,191 @@
+"""Files as people really have them: blank ones among others, links, old names, odd white space, deep pictures."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import clearhead as ch
+from clearhead.data.corpus import open_data
+from clearhead.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
+from clearhead.data.files import expand
+from clearhead.data.plan import DataPlan
+from clearhead.errors import InputError
+from clearhead.hub.pixels import to_pixels
+from tests.data.test_formats import everything, idx, pixels, write
+from tests.data_batches.toys import batches_of, corpus_of
+
+FILMS = [f"film {n}\t{'no' if n % 2 else 'yes'}" for n in range(8)]
+SENTENCES = "a O\nb X\n\nc O\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "count"),
+    [
+        (".tsv", "\n".join(["text\tlabel", *FILMS]), 8),
+        (".csv", "\n".join(["text,label", *FILMS]).replace("\t", ","), 8),
+        (".dat", "\n".join(["text\tlabel", *FILMS]), 8),
+        (".conll", SENTENCES, 2),
+    ],
+)
+def test_a_blank_file_says_nothing_of_the_others(tmp_path, end, text, count):
+    write(tmp_path / f"1{end}", "\n")
+    write(tmp_path / f"2{end}", text)
+    assert len(everything(tmp_path, "").validation) == count
+
+
+def test_links_to_folders_are_followed_and_circles_are_not(tmp_path):
+    write(tmp_path / "real" / "a.txt", "text")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "back").symlink_to(tmp_path / "data")
+    assert expand([str(tmp_path / "data")]) == [tmp_path / "data" / "linked" / "a.txt"]
+
+
+def test_capitals_at_the_end_of_names(tmp_path):
+    rows = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
+    write(tmp_path / "a.JSON", json.dumps(rows, indent=1))
+    assert everything(tmp_path, "a.JSON").validation == [Labelled("good", "yes"), Labelled("bad", "no")]
+    (tmp_path / "a.txt.GZ").write_bytes(gzip.compress(b"some text"))
+    assert [chunk.text for chunk in everything(tmp_path, "a.txt.GZ").validation] == ["some text"]
+    (tmp_path / "Train-Images-idx3-ubyte").write_bytes(idx(pixels(4, 2, 2)))
+    (tmp_path / "Train-Labels-idx1-ubyte").write_bytes(idx(np.arange(4, dtype=np.uint8) % 2))
+    assert len(everything(tmp_path, "Train-*").validation) == 4
+
+
+@pytest.mark.parametrize("space", ["\u2028", "\x0b", "\x85"])
+def test_a_line_ends_with_a_line_feed_alone(tmp_path, space):
+    write(tmp_path / "a.txt", f"text\tlabel\none{space}two\tyes\nthree\tno\n")
+    assert everything(tmp_path, "a.txt").validation[0] == Labelled(f"one{space}two", "yes")
+    write(tmp_path / "b.txt", f'{{"text": "one{space}two"}}\n' if space != "\x0b" else '{"text": "one"}\n')
+    assert "b.txt: read as jsonl" in everything(tmp_path, "b.txt").said
+
+
+def test_the_delimiter_is_none_of_those_in_quotes(tmp_path):
+    write(tmp_path / "a.csv", '"one; two; three; four, five",yes\n"five",no\n"six\nseven; eight",yes\n')
+    read = everything(tmp_path, "a.csv", columns={"text": "1", "label": "2"})
+    assert read.validation[0] == Labelled("one; two; three; four, five", "yes")
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("10\u00a0000 O\nb X\n\nc O\n", Tagged(("10\u00a0000", "b"), ("O", "X"))),
+        ("#begin document (x); part 000\na O\nb X\n\n#end document now\n\nc O\n", Tagged(("a", "b"), ("O", "X"))),
+        ("#text = a\n1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n", Tagged(("a",), ("X",))),
+        ("#happy O\n#me X\n", Tagged(("#happy", "#me"), ("O", "X"))),
+    ],
+)
+def test_white_space_and_comments_in_conll(tmp_path, text, first):
+    write(tmp_path / "a.conll", text)
+    assert everything(tmp_path, "a.conll").validation[0] == first
+
+
+def test_what_is_left_out_or_not_used_is_said(tmp_path):
+    write(tmp_path / "d" / "a.md", "some text")
+    write(tmp_path / "d" / "b.npz", "none")
+    assert "1 file of other formats left out" in everything(tmp_path, "d", format="text").said
+    assert "data.columns is not used for text, as the format is text" in everything(tmp_path, "d/a.md", columns={"text": "1"}).said
+    write(tmp_path / "a.conll", SENTENCES)
+    assert "data.columns is not used for label, as the format is conll" in everything(tmp_path, "a.conll", columns={"label": "2"}).said
+    write(tmp_path / "a.tsv", "\n".join(["text\tlabel", *FILMS]))
+    write(tmp_path / "v.tsv", "text\tlabel\ngood\tyes\n\tno\n")
+    said = open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation=(str(tmp_path / "v.tsv"),))).said
+    assert "1 row to validate on with an empty text left out" in said
+    assert (
+        "0.5% of the examples for validation, chosen by their content"
+        in open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation_share=0.005)).said
+    )
+
+
+@pytest.mark.parametrize("held", [("v",), ("v.de", "v.en"), ("v.en", "v.de")])
+def test_validation_goes_the_way_of_training(tmp_path, held):
+    for name, text in (("t.en", "a\nb\n"), ("t.de", "x\ny\n"), ("v.en", "c\n"), ("v.de", "z\n")):
+        write(tmp_path / name, text)
+    names = (str(tmp_path / "t.en"), str(tmp_path / "t.de"))
+    corpus = open_data(DataPlan(paths=names, validation=tuple(str(tmp_path / name) for name in held)))
+    assert corpus.validation == [Pair("c", "z")]
+
+
+def test_a_plain_file_comes_before_its_gzip(tmp_path):
+    write(tmp_path / "t.en", "a\n")
+    write(tmp_path / "t.de", "x\n")
+    (tmp_path / "t.en.gz").write_bytes(gzip.compress(b"old\n"))
+    assert everything(tmp_path, "t").validation == [Pair("x", "a")]
+
+
+def test_an_answer_in_no_window_is_said(tmp_path):
+    said = batches_of("answer", tmp_path, length=16, stride=0).said
+    number = sum(bool(row.answer) for row in corpus_of("answer").train)
+    lost = [line for line in said if "answers are in no window as a whole, and count as none: raise data.stride or data.max_length" in line]
+    assert lost and 0 < int(lost[0].split()[0]) < number
+    assert not any("no window" in line for line in batches_of("answer", tmp_path, length=512).said)
+
+
+def test_a_text_of_unknown_words_has_nothing_to_guess(tmp_path):
+    corpus = Corpus("text", [], [Chunk("中 文 字", True)], (), "unknown", (), 0)
+    with pytest.raises(InputError, match="every word of the validation text is unknown to the tokenizer"):
+        batches_of("mlm", tmp_path, training=False, corpus=corpus)
+
+
+# Pictures ---------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_sixteen_bits_keep_their_shades(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    deep = (pixels(2, 4, 4).astype(np.uint16) << 8) + 7
+    for name, drawn in zip("ab", deep):
+        (tmp_path / name).mkdir()
+        image.fromarray(drawn).save(tmp_path / name / "1.png")
+    assert np.array_equal(everything(tmp_path, "").validation.pixels[..., 0], deep >> 8)
+    vit = ch.preset("micro-encoder").replace(input="patches", image_size=(4, 4), n_channels=1, patch_size=2, head="none")
+    used = to_pixels(tmp_path / "a" / "1.png", vit, {})[0]  # what a trained model is shown later
+    assert np.array_equal((used * 255).round().numpy(), deep[0] >> 8)
+    image.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "a" / "2.tiff")
+    with pytest.raises(InputError, match=r"a/2.tiff cannot be read as a picture: its numbers have 32 bits, .* convert it to"):
+        everything(tmp_path, "")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_transparency_is_read_without_a_warning(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("a", 10), ("b", 200)):
+        (tmp_path / name).mkdir()
+        drawn = image.new("P", (4, 4))
+        drawn.putpalette([colour, 20, 30] * 256)
+        drawn.save(tmp_path / name / "1.png", transparency=bytes([0, 128]))
+    assert everything(tmp_path, "").validation.pixels[:, 0, 0].tolist() == [[10, 20, 30], [200, 20, 30]]
+
+
+def test_pictures_on_both_sides_are_said(tmp_path):
+    drawn = pixels(6, 4, 4)
+    np.savez(tmp_path / "a.npz", x_train=drawn, y_train=[0, 1] * 3, x_test=drawn[:2], y_test=[0, 1])
+    assert "2 of 2 inputs to validate on are in the training data too" in open_data(DataPlan(paths=(str(tmp_path / "a.npz"),))).said
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"), [(np.array([1.0, 2.0]), ("1", "2")), (np.array(["ä".encode(), b"b"]), ("b", "ä")), (np.array(["", "b"]), None)]
+)
+def test_labels_of_arrays(tmp_path, labels, names):
+    np.savez(tmp_path / "a.npz", x=pixels(2, 4, 4), y=labels)
+    if names is None:
+        with pytest.raises(InputError, match=r"a.npz, array y, number 0 is empty"):
+            everything(tmp_path, "a.npz")
+    else:
+        assert everything(tmp_path, "a.npz").labels == names
+
+
+def test_arrays_of_other_channels_and_sets_of_one_name(tmp_path: Path):
+    np.savez(tmp_path / "a.npz", x=pixels(4, 4, 8, 8), y=np.arange(4))
+    with pytest.raises(InputError, match=r"has the shape \(4, 4, 8, 8\): pictures are .* with or without 1 or 3 channels"):
+        everything(tmp_path, "a.npz")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train-images-idx3-ubyte").write_bytes(idx(pixels(4, 2, 2)))
+        (tmp_path / name / "train-labels-idx1-ubyte").write_bytes(idx(np.arange(4, dtype=np.uint8)))
+    with pytest.raises(InputError, match=r"one/train-images-idx3-ubyte and .*two/train-images.* are the same part of two sets"):
+        everything(tmp_path, "one", "two")
