@@ -53,22 +53,21 @@ def differences(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    rows: dict[str, dict[str, float]] = {}
+    files: dict[str, dict[str, dict[str, float]]] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
-            found = dict(getattr(report, "user_properties", ()))
-            found = {key.removeprefix("difference:"): value for key, value in found.items() if key.startswith("difference:")}
+            given = getattr(report, "user_properties", ())
+            found = {key.removeprefix("difference:"): value for key, value in given if key.startswith("difference:")}
             if found:
-                rows[report.nodeid] = found
-    if not rows:
-        return
-    checks = list(dict.fromkeys(check for row in rows.values() for check in row))
-    names = {nodeid: nodeid.rpartition("/")[2].replace(".py::", " ") for nodeid in rows}
-    width = max(map(len, names.values()))
-    terminalreporter.section("largest differences")
-    terminalreporter.write_line(" " * width + "".join(f"{check:>12}" for check in checks))
-    for nodeid in sorted(rows):
-        cells = "".join(f"{rows[nodeid][check]:12.1e}" if check in rows[nodeid] else f"{'':12}" for check in checks)
-        terminalreporter.write_line(f"{names[nodeid]:{width}}{cells}")
-    cells = "".join(f"{max(row.get(check, 0.0) for row in rows.values()):12.1e}" for check in checks)
-    terminalreporter.write_line(f"{'worst of all':{width}}{cells}")
+                file, _, test = report.nodeid.partition("::")
+                files.setdefault(file, {})[test] = found
+    if files:
+        terminalreporter.section("largest differences")
+    for file, rows in sorted(files.items()):
+        checks = list(dict.fromkeys(check for row in rows.values() for check in row))
+        width = max(map(len, (file, *rows)))
+        worst = {check: max(row.get(check, 0.0) for row in rows.values()) for check in checks}
+        terminalreporter.write_line(f"{file:{width}}" + "".join(f"  {check:>8}" for check in checks))
+        for test, row in [*sorted(rows.items()), ("worst of all", worst)]:
+            cells = [(f"{row[check]:.1e}" if check in row else "").rjust(max(8, len(check))) for check in checks]
+            terminalreporter.write_line("  ".join([f"{test:{width}}", *cells]))
