@@ -108,7 +108,8 @@ def test_pieces_without_gradients(monkeypatch):
     model = build()
     batch = language_batch(model)
     with torch.no_grad():
-        assert batch_loss(model, batch, 0.1, 4)[0].item() == pytest.approx(all_at_once(model, batch, 0.1).item(), rel=1e-6)
+        loss, count = batch_loss(model, batch, 0.1, 4)
+        assert worst(loss / count, all_at_once(model, batch, 0.1) / count) < 1e-6
     assert 2**25 < default_chunk(50_000, torch.device("cpu")) * 50_000 * 4 <= 2**26  # bytes
     monkeypatch.setattr(losses, "PIECE", 3 * V)
     rows = []
@@ -261,7 +262,7 @@ def test_experts_are_balanced_by_the_mean_of_targets():
     model = build(n_experts=4)
     batch = language_batch(model)
     plain, count = batch_loss(model, batch)  # not in training: the loss is the loss
-    assert plain.item() == pytest.approx(all_at_once(model, batch).item(), rel=1e-6)
+    assert worst(plain / count, all_at_once(model, batch) / count) < 1e-6
     model.train()
     total, _ = batch_loss(model, batch, balance=0.5)
     assert total.item() / count == pytest.approx(plain.item() / count + 0.5 * balance_loss(model, batch.mask).item(), rel=1e-6)
