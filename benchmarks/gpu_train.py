@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -168,6 +169,24 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
     return (times[first + STEPS] - times[first]) / STEPS
 
 
+def loss_kernel() -> dict[str, float]:
+    """How far the kernel of the loss, and the gradient it gives, lie from float64: relative to the whole."""
+    from clearhead.train.triton_loss import CrossEntropy
+
+    found = {}
+    for dtype, vocab, smoothing in itertools.product((torch.float32, torch.bfloat16), (VOCAB, 50257), (0.0, 0.1)):
+        scores = (3 * torch.randn(64, vocab, device="cuda")).to(dtype).requires_grad_()
+        targets = torch.randint(vocab, (64,), device="cuda")
+        exact = scores.detach().double().requires_grad_()
+        wanted = F.cross_entropy(exact, targets, reduction="sum", label_smoothing=smoothing)
+        loss = CrossEntropy.apply(scores, targets, smoothing)
+        (expected,), (gradient,) = torch.autograd.grad(wanted / 3, exact), torch.autograd.grad(loss / 3, scores)
+        name = f"{dtype}, vocabulary {vocab}, smoothing {smoothing}"
+        found[f"loss, {name}"] = abs(loss.item() / wanted.item() - 1)
+        found[f"gradient, {name}"] = ((gradient - expected).norm() / expected.norm()).item()
+    return found
+
+
 JOBS: dict[str, Callable[[], float]] = {
     "loop": loop,
     "step": bare,
@@ -202,6 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.alone:
         return alone(options.jobs[0])
+    distances = loss_kernel()
+    print("loss kernel to float64:", json.dumps(distances), flush=True)
     command = [sys.executable, __file__, "--alone"]
     jobs = {name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in options.jobs}
     ready = {name: job for name, job in jobs.items() if "ready\n" in iter(job.stdout.readline, "")}
@@ -220,6 +241,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),
                 "rows": rows,
+                "loss_kernel_to_float64": distances,
             }
             options.out.write_text(json.dumps(body, indent=2) + "\n")
     if len(rows) < len(jobs):

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a data set. `{data}`, `{minilm}` and `{fashion}` stand for folders."""
+    """A recipe on a data set. `{data}`, `{minilm}`, `{fashion}` and `{runs}`, where runs and made files lie, stand for folders."""
 
     recipe: str
     train: tuple[str, ...]
@@ -38,6 +38,7 @@ class Job:
     test: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     generation: dict[str, object] = field(default_factory=dict)
+    made: dict[str, tuple[str, int]] = field(default_factory=dict)  # files made beforehand: another, so many times over
 
 
 JOBS = {
@@ -86,15 +87,17 @@ JOBS = {
     ),
     "sst2-minilm": Job(
         "classify",
-        ("{data}/sst2/glue_train.tsv.gz",),
-        (),
+        ("{data}/sst2/glue_train.tsv.gz", "{runs}/sst2_sentences.tsv"),  # phrases, and the sentences they are from
+        ("{data}/sst2/test.tsv",),
         ("{data}/sst2/glue_dev.tsv",),
         (
             "model.base={minilm}",
             "model.pooling=mean",  # as this model was trained
-            "data.validation_share=0.02",
             "train.layer_decay=0.85",
+            "train.label_smoothing=0.1",
+            "train.ema=0.998",
         ),
+        made={"sst2_sentences.tsv": ("{data}/sst2/train.tsv", 2)},
     ),
     "wnut17": Job(
         "tagger",
@@ -142,6 +145,10 @@ def there(text: str, places: dict[str, str]) -> str:
 def train(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> dict[str, object]:
     """Train in a process of its own."""
     folder = out / name
+    places = {**places, "runs": str(out)}
+    for made, (path, times) in job.made.items():
+        text = Path(there(path, places)).read_text(encoding="utf-8").rstrip("\n") + "\n"
+        (out / made).write_text(text * times, encoding="utf-8")
     settings = [*job.settings, f"train.seed={seed}"]
     if job.validation:
         settings.append(f"data.validation={json.dumps([there(path, places) for path in job.validation])}")
@@ -167,7 +174,7 @@ def train(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = ch.load(folder, device=device)
     spoken = " ".join(f"'{part}'" if " " in part or "(" in part else part for part in ["clearhead", *command[3:]])
-    for key, value in {**places, "runs": str(out)}.items():
+    for key, value in places.items():
         spoken = spoken.replace(value, key)
     result: dict[str, object] = {
         "command": spoken,

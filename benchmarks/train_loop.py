@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clearhead as ch
-from clearhead.train.machine import join_projections
+from clearhead.train.machine import join_projections, narrow, suit_narrow
 from common import report, save
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 384, 256, 8
@@ -82,6 +82,8 @@ def main() -> None:
     ids, targets = torch.randint(len(letters), (2, BATCH, LENGTH))
     model = ch.Transformer(config)
     join_projections(model)  # as the loop does
+    if narrow(torch.device("cpu")):
+        suit_narrow(model)
     others = {"bare step": bare(model, ids, targets), "transformers, own loop": peer(text, len(letters), options.steps)}
     times: dict[str, list[float]] = {"clearhead": [], **{name: [] for name in others}}
     left = time.perf_counter()

@@ -81,3 +81,28 @@ def test_whole_numbers_name_the_same_class_however_they_are_written(tmp_path):
     for name in ("a.csv", "a.jsonl"):
         corpus = open_data(DataPlan(paths=(str(tmp_path / name),)), split=False)
         assert [row.label for row in corpus.validation] == ["0", "1", "1", "2.5"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("names", [("sentence", "label"), ("Unnamed: 0", "sentence", "label")])
+def test_files_with_and_without_the_header(tmp_path, first, names):
+    """Also files to validate on; and the columns may be in another order where both files name them."""
+    rows = [(str(i), *film)[-len(names) :] for i, film in enumerate(FILMS)]
+    with_header, without = ([names, *rows[:40]], rows[40:])
+    for name, lines in (("a.csv", with_header if first else without), ("b.csv", without if first else with_header)):
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file).writerows(lines)
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    together = open_data(DataPlan(paths=tuple(paths)), split=False)
+    assert sorted((row.text, row.label) for row in together.validation) == sorted(FILMS)
+    apart = open_data(DataPlan(paths=(paths[0],), validation=(paths[1],)))
+    assert {(row.text, row.label) for row in (*apart.train, *apart.validation)} == set(FILMS)
+    for corpus in (together, apart):
+        assert f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.said
+
+
+def test_another_header_is_refused_not_read_as_an_example(tmp_path):
+    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS))
+    (tmp_path / "b.tsv").write_text("film\tverdict\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS))
+    with pytest.raises(InputError, match=r"b.tsv: no column 'sentence'; there are film, verdict"):
+        open_data(DataPlan(paths=(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv"))), split=False)

@@ -74,14 +74,19 @@ def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> boo
         return True
     if any(_UNNAMED.fullmatch(cell) for cell in first):
         return True
-    named = [cell for cell in first if cell]
-    if not all(_NAME.fullmatch(cell) for cell in named):
+    if not may_name_columns(first):
         return False
+    named = [cell for cell in first if cell]
     known = len({cell.lower() for cell in named} & _KNOWN)
     if len(set(named)) < len(named):
         return known >= 2  # names given twice are a mistake that read_table tells; equal words may be an example
     columns_below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
     return known >= min(2, len(first)) or _above_numbers(first, columns_below) or _above_labels(first, columns_below)
+
+
+def may_name_columns(row: Sequence[str]) -> bool:
+    """Could every cell of a row be the name of a column?"""
+    return all(_NAME.fullmatch(cell.strip()) for cell in row if cell.strip())
 
 
 def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:

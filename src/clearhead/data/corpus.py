@@ -28,7 +28,7 @@ from clearhead.data.tables import counted, listed
 from clearhead.data.text import Stream, look, size_of, split_text, stream
 from clearhead.errors import InputError, nearest
 
-VERSION = 3  # of the readers: raised when the same files would give other examples
+VERSION = 4  # of the readers: raised when the same files would give other examples
 PICTURES = ("folders", "idx", "npz")
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def open_data(plan: DataPlan, split: bool = True) -> Corpus:
     if source.format in PICTURES:
         _check_shape(plan, "images", str(source.files[0]))
         return _open_pictures(plan, source, held, mark, split)
-    layout, said = lay_out(plan, source)
+    layout, said = lay_out(plan, source, held.files if held else ())
     _check_shape(plan, layout.shape, str(source.files[0]))
     if layout.shape == "text":
         return _open_text(plan, layout, source, held, mark, said, split)

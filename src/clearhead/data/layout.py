@@ -1,4 +1,4 @@
-"""How the files of a source are read: judged by the first that is not blank, then the same for all."""
+"""How the files of a source are read: judged by the first that is not blank, then the same for all; a table may lack its header."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from itertools import islice
 from pathlib import Path
 
 from clearhead.data.cells import Row, make_row, text_of
-from clearhead.data.columns import choose_columns, find_column, has_header
+from clearhead.data.columns import choose_columns, find_column, has_header, may_name_columns
 from clearhead.data.examples import Shape
 from clearhead.data.files import blank, read_pieces
 from clearhead.data.guess import Source
 from clearhead.data.plan import DataPlan
-from clearhead.data.tables import Record, counted, listed, read_csv, read_json, read_matches, read_parallel, read_table, read_tsv
+from clearhead.data.tables import (
+    Record,
+    column_names,
+    counted,
+    listed,
+    read_csv,
+    read_json,
+    read_matches,
+    read_parallel,
+    read_table,
+    read_tsv,
+)
 from clearhead.data.tags import TagColumns, read_tagged, tag_columns
 from clearhead.errors import InputError
 
@@ -31,12 +42,13 @@ class Layout:
     shape: Shape
     roles: dict[str, str]
     header: bool = False
+    names: tuple[str, ...] = ()  # columns of the first table, for those that differ from it in having a header; none: no table may
     pattern: re.Pattern[str] | None = None
     tags: TagColumns | None = None
 
 
-def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
-    """Judge the first file that is not blank; a sentence for each guess."""
+def lay_out(plan: DataPlan, source: Source, held: Sequence[Path] = ()) -> tuple[Layout, list[str]]:
+    """Judge the first file that is not blank; a sentence for each guess, also about the files `held` for validation."""
     said = list(source.said)
     unused = [role for role in plan.columns if source.format in _TAKES and role not in _TAKES[source.format]]
     if unused:
@@ -49,25 +61,38 @@ def lay_out(plan: DataPlan, source: Source) -> tuple[Layout, list[str]]:
         return Layout(format, "tags", {}, tags=columns), [*said, sentence]
     if format == "parallel":
         return Layout(format, "pairs", {"source": "source", "target": "target"}), said
-    header = format in ("tsv", "csv") and _header(plan, format, first)
-    draft = Layout(format, "text", {}, header, _pattern(plan))
+    table = format in ("tsv", "csv")
+    rows = _first_rows(format, first) if table else []
+    header = table and (plan.header or (plan.header is None and bool(rows) and has_header(rows, plan.columns)))
+    names = column_names(rows[0], header) if rows and plan.header is None else ()
+    draft = Layout(format, "text", {}, header, names, _pattern(plan))
     records = list(islice(_records(draft, source.files), SAMPLE))
     if not records:
         raise InputError(f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
     named = header or format in ("jsonl", "lines")
     shape, roles = choose_columns(records, plan.columns, plan.task, named)
     columns_said = counted(len(records[0].cells), "column" if format != "jsonl" else "field")
-    header_said = "" if format not in ("tsv", "csv") else " with a header" if header else " without a header"
+    header_said = "" if not table else " with a header" if header else " without a header"
     where = listed(f"{role} from `{column}`" for role, column in roles.items())
-    return dataclasses.replace(draft, shape=shape, roles=roles), [*said, f"{columns_said}{header_said}: {where}"]
+    said.append(f"{columns_said}{header_said}: {where}")
+    unlike = [path.name for path in (*source.files, *held) if _unlike_first(draft, path)]
+    if unlike:
+        said.append(f"{'no' if header else 'a'} header in {listed(unlike)}: columns taken in the order of {first.name}")
+    return dataclasses.replace(draft, shape=shape, roles=roles), said
 
 
-def _header(plan: DataPlan, format: str, first: Path) -> bool:
-    if plan.header is not None:
-        return plan.header
-    read = read_tsv if format == "tsv" else read_csv
-    rows = [row for _, row in islice(read(first), SAMPLE)]
-    return bool(rows) and has_header(rows, plan.columns)
+def _first_rows(format: str, path: Path) -> list[list[str]]:
+    return [row for _, row in islice((read_tsv if format == "tsv" else read_csv)(path), SAMPLE)]
+
+
+def _unlike_first(layout: Layout, path: Path) -> bool:
+    """Has a table beyond doubt no header, where the first has one, or one where the first has none?"""
+    rows = _first_rows(layout.format, path) if layout.names else []
+    if not rows or len(rows[0]) != len(layout.names):
+        return False
+    if layout.header:
+        return not may_name_columns(rows[0]) and not set(layout.names) & set(column_names(rows[0], header=True))
+    return has_header(rows, {})
 
 
 def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
@@ -92,7 +117,8 @@ def _records(layout: Layout, files: Sequence[Path]) -> Iterator[Record]:
         elif layout.format == "jsonl":
             records = read_json(path)
         else:
-            records = read_table(path, layout.format, layout.header)
+            unlike = _unlike_first(layout, path)
+            records = read_table(path, layout.format, layout.header != unlike, layout.names if unlike else ())
         for number, record in enumerate(records):
             if number == 0 and layout.header:
                 for column in layout.roles.values():

@@ -67,14 +67,18 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise InputError(f"{path}, line {begin} is not CSV: {why}") from None
 
 
-def read_table(path: Path, format: str, header: bool) -> Iterator[Record]:
-    """The rows of a TSV or CSV file; without a header the columns are called 1, 2, 3; one without a name, unnamed 1."""
-    names: list[str] = []
+def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
+    """What the columns are called: without a header 1, 2, 3; one without a name, unnamed 1."""
+    return tuple(" ".join(cell.split()) or f"unnamed {i}" if header else str(i) for i, cell in enumerate(first, 1))
+
+
+def read_table(path: Path, format: str, header: bool, called: Sequence[str] = ()) -> Iterator[Record]:
+    """The rows of a TSV or CSV file, with or without a header; its columns are named by `column_names` unless `called` otherwise."""
+    names: Sequence[str] = ()
     first = 0
     for number, row in (read_tsv if format == "tsv" else read_csv)(path):
         if not names:
-            names = [" ".join(cell.split()) or f"unnamed {i}" if header else str(i) for i, cell in enumerate(row, 1)]
-            first = number
+            names, first = called or column_names(row, header), number
             if len(set(names)) < len(names):
                 raise InputError(f"{path}, line {number} names a column twice: {listed(names)}; rename one of them")
             if header:

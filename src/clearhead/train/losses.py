@@ -12,6 +12,7 @@ Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that ha
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from clearhead.model.transformer import Transformer
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 PIECE = 2**24  # scores that are made at once, at most; on a GPU more, see `default_chunk`
+LARGE = 2**13  # words of a vocabulary from which on a kernel of our own is quicker than the compiler's
 
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
@@ -103,13 +105,13 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
 
 
-def vocabulary_loss(head: Head, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False) -> Tensor:
+def vocabulary_loss(head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False) -> Tensor:
     """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a time -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
         rows, targets = rows[asked], targets[asked]  # N D, N
-    of_rows = _compiled_row_loss() if compiled else row_loss
+    of_rows = row_loss if not compiled else quick_row_loss if _has_kernel(head, rows) else _compiled_row_loss()
     pieces = -(-rows.shape[0] // chunk) if chunk else 1
     if pieces <= 1:
         return of_rows(head, rows, targets, smoothing)
@@ -123,6 +125,18 @@ def vocabulary_loss(head: Head, hidden: Tensor, batch: Batch, smoothing: float, 
 def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     """Score rows [N, D] and sum their cross-entropy with targets [N] -> []."""
     return summed(head(rows, None), targets, smoothing)
+
+
+def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """The same, by a kernel that never holds the scores in float32."""
+    from clearhead.train.triton_loss import CrossEntropy
+
+    return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
+
+
+def _has_kernel(head: LanguageHead, rows: Tensor) -> bool:
+    fitting = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE
+    return fitting and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

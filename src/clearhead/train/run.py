@@ -37,7 +37,7 @@ from clearhead.train.exam import begun
 from clearhead.train.log import Log
 from clearhead.train.loop import Run, averaged, learn, save
 from clearhead.train.lora import add_lora
-from clearhead.train.machine import join_projections, pays, quick_attention, recompute
+from clearhead.train.machine import join_projections, narrow, pays, quick_attention, recompute, suit_narrow
 from clearhead.train.optim import make_optimizer
 from clearhead.train.plan import check_metric
 from clearhead.train.precision import best_device, choose_precision
@@ -350,6 +350,8 @@ def _assemble(
         recompute(loaded.model)
     if plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device):
         loaded.model.compile()
+    elif narrow(device):
+        suit_narrow(loaded.model)
     per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
     return Run(
         folder=folder,
