@@ -20,6 +20,7 @@ import clearhead as ch
 from clearhead.data import even
 from clearhead.train.log import read_log
 from clearhead.train.state import newest
+from tests.harness import worst
 
 TEXT = "the quick brown fox jumps over the lazy dog while it sings of the sea\n" * 60
 TINY = [
@@ -290,3 +291,25 @@ def test_data_that_changed_or_vanished(text, tmp_path):
         ch.train(resume=tmp_path / "run")
     text.write_text(TEXT)
     assert ch.train(resume=tmp_path / "run").step == 12
+
+
+def refuse_to_compile(graph, inputs):
+    raise RuntimeError("there is no compiler here\nand more")
+
+
+@pytest.mark.ledger("H5")
+@pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
+def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
+    """One that cannot be compiled learns what a plain one does; one that can, nearly so: it makes the slope of GELU in another way."""
+    data = tmp_path / "data.tsv"
+    data.write_text("".join(f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40)))
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: plain(model, backend=backend))
+    said: list[str] = []
+    run(data, tmp_path / "a", "train.compile=true", on_event=lambda event: said.append(str(getattr(event, "line", ""))))
+    run(data, tmp_path / "b", "train.compile=false")
+    found, plainly = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert same(found, plainly) if callable(backend) else max(worst(found[name], plainly[name]) for name in found) < 1e-4
+    assert "compiling the model, which takes a moment" in said
+    refused = [line for line in said if line.startswith("not compiled, and slower for it: ")]
+    assert len(refused) == (backend != "eager") and not any("\n" in line for line in refused)

@@ -81,13 +81,13 @@ def lay_out(plan: DataPlan, source: Source, held: Sequence[Path] = ()) -> tuple[
     return dataclasses.replace(draft, shape=shape, roles=roles), said
 
 
-def _first_rows(format: str, path: Path) -> list[list[str]]:
-    return [row for _, row in islice((read_tsv if format == "tsv" else read_csv)(path), SAMPLE)]
+def _first_rows(format: str, path: Path, most: int = SAMPLE) -> list[list[str]]:
+    return [row for _, row in islice((read_tsv if format == "tsv" else read_csv)(path), most)]
 
 
 def _unlike_first(layout: Layout, path: Path) -> bool:
     """Has a table beyond doubt no header, where the first has one, or one where the first has none?"""
-    rows = _first_rows(layout.format, path) if layout.names else []
+    rows = _first_rows(layout.format, path, 1 if layout.header else SAMPLE) if layout.names else []
     if not rows or len(rows[0]) != len(layout.names):
         return False
     if layout.header:

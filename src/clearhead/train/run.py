@@ -37,6 +37,7 @@ from clearhead.train.exam import begun
 from clearhead.train.log import Log
 from clearhead.train.loop import Run, averaged, learn, save
 from clearhead.train.lora import add_lora
+from clearhead.train.losses import batch_loss
 from clearhead.train.machine import join_projections, narrow, pays, quick_attention, recompute, suit_narrow
 from clearhead.train.optim import make_optimizer
 from clearhead.train.plan import check_metric
@@ -348,12 +349,8 @@ def _assemble(
     join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    if plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device):
-        loaded.model.compile()
-    elif narrow(device):
-        suit_narrow(loaded.model)
     per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
-    return Run(
+    run = Run(
         folder=folder,
         task=task,
         plan=plan,
@@ -368,6 +365,29 @@ def _assemble(
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         flops_per_token=per_token,
     )
+    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
+    if not (wanted and _compiled(run, on_event)) and narrow(device):
+        suit_narrow(loaded.model)
+    return run
+
+
+def _compiled(run: Run, on_event: OnEvent) -> bool:
+    """Compile the model, if it learns from a batch so; it stays as it is where the machine lacks what compiling takes."""
+    on_event(Said("compiling the model, which takes a moment"))
+    run.model.train().compile()
+    try:
+        with run.precision.autocast(), run.attention():
+            loss, _ = batch_loss(run.model, run.batches(1)[0], run.plan.label_smoothing, run.plan.loss_chunk)
+        loss.backward()  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        run.model._compiled_call_impl = None
+        on_event(Said(f"not compiled, and slower for it: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"))
+        return False
+    finally:
+        run.model.zero_grad(set_to_none=True)
+    return True
 
 
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
