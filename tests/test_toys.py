@@ -17,7 +17,7 @@ LEARNERS = [
 @pytest.mark.parametrize(("name", "family"), LEARNERS, ids=["-".join(pair) for pair in LEARNERS])
 def test_toy_task_is_learned(name, family):
     start = time.monotonic()
-    learned = learn(name, family)
+    learned = learn(name, family, steps=1000)
     exact = accuracy(learned.model, learned.task, torch.Generator().manual_seed(99), batches=16)
     took = time.monotonic() - start
     print(f"{name} {family}: {exact:.2%} exact after {learned.history[-1].step} steps, {took:.0f} s")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 import math
 import random
@@ -18,6 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.data.batch import IGNORE, Batch, Batches
+from clearhead.data.corpus import open_data
+from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.presets import preset
 from clearhead.train.evaluate import data_plan
@@ -347,6 +351,27 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
 
 
 # The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [("test",), ("test.en", "test.de"), ("test.de", "test.en"), ("test.de.gz", "test.en")])
+def test_parallel_files_are_read_the_way_of_the_run(tmp_path, given):
+    """Not in the order of names, nor in that in which they are named."""
+    (tmp_path / "train.toml").write_text('[data]\npaths = ["gone/train.en", "gone/train.de.gz"]\n')
+    for name, text in {"test.en": "a house\n", "test.de": "ein Haus\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    paths = [str(tmp_path / name) for name in given]
+    plan = data_plan(tmp_path, paths)
+    assert open_data(dataclasses.replace(plan, paths=tuple(paths)), split=False).validation == [Pair("a house", "ein Haus")]
+
+
+def test_other_files_are_not_read_by_the_languages_of_the_run(tmp_path):
+    (tmp_path / "train.toml").write_text('[data]\npaths = ["train.en", "train.de"]\n')
+    (tmp_path / "pairs.tsv").write_text("source\ttarget\na house\tein Haus\n")
+    for name in ("test.fr", "test.en"):
+        (tmp_path / name).write_text("x\n")
+    for given in (["pairs.tsv"], ["test"], ["test.fr", "test.en"], []):
+        assert not data_plan(tmp_path, [tmp_path / name for name in given]).columns
 
 
 def test_a_runs_own_recipe_says_how_to_read(tmp_path):

@@ -60,7 +60,7 @@ def evaluate(
     import torch
 
     loaded = load(folder, getattr(torch, dtype) if dtype else None, str(best_device(device)))
-    plan = data_plan(folder, recipe, set)
+    plan = data_plan(folder, data, recipe, set)
     task = task_for(loaded, plan.task)
     if output is not None and SHAPES[task] == "text":
         raise InputError(f"--output {output}: a model judged by {task} gives no answers to write: leave it out")

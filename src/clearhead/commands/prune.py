@@ -206,7 +206,7 @@ def _opened(m: Loaded, data: tuple[str, ...], most: int | None, settings: tuple[
     from clearhead.inside.parts.examples import examples_from
     from clearhead.train.evaluate import data_plan
 
-    found = examples_from(m, data, data_plan(m.folder, None, settings), most=most)
+    found = examples_from(m, data, data_plan(m.folder, data, settings=settings), most=most)
     for line in found.said:
         print(line, file=sys.stderr)
     return found

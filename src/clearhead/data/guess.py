@@ -147,10 +147,8 @@ def _stem(plan: DataPlan, stem: Path) -> Source | None:
 
 def _two(plan: DataPlan, files: Sequence[Path]) -> Source | None:
     """Two files that differ in a language at the end of their names; any two, if the plan says so."""
-    ends = [bare(path).suffix for path in files]
-    alike = len(files) == 2 and ends[0] != ends[1] and bare(files[0]).stem == bare(files[1]).stem
-    if alike and all(_is_language(end) for end in ends):
-        return _choose(plan, files[0], {end.removeprefix("."): path for end, path in zip(ends, files)})
+    if way := way_of(files):
+        return _choose(plan, files[0], dict(zip(way.values(), files)))
     if plan.format is None:
         return None
     if len(files) != 2:
@@ -158,6 +156,22 @@ def _two(plan: DataPlan, files: Sequence[Path]) -> Source | None:
             'data.format "parallel" takes two files, or what their names have in common, such as data/train for train.en, train.de'
         )
     return _source(*files)
+
+
+def way_of(files: Sequence[Path]) -> dict[str, str]:
+    """From which language to which two parallel files go, by their names, such as source en, target de; nothing for other files."""
+    ends = [bare(path).suffix for path in files]
+    if len(files) != 2 or ends[0] == ends[1] or bare(files[0]).stem != bare(files[1]).stem or not all(map(_is_language, ends)):
+        return {}
+    return {role: end.removeprefix(".") for role, end in zip(("source", "target"), ends)}
+
+
+@listing()
+def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
+    """The way of two example files, if `files` are two in the same languages, or what the names of such have in common."""
+    way = way_of(example)
+    there = _languages(files[0]) if len(files) == 1 and not files[0].exists() else way_of(files).values()
+    return way if set(way.values()) <= set(there) else {}
 
 
 def same_way(source: Source, held: Source) -> Source:

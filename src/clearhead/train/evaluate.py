@@ -16,6 +16,7 @@ from clearhead.data.bucketed import Answers
 from clearhead.data.encoded import encode_corpus
 from clearhead.data.examples import Chunk, Corpus, Images
 from clearhead.data.files import RECIPE
+from clearhead.data.guess import way_for
 from clearhead.data.plan import DataPlan, Task
 from clearhead.errors import InputError
 from clearhead.loaded import Loaded
@@ -84,7 +85,8 @@ def evaluate(
         on_progress: told what is being done, and how much of how much is.
         generation: of pairs: options of `translate`, such as num_beams; else the model's own.
     """
-    plan = data_plan(loaded.folder) if plan is None else plan
+    given = [data] if isinstance(data, str | Path) else list(data)
+    plan = data_plan(loaded.folder, given) if plan is None else plan
     task = task_for(loaded, plan.task)
     if generation and task != "seq2seq":
         raise InputError(f"{next(iter(generation))} is for models that write, and this one is judged by {task}: leave it out")
@@ -96,7 +98,6 @@ def evaluate(
         raise InputError(f"seed {seed} must be 0 or more")
     known = hints_of(GeneratePlan)
     GeneratePlan(**{name: value for name, value in generation.items() if name in known and value is not None})  # refuses wrong values
-    given = [data] if isinstance(data, str | Path) else list(data)
     sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
     plan = dataclasses.replace(plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes)
     corpus, _ = open_examples(plan, split=False)
@@ -105,8 +106,13 @@ def evaluate(
     )
 
 
-def data_plan(folder: Path | None, recipe: str | Path | None = None, settings: Iterable[str] = ()) -> DataPlan:
-    """How data is to be read: by a recipe, else by that of the run whose folder this is, else by its looks; settings change it."""
+def data_plan(
+    folder: Path | None, data: Sequence[str | Path] = (), recipe: str | Path | None = None, settings: Iterable[str] = ()
+) -> DataPlan:
+    """How data is to be read: by a recipe, else by that of the run whose folder this is, else by its looks; settings change it.
+
+    Parallel files are read from the language that those of the recipe are from.
+    """
     settings = list(settings)
     if recipe is None and folder is not None:
         places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)  # of a run, and of one of its checkpoints
@@ -115,6 +121,7 @@ def data_plan(folder: Path | None, recipe: str | Path | None = None, settings: I
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
         changes["format"] = None  # the run learned from an embedded corpus: these are other data
+    changes["columns"] = changes["columns"] or way_for([Path(path).expanduser() for path in data], list(map(Path, stated.paths)))
     return dataclasses.replace(asked, **changes)
 
 

@@ -99,7 +99,7 @@ def examples_from(
         raise InputError(f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    plan = data_plan(m.folder) if plan is None else plan
+    plan = data_plan(m.folder, () if texts else data) if plan is None else plan
     task = task_for(m, plan.task)
     sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
     plan = dataclasses.replace(plan, task=task, validation=(), max_examples=None if SHAPES[task] == "text" else most, **sizes)
