@@ -1,6 +1,7 @@
 """The compiled step gives what plain decoding gives, and a few of them serve prompts of every length."""
 
 import functools
+import threading
 import warnings
 
 import pytest
@@ -157,3 +158,42 @@ def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch)
     assert changed.ids != plain.ids
     assert loaded.generate([1, 2, 3], 8, compile=True).ids == changed.ids
     assert loaded._steps is not first
+
+
+def test_a_compiled_step_that_is_made_to_run_uncompiled():
+    """As it is while another thread watches the model."""
+    model, given = built(DECODER), request(DECODER)
+    steps = Steps(model, backend="eager")
+    asked = {**given, "max_new_tokens": 40}
+    decode_compiled(model, **asked, steps=steps, asked=True)
+    with torch.compiler.set_stance("force_eager"):
+        found = decode_compiled(model, **asked, steps=steps, asked=True)
+        drawn = decode_compiled(model, **asked, sampling=DRAWN, seeds=[3, 4, 5], steps=steps, asked=True)
+    same(found, decode(model, **asked))
+    same(drawn, decode(model, **asked, sampling=DRAWN, seeds=[3, 4, 5]))
+
+
+def test_threads_that_watch_at_once_leave_the_compiler_as_it_was():
+    """The second begins before the first ends, and ends after it."""
+    import torch._dynamo.eval_frame as frames
+
+    model, ids = built(DECODER), torch.randint(50, (1, 5))
+    begun, ended, before = threading.Event(), threading.Event(), frames._stance
+
+    def first():
+        with ch.record(model, "*"):
+            begun.set()
+            overlapping.wait(20)
+        ended.set()
+
+    overlapping = threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(20)
+    with ch.record(model, "*"):
+        overlapping.set()
+        assert ended.wait(20)
+        model(ids)
+        assert frames._stance.stance == "force_eager"
+    thread.join(20)
+    assert frames._stance == before

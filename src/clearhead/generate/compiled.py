@@ -68,8 +68,7 @@ class CompiledStep:
         assert isinstance(cache, Handover)
         rows = cache.settle(self.cache)
         self.ids[rows, 0] = chosen
-        self.replay()
-        self.cache.length += 1
+        self.ahead(1)
         return self.logits[rows]
 
     def ahead(self, count: int) -> Tensor:
@@ -77,7 +76,7 @@ class CompiledStep:
         start = self.cache.length
         for _ in range(count):
             self.replay()
-        self.cache.length += count
+        self.cache.length = start + count  # which a step that runs uncompiled, because someone watches, counts by itself
         return self.made[:, start : start + count]
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import fnmatch
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -158,15 +159,39 @@ def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) 
 def _listening(listener: Listener) -> Iterator[None]:
     token = _listeners.set((*_listeners.get(), listener))
     try:
-        with _uncompiled():
+        with _uncompiled:
             yield
     finally:
         _listeners.reset(token)
 
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """A compiled model runs uncompiled while it is watched. Where the compiler was never imported (it is slow to), none is compiled."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+class _Uncompiled:
+    """A compiled model runs uncompiled while it is watched, by however many threads at once: the compiler's stance is one for all.
+
+    Where the compiler was never imported (it is slow to), none is compiled.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.watchers = 0
+        self.stance: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.watchers += 1
+            if self.stance is None and "torch._dynamo" in sys.modules:
+                self.stance = torch.compiler.set_stance("force_eager")
+                self.stance.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.watchers -= 1
+            if self.stance is not None and not self.watchers:
+                self.stance.__exit__(None, None, None)
+                self.stance = None
+
+
+_uncompiled = _Uncompiled()
 
 
 def matching(config: ModelConfig, pattern: str) -> list[str]:

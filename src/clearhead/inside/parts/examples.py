@@ -99,7 +99,8 @@ def examples_from(
         raise InputError(f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    plan = data_plan(m.folder, () if texts else data) if plan is None else plan
+    named = (data,) if isinstance(data, str | Path) else () if texts or isinstance(data, Corpus) else tuple(data)
+    plan = data_plan(m.folder, named) if plan is None else plan
     task = task_for(m, plan.task)
     sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
     plan = dataclasses.replace(plan, task=task, validation=(), max_examples=None if SHAPES[task] == "text" else most, **sizes)
@@ -108,7 +109,6 @@ def examples_from(
     elif isinstance(data, Corpus):
         corpus = data
     else:
-        named = (data,) if isinstance(data, str | Path) else tuple(data)
         corpus, _ = open_examples(dataclasses.replace(plan, paths=tuple(map(str, named)) or plan.paths), split=False)
     said = list(corpus.said)
     if task in ("classify", "tag", "image"):
