@@ -49,7 +49,9 @@ def reference(folder: Path, vocabulary: int) -> MarianMTModel:
     return model
 
 
-def translate2(folder: Path, model: MarianMTModel, sources: list[list[int]], options: argparse.Namespace) -> Callable[[], object]:
+def translate2(
+    folder: Path, model: MarianMTModel, sources: list[list[int]], options: argparse.Namespace
+) -> Callable[[], object]:
     """The same weights in CTranslate2: its converter asks for a tokenizer's files, so it is given a vocabulary here."""
     import ctranslate2
     from ctranslate2.converters.transformers import MarianMTLoader
@@ -59,16 +61,24 @@ def translate2(folder: Path, model: MarianMTModel, sources: list[list[int]], opt
     spec = loader.get_model_spec(model)
     spec.register_source_vocabulary(words)
     spec.register_target_vocabulary(words)
-    spec.config.eos_token = spec.config.decoder_start_token = words[0]  # it needs one, and never writes it before the last token
+    spec.config.eos_token = spec.config.decoder_start_token = words[
+        0
+    ]  # it needs one, and never writes it before the last token
     spec.config.unk_token = words[1]
     spec.validate()
     spec.optimize(quantization=None)
     folder.mkdir()
     spec.save(str(folder))
-    peer = ctranslate2.Translator(str(folder), device="cpu", compute_type="float32", intra_threads=options.threads)
+    peer = ctranslate2.Translator(
+        str(folder), device="cpu", compute_type="float32", intra_threads=options.threads
+    )
     texts = [[words[token] for token in source] for source in sources]
     return lambda: peer.translate_batch(
-        texts, beam_size=options.beams, max_decoding_length=options.new, min_decoding_length=options.new, max_batch_size=len(texts)
+        texts,
+        beam_size=options.beams,
+        max_decoding_length=options.new,
+        min_decoding_length=options.new,
+        max_batch_size=len(texts),
     )
 
 
@@ -100,7 +110,9 @@ def main() -> None:
             return m.generate(sources, options.new, num_beams=options.beams)
 
         def theirs() -> torch.Tensor:
-            return peer.generate(ids, attention_mask=mask, num_beams=options.beams, max_new_tokens=options.new, do_sample=False)
+            return peer.generate(
+                ids, attention_mask=mask, num_beams=options.beams, max_new_tokens=options.new, do_sample=False
+            )
 
         same = sum(mine.ids == row[1:].tolist() for mine, row in zip(ours(), theirs()))
         print(f"{same} of {len(sources)} rows are the same tokens in clearhead and transformers")

@@ -36,7 +36,9 @@ def translate2(peer: object, folder: str, threads: int) -> Callable[[Tensor, int
 
     def run(ids: Tensor, new: int) -> object:
         prompts = [[words[token] for token in row] for row in ids.tolist()]
-        return generator.generate_batch(prompts, max_length=new, min_length=new, include_prompt_in_result=False)
+        return generator.generate_batch(
+            prompts, max_length=new, min_length=new, include_prompt_in_result=False
+        )
 
     return run
 
@@ -50,7 +52,9 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    config = ch.ModelConfig(vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh")
+    config = ch.ModelConfig(
+        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
+    )
     model = prepared(ch.Transformer(config))
 
     from transformers import GPT2Config, GPT2LMHeadModel, logging
@@ -59,7 +63,11 @@ def main() -> None:
     peer = GPT2LMHeadModel(GPT2Config()).eval()
     results = []
     folder = tempfile.TemporaryDirectory()
-    other = translate2(peer, folder.name, torch.get_num_threads()) if find_spec("ctranslate2") is not None else None
+    other = (
+        translate2(peer, folder.name, torch.get_num_threads())
+        if find_spec("ctranslate2") is not None
+        else None
+    )
     for batch in options.batches:
         ids = torch.randint(config.vocab_size, (batch, options.prompt))
         jobs = {
@@ -75,7 +83,9 @@ def main() -> None:
         }
         if other is not None:
             jobs["ctranslate2"] = lambda ids=ids: other(ids, options.new)
-        title = f"CPU greedy decode, GPT-2 124M float32, batch {batch}, {options.prompt} + {options.new} tokens"
+        title = (
+            f"CPU greedy decode, GPT-2 124M float32, batch {batch}, {options.prompt} + {options.new} tokens"
+        )
         results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
     if options.save:
         save("cpu_decode", results)

@@ -47,7 +47,11 @@ FRAMES = """async (seconds) => {
 def model(layers: int, heads: int, width: int, tokens: int) -> ch.Loaded:
     torch.manual_seed(0)
     return ch.Loaded(
-        ch.Transformer(ch.ModelConfig(vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens)).eval()
+        ch.Transformer(
+            ch.ModelConfig(
+                vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens
+            )
+        ).eval()
     )
 
 
@@ -77,7 +81,10 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     """Seconds from the answer to a run until the page is usable, and frames per second."""
     page = browser.new_page(viewport={"width": 1280, "height": 720})
     answers: list[float] = []
-    page.on("response", lambda answer: answers.append(time.perf_counter()) if answer.url.endswith("/inside/run") else None)
+    page.on(
+        "response",
+        lambda answer: answers.append(time.perf_counter()) if answer.url.endswith("/inside/run") else None,
+    )
     page.goto(url)
     until(
         page,
@@ -99,22 +106,30 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     while time.perf_counter() - start < 2.5:
         page.mouse.move(max(box["x"], 200) + 40 + 13 * turn % 500, max(box["y"], 120) + 20 + 7 * turn % 400)
         turn += 1
-    found |= {f"hovering_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()}
+    found |= {
+        f"hovering_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()
+    }
     page.evaluate(f"() => {{ window.counted = ({FRAMES})(2.5); }}")
     start = time.perf_counter()
     while time.perf_counter() - start < 2.5:
         page.mouse.wheel(0, 90 if time.perf_counter() - start < 1.25 else -90)
-    found |= {f"scrolling_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()}
+    found |= {
+        f"scrolling_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()
+    }
     page.close()
     return found
 
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
     """The best of each: the most frames, the fewest seconds."""
-    return {name: (max if name.endswith("_frames") else min)(each[name] for each in rounds) for name in rounds[0]}
+    return {
+        name: (max if name.endswith("_frames") else min)(each[name] for each in rounds) for name in rounds[0]
+    }
 
 
-def measured(browser: Browser, m: ch.Loaded, tokens: int, rounds: int, title: str, file: bool = False) -> dict[str, object]:
+def measured(
+    browser: Browser, m: ch.Loaded, tokens: int, rounds: int, title: str, file: bool = False
+) -> dict[str, object]:
     ids = torch.randint(m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     opened = Opened(title, lambda: m, {"ids": ids})
     opened.roles = {}
@@ -144,7 +159,10 @@ def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
             page.locator("#input-tokens .chip").first.wait_for()
             seconds.append(time.perf_counter() - start)
             page.close()
-    found: dict[str, object] = {"title": "first paint of the recorded example, while a model loads", "seconds": round(min(seconds), 3)}
+    found: dict[str, object] = {
+        "title": "first paint of the recorded example, while a model loads",
+        "seconds": round(min(seconds), 3),
+    }
     print(found)
     return found
 
@@ -158,12 +176,21 @@ def main() -> None:
     torch.set_num_threads(1)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        results = [measured(browser, model(12, 12, 96, 512), 512, options.rounds, "512 tokens, 12 layers, 12 heads")]
+        results = [
+            measured(browser, model(12, 12, 96, 512), 512, options.rounds, "512 tokens, 12 layers, 12 heads")
+        ]
         if "example.json" in page_files():
             results.append(first_paint(browser, options.rounds))
         if not options.skip_deep:
-            results.append(measured(browser, model(48, 12, 48, 1024), 1024, 1, "1,024 tokens, 48 layers, 12 heads", file=True))
-        machine = {"browser": f"Chromium {browser.version}, headless, software rendering", "device": f"CPU {platform.machine()}, shared"}
+            results.append(
+                measured(
+                    browser, model(48, 12, 48, 1024), 1024, 1, "1,024 tokens, 48 layers, 12 heads", file=True
+                )
+            )
+        machine = {
+            "browser": f"Chromium {browser.version}, headless, software rendering",
+            "device": f"CPU {platform.machine()}, shared",
+        }
         browser.close()
     if options.save:
         save("cpu_explorer", [{**each, **machine} for each in results])

@@ -32,7 +32,10 @@ def device_equals_cpu() -> None:
     """Every family and position scheme, float32 and without TF32: logits on the GPU against those on the CPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
     worst = {}
-    families, schemes = ("decoder", "encoder", "encoder-decoder"), ("learned", "sinusoidal", "rope", "alibi", "relative", "none")
+    families, schemes = (
+        ("decoder", "encoder", "encoder-decoder"),
+        ("learned", "sinusoidal", "rope", "alibi", "relative", "none"),
+    )
     for family, positions, kv, window in itertools.product(families, schemes, (4, 1), (None, 5)):
         torch.manual_seed(0)
         config = ch.ModelConfig(
@@ -62,7 +65,9 @@ def device_equals_cpu() -> None:
 def masked_rows() -> None:
     """A query that may attend to nothing: zeros and finite gradients, on both kernels and in two dtypes."""
     for kernel, dtype, biased in itertools.product(KERNELS, (torch.float32, torch.bfloat16), (False, True)):
-        q, k, v = (torch.randn(2, 4, 33, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(2, 4, 33, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
+        )
         mask = torch.rand(2, 1, 33, 33, device="cuda") > 0.5
         mask[:, :, 3] = False
         bias = torch.randn(1, 4, 33, 33, device="cuda", dtype=dtype) if biased else None
@@ -91,12 +96,18 @@ def suites() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
             results = check(ch.Transformer(preset(name)).to("cuda", dtype))
-            note(f"equality suite, {name}, {dtype}: rows that fail of {len(results)}", float(sum(not row.passed for row in results)), 0.0)
+            note(
+                f"equality suite, {name}, {dtype}: rows that fail of {len(results)}",
+                float(sum(not row.passed for row in results)),
+                0.0,
+            )
 
 
 def compiled() -> None:
     torch.manual_seed(0)
-    config = preset("micro-decoder").replace(positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False)
+    config = preset("micro-decoder").replace(
+        positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False
+    )
     model = ch.Transformer(config).cuda().eval()
     ids = torch.randint(config.vocab_size, (2, 24), device="cuda")
     fast = torch.compile(model)
@@ -108,7 +119,12 @@ def taps_cost() -> None:
     """Time of a forward as it is, against one whose taps are cut out."""
     from clearhead.model import taps
 
-    model = ch.Transformer(preset("gpt2").replace(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)).cuda().bfloat16().eval()
+    model = (
+        ch.Transformer(preset("gpt2").replace(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0))
+        .cuda()
+        .bfloat16()
+        .eval()
+    )
     ids = torch.randint(50257, (8, 1024), device="cuda")
 
     def once() -> float:

@@ -44,7 +44,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "kernels": ("all", "inductor", DESCENT, "fused"),
     "attention": ("attention", "inductor", DESCENT, "fused"),
     "descent": ("none", "inductor", DESCENT, "fused"),
-    "kernels-recorded": ("all", "eager", {}, "fused"),  # nothing compiled but our kernels; the step recorded as a graph
+    "kernels-recorded": (
+        "all",
+        "eager",
+        {},
+        "fused",
+    ),  # nothing compiled but our kernels; the step recorded as a graph
     "recorded": ("none", "eager", {}, "fused"),
     "attention-autotune": ("attention", "inductor", AUTOTUNE, "fused"),
     "prototype": ("none", "inductor", DEFAULT, "fused"),
@@ -82,14 +87,22 @@ def prompts_of(config: ch.ModelConfig, rows: int, length: int = PROMPT) -> list[
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: object = None, scale: float | None = None, **more: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: object = None,
+    scale: float | None = None,
+    **more: object,
 ) -> Tensor:
     """Attention of one query per head as sums of products, for the compiler to fuse."""
     if q.shape[2] > 1 or mask is None:
         return KERNELS["fused"](q, k, v, mask, scale=scale, causal=bool(more["causal"]))
     B, H, _, E = q.shape
     K, S = k.shape[1:3]
-    scores = (q.view(B, K, H // K, 1, E).float() * k[:, :, None].float()).sum(-1) * (E**-0.5 if scale is None else scale)  # B K G S
+    scores = (q.view(B, K, H // K, 1, E).float() * k[:, :, None].float()).sum(-1) * (
+        E**-0.5 if scale is None else scale
+    )  # B K G S
     pattern = scores.masked_fill(~mask.view(-1, 1, 1, S), float("-inf")).softmax(-1)
     return (pattern[..., None] * v[:, :, None].float()).sum(3).to(q.dtype).view(B, H, 1, -1)
 
@@ -123,7 +136,9 @@ def speed(name: str) -> Rows:
         torch.cuda.reset_peak_memory_stats()
         measure = speed_at if backend else plain_speed_at
         figures = measure(model, prompts_of(BIG, rows), backend)
-        found.append({"variant": name, "batch": rows, **figures, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
+        found.append(
+            {"variant": name, "batch": rows, **figures, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        )
         print(json.dumps(found[-1]), flush=True)
     return found
 
@@ -150,8 +165,13 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
         first = prefill(model, prompts, cache).argmax(-1)
         step.ids[cache.settle(step.cache), 0] = first
         alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
-    whole = min(seconds_of(lambda: decode_compiled(model, prompts, NEW, steps=steps, asked=True)) for _ in range(4))
-    figures |= {"step_tokens_per_second": rows * (NEW - 1) / min(alone), "whole_tokens_per_second": rows * NEW / whole}
+    whole = min(
+        seconds_of(lambda: decode_compiled(model, prompts, NEW, steps=steps, asked=True)) for _ in range(4)
+    )
+    figures |= {
+        "step_tokens_per_second": rows * (NEW - 1) / min(alone),
+        "whole_tokens_per_second": rows * NEW / whole,
+    }
     figures |= {"ms_per_step": min(alone) / (NEW - 1) * 1e3, **step_error(model, step, prompts)}
     print(profile(step), flush=True)
     return figures
@@ -163,7 +183,10 @@ def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int
     cache, same = Handover(PROMPT), ch.Cache()
     first = prefill(model, prompts, cache).argmax(-1)
     prefill(model, prompts, same)
-    ours, plain = step(first, cache).float(), model(first[:, None], cache=same, logits="last").logits[:, -1].float()
+    ours, plain = (
+        step(first, cache).float(),
+        model(first[:, None], cache=same, logits="last").logits[:, -1].float(),
+    )
     return {
         "logit_error": float((ours - plain).abs().max() / plain.std()),
         "same_best": float((ours.argmax(-1) == plain.argmax(-1)).float().mean()),
@@ -201,8 +224,16 @@ def equality() -> Rows:
             seeds = list(range(len(batch)))
             ours = decode_compiled(fast, batch, 100, sampling, (7, 8), seeds, steps=steps, asked=True)
             plain = decode(model, batch, 100, sampling, (7, 8), seeds)
-            differ = sum(a.ids != b.ids or a.stop_reason != b.stop_reason for a, b in zip(ours, plain)) + (steps.unfit is not None)
-            found.append(noted(f"rows that differ, float32, {name}, {len(batch)} rows, temperature {sampling.temperature}", differ, 0))
+            differ = sum(a.ids != b.ids or a.stop_reason != b.stop_reason for a, b in zip(ours, plain)) + (
+                steps.unfit is not None
+            )
+            found.append(
+                noted(
+                    f"rows that differ, float32, {name}, {len(batch)} rows, temperature {sampling.temperature}",
+                    differ,
+                    0,
+                )
+            )
     return found
 
 
@@ -217,7 +248,11 @@ def lengths() -> Rows:
     sizes = [5 + 97 * i for i in range(20)]
     for size in sizes:
         decode_compiled(model, prompts_of(SMALL, 1, size), 64, steps=steps, asked=True)
-    found = {"prompt_lengths": sizes, "steps_made": len(steps.made), "graphs": counters["stats"]["unique_graphs"]}
+    found = {
+        "prompt_lengths": sizes,
+        "steps_made": len(steps.made),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
     print(json.dumps(found), flush=True)
     return [found]
 
@@ -242,7 +277,13 @@ def peer() -> Rows:
 
 def peer_at(model: Any, ids: Tensor) -> dict[str, object]:
     """One batch of prompts."""
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    options = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "pad_token_id": 0,
+    }
     run = functools.partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
     first = seconds_of(run)
     run()
@@ -257,18 +298,35 @@ def peer_at(model: Any, ids: Tensor) -> dict[str, object]:
     return row
 
 
-PARTS = {"kernel-equality": kernel_equality, "equality": equality, "lengths": lengths, "tiles": tiles, "peer": peer}
+PARTS = {
+    "kernel-equality": kernel_equality,
+    "equality": equality,
+    "lengths": lengths,
+    "tiles": tiles,
+    "peer": peer,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("jobs", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=540, help="time for all jobs together")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h200_decode.json"))
     parser.add_argument("--here", metavar="FILE", help="run one job in this process and write what it found")
     given = parser.parse_args()
     known = [*PARTS, *VARIANTS]
-    jobs = given.jobs or ["kernel-equality", "kernels", "kernels-recorded", "attention", "plain", "equality", "lengths", "descent"]
+    jobs = given.jobs or [
+        "kernel-equality",
+        "kernels",
+        "kernels-recorded",
+        "attention",
+        "plain",
+        "equality",
+        "lengths",
+        "descent",
+    ]
     if unknown := [job for job in jobs if job not in known]:
         parser.error(f"{', '.join(unknown)} not known: choose from {', '.join(known)}")
     if given.here:
@@ -280,7 +338,9 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     end = time.monotonic() + given.seconds
     body: dict[str, Any] = {
-        "command": " ".join(["PYTHONPATH=src python benchmarks/gpu_decode.py", *jobs, f"--seconds {given.seconds:g}"]),
+        "command": " ".join(
+            ["PYTHONPATH=src python benchmarks/gpu_decode.py", *jobs, f"--seconds {given.seconds:g}"]
+        ),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
@@ -297,22 +357,47 @@ def main() -> None:
             begun = time.monotonic()
             try:
                 environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-                code = subprocess.run([sys.executable, __file__, job, "--here", str(file)], timeout=left, env=environment).returncode
-                body["jobs"][job] = json.loads(file.read_text()) if file.exists() else f"failed with code {code}"
+                code = subprocess.run(
+                    [sys.executable, __file__, job, "--here", str(file)], timeout=left, env=environment
+                ).returncode
+                body["jobs"][job] = (
+                    json.loads(file.read_text()) if file.exists() else f"failed with code {code}"
+                )
             except subprocess.TimeoutExpired:
                 body["jobs"][job] = "took too long"
             print(f"== {job} took {time.monotonic() - begun:.0f} s", flush=True)
         Path(given.out).write_text(json.dumps(body, indent=2) + "\n")
 
-    print(f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}{'compile s':>11}{'peak GiB':>10}{'error':>9}")
+    print(
+        f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}{'compile s':>11}{'peak GiB':>10}{'error':>9}"
+    )
     for rows in body["jobs"].values():
         for row in rows if isinstance(rows, list) else ():
             if "batch" in row:
-                figures = [row.get(key) for key in ("step_tokens_per_second", "whole_tokens_per_second", "compile_seconds", "peak_gib")]
-                shown = "".join(f"{'-' if x is None else format(x, ',.1f'):>{w}}" for x, w in zip(figures, (12, 12, 11, 10)))
-                print(f"{row['variant']:<38}{row['batch']:>6}{shown}{row.get('logit_error', float('nan')):>9.3f}")
+                figures = [
+                    row.get(key)
+                    for key in (
+                        "step_tokens_per_second",
+                        "whole_tokens_per_second",
+                        "compile_seconds",
+                        "peak_gib",
+                    )
+                ]
+                shown = "".join(
+                    f"{'-' if x is None else format(x, ',.1f'):>{w}}"
+                    for x, w in zip(figures, (12, 12, 11, 10))
+                )
+                print(
+                    f"{row['variant']:<38}{row['batch']:>6}{shown}{row.get('logit_error', float('nan')):>9.3f}"
+                )
     unfinished = {job: rows for job, rows in body["jobs"].items() if not isinstance(rows, list)}
-    failed = [row["check"] for rows in body["jobs"].values() if isinstance(rows, list) for row in rows if row.get("passed") is False]
+    failed = [
+        row["check"]
+        for rows in body["jobs"].values()
+        if isinstance(rows, list)
+        for row in rows
+        if row.get("passed") is False
+    ]
     print("unfinished:", unfinished or "none", " failed checks:", failed or "none")
 
 

@@ -20,7 +20,13 @@ from clearhead.generate.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
 BATCHES = (1, 32)
-SHAPES = {"qkv": (2560, 2048), "out": (2048, 2048), "both": (11264, 2048), "down": (2048, 5632), "head": (32000, 2048)}
+SHAPES = {
+    "qkv": (2560, 2048),
+    "out": (2048, 2048),
+    "both": (11264, 2048),
+    "down": (2048, 5632),
+    "head": (32000, 2048),
+}
 HALF = {"device": "cuda", "dtype": torch.bfloat16}
 
 
@@ -48,12 +54,17 @@ def kernel_equality() -> Rows:
     for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 6e-2)):
         made = {"device": "cuda", "dtype": dtype}
         worst = 0.0
-        for rows, (norm, gate, add) in itertools.product((1, 3, 32), ((True, "silu", False), (True, None, False), (False, None, True))):
+        for rows, (norm, gate, add) in itertools.product(
+            (1, 3, 32), ((True, "silu", False), (True, None, False), (False, None, True))
+        ):
             x, weight = torch.randn(rows, 1, 704, **made), torch.randn(512, 704, **made) / 704**0.5
             bias, scale = torch.randn(512, **made), torch.rand(704, **made) if norm else None
             added = torch.randn(rows, 1, 256 if gate else 512, **made) if add else None
             exact = step_linear(*map(_double, (x, weight, bias, scale)), 1e-5, False, gate, _double(added))
-            worst = max(worst, float((step_linear(x, weight, bias, scale, 1e-5, False, gate, added) - exact).abs().max()))
+            worst = max(
+                worst,
+                float((step_linear(x, weight, bias, scale, 1e-5, False, gate, added) - exact).abs().max()),
+            )
         found.append(noted(f"linear kernel = formula, {dtype}", worst, allowed))
         worst = 0.0
         shapes = ((1, 4, None), (3, 4, 20.0), (32, 4, None), (3, 32, None))
@@ -63,7 +74,16 @@ def kernel_equality() -> Rows:
             mask = (torch.rand(rows, 512, device="cuda") > 0.3) & (torch.arange(512, device="cuda") < filled)
             mask[:, filled] = True
             angles = torch.randn(rows, 1, 1, 64, device="cuda")
-            more = (torch.tensor([filled], device="cuda"), mask, angles.cos(), angles.sin(), "half", 32, 0.125, softcap)
+            more = (
+                torch.tensor([filled], device="cuda"),
+                mask,
+                angles.cos(),
+                angles.sin(),
+                "half",
+                32,
+                0.125,
+                softcap,
+            )
             exact = step_attend(qkv.double(), k.double(), v.double(), *more)
             worst = max(worst, float((step_attend(qkv, k, v, *more) - exact).abs().max()))
         found.append(noted(f"attention kernel = formula, {dtype}", worst, allowed))
@@ -90,12 +110,24 @@ def linear_tiles(rows: int, name: str) -> dict[str, object]:
     x = torch.randn(rows, 1, d, **HALF)
     scale = torch.ones(d, **HALF) if name in ("qkv", "both", "head") else None
     added = torch.randn(rows, 1, n, **HALF) if name in ("out", "down") else None
-    alone, several = itertools.product((2, 4, 8), (1024, 2048), (4, 8)), itertools.product((16, 32, 64), (128, 256), (4,), (3, 5))
+    alone, several = (
+        itertools.product((2, 4, 8), (1024, 2048), (4, 8)),
+        itertools.product((16, 32, 64), (128, 256), (4,), (3, 5)),
+    )
     by_tile = {}
     for cut in alone if rows == 1 else several:
-        run = functools.partial(linear, bias=None, scale=scale, eps=1e-5, unit_offset=False, gate="silu" if name == "both" else None)
+        run = functools.partial(
+            linear,
+            bias=None,
+            scale=scale,
+            eps=1e-5,
+            unit_offset=False,
+            gate="silu" if name == "both" else None,
+        )
         try:
-            by_tile[cut] = time_of([functools.partial(run, x, weight, add=added, tile=Tile(*cut)) for weight in weights])
+            by_tile[cut] = time_of(
+                [functools.partial(run, x, weight, add=added, tile=Tile(*cut)) for weight in weights]
+            )
         except Exception as error:
             print(f"{name} {cut}: {type(error).__name__}: {str(error)[:100]}", flush=True)
     reference = time_of([functools.partial(nnf.linear, x, weight) for weight in weights])
@@ -108,16 +140,23 @@ def attend_tiles(rows: int, slots: int) -> dict[str, object]:
 
     caches = [[torch.randn(rows, 4, slots, 64, **HALF) for _ in range(2)] for _ in range(22)]
     qkv, q = torch.randn(rows, 1, 40 * 64, **HALF), torch.randn(rows, 4, 8, 64, **HALF)
-    slot, mask = torch.tensor([slots // 2], device="cuda"), torch.arange(slots, device="cuda")[None] <= slots // 2
+    slot, mask = (
+        torch.tensor([slots // 2], device="cuda"),
+        torch.arange(slots, device="cuda")[None] <= slots // 2,
+    )
     angles = torch.randn(1, 1, 1, 64, device="cuda")
     more = (slot, mask, angles.cos(), angles.sin(), "half", 32, 0.125, None)
     by_tile = {}
     for cut in itertools.product((32, 64), (1, 4, 8, 16), (2, 4)):
         if cut[0] * cut[1] <= slots:
-            by_tile[cut] = time_of([functools.partial(attend, qkv, *cache, *more, tile=Tile(*cut)) for cache in caches])
+            by_tile[cut] = time_of(
+                [functools.partial(attend, qkv, *cache, *more, tile=Tile(*cut)) for cache in caches]
+            )
     product = functools.partial(nnf.scaled_dot_product_attention, attn_mask=mask[:, None, None])
     reference = time_of([functools.partial(product, q, *cache) for cache in caches])
-    return _row(f"attend {slots // 2} of {slots}, {rows} rows", rows * 4 * slots // 2 * 64 * 4, by_tile, reference)
+    return _row(
+        f"attend {slots // 2} of {slots}, {rows} rows", rows * 4 * slots // 2 * 64 * 4, by_tile, reference
+    )
 
 
 def time_of(calls: list[Callable[[], object]]) -> float:
@@ -132,8 +171,13 @@ def time_of(calls: list[Callable[[], object]]) -> float:
     return min(seconds_of(graph.replay) for _ in range(5)) / len(calls) * 1e6
 
 
-def _row(kernel: str, size: int, by_tile: dict[tuple[int, ...], float], reference: float) -> dict[str, object]:
+def _row(
+    kernel: str, size: int, by_tile: dict[tuple[int, ...], float], reference: float
+) -> dict[str, object]:
     best = sorted(by_tile.items(), key=lambda item: item[1])[:5]
     shown = "  ".join(f"{cut} {took:.1f}" for cut, took in best)
-    print(f"{kernel:<26} pytorch {reference:5.1f} us | {shown} | {size / best[0][1] * 1e-3:,.0f} GB/s", flush=True)
+    print(
+        f"{kernel:<26} pytorch {reference:5.1f} us | {shown} | {size / best[0][1] * 1e-3:,.0f} GB/s",
+        flush=True,
+    )
     return {"kernel": kernel, "pytorch_us": reference, "best_us": [[list(cut), took] for cut, took in best]}

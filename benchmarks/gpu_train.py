@@ -47,7 +47,9 @@ from minimal_gpt import MinimalGPT
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
 WARM, STEPS = 20, 60
 Context = Callable[[], AbstractContextManager[object]]
-CONFIG = ch.preset("gpt2").replace(vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+CONFIG = ch.preset("gpt2").replace(
+    vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0
+)
 PLAIN = CONFIG.replace(bias=False)
 
 
@@ -62,9 +64,13 @@ class Drawn(Batches):
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-def timed_step(model: nn.Module, loss_of: Callable[[Batch], Tensor], attention: Context = nullcontext) -> float:
+def timed_step(
+    model: nn.Module, loss_of: Callable[[Batch], Tensor], attention: Context = nullcontext
+) -> float:
     """Seconds of a step on one batch: forward, backward, clip, AdamW; nothing is read back between steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     batch = Drawn().at(0).to("cuda")
 
     def step() -> None:
@@ -102,14 +108,18 @@ def bare() -> float:
 def whole(model: nn.Module, logits_of: Callable[[Tensor], Tensor]) -> float:
     """A peer, its loss within what is compiled."""
     model.cuda().train()
-    loss_of = torch.compile(lambda ids, targets: F.cross_entropy(logits_of(ids).flatten(0, 1), targets.flatten()))
+    loss_of = torch.compile(
+        lambda ids, targets: F.cross_entropy(logits_of(ids).flatten(0, 1), targets.flatten())
+    )
     return timed_step(model, lambda batch: loss_of(batch.ids, batch.targets))
 
 
 def transformers() -> float:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    )
     return whole(model, lambda ids: model(ids).logits)
 
 
@@ -174,13 +184,18 @@ def loss_kernel() -> dict[str, float]:
     from clearhead.train.triton_loss import CrossEntropy
 
     found = {}
-    for dtype, vocab, smoothing in itertools.product((torch.float32, torch.bfloat16), (VOCAB, 50257), (0.0, 0.1)):
+    for dtype, vocab, smoothing in itertools.product(
+        (torch.float32, torch.bfloat16), (VOCAB, 50257), (0.0, 0.1)
+    ):
         scores = (3 * torch.randn(64, vocab, device="cuda")).to(dtype).requires_grad_()
         targets = torch.randint(vocab, (64,), device="cuda")
         exact = scores.detach().double().requires_grad_()
         wanted = F.cross_entropy(exact, targets, reduction="sum", label_smoothing=smoothing)
         loss = CrossEntropy.apply(scores, targets, smoothing)
-        (expected,), (gradient,) = torch.autograd.grad(wanted / 3, exact), torch.autograd.grad(loss / 3, scores)
+        (expected,), (gradient,) = (
+            torch.autograd.grad(wanted / 3, exact),
+            torch.autograd.grad(loss / 3, scores),
+        )
         name = f"{dtype}, vocabulary {vocab}, smoothing {smoothing}"
         found[f"loss, {name}"] = abs(loss.item() / wanted.item() - 1)
         found[f"gradient, {name}"] = ((gradient - expected).norm() / expected.norm()).item()
@@ -214,7 +229,9 @@ def alone(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("jobs", nargs="*", default=list(JOBS), help=f"of {', '.join(JOBS)}")
     parser.add_argument("--alone", action="store_true", help="one job in this process")
     parser.add_argument("--out", type=Path)
@@ -224,7 +241,10 @@ def main() -> None:
     distances = loss_kernel()
     print("loss kernel to float64:", json.dumps(distances), flush=True)
     command = [sys.executable, __file__, "--alone"]
-    jobs = {name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in options.jobs}
+    jobs = {
+        name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for name in options.jobs
+    }
     ready = {name: job for name, job in jobs.items() if "ready\n" in iter(job.stdout.readline, "")}
     rows: dict[str, dict[str, float]] = {}
     for name, job in ready.items():

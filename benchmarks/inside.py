@@ -88,11 +88,18 @@ def recording(tokens: int, rounds: int) -> dict[str, object]:
         "attention, to disk": streamed,
     }
     seconds = best(jobs, rounds)
-    rows = {name: {"seconds": round(took, 4), "over_forward": round(took / seconds["forward"], 3)} for name, took in seconds.items()}
+    rows = {
+        name: {"seconds": round(took, 4), "over_forward": round(took / seconds["forward"], 3)}
+        for name, took in seconds.items()
+    }
     print(f"12 layers, {tokens} tokens  [{device_name()}, torch {torch.__version__}]")
     for name, row in rows.items():
         print(f"  {name:<22}{row['seconds']:>9.3f} s{row['over_forward']:>8.2f} x a plain forward pass")
-    return {"title": f"recording all patterns, 12 layers, {tokens} tokens", "rows": rows, **silence(model, ids, seconds["forward"])}
+    return {
+        "title": f"recording all patterns, 12 layers, {tokens} tokens",
+        "rows": rows,
+        **silence(model, ids, seconds["forward"]),
+    }
 
 
 def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[str, object]:
@@ -111,7 +118,9 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
         tap_for(model)
 
     took = best({"taps": taps}, 200)["taps"]
-    print(f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, {took / forward:.4%} of a forward pass")
+    print(
+        f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, {took / forward:.4%} of a forward pass"
+    )
     return {"silent_tap_calls": sum(calls.values()), "silent_tap_share": round(took / forward, 8)}
 
 
@@ -144,7 +153,9 @@ def memory(threads: int) -> dict[str, object]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         size, took, recorded, drawn = int(said[0]), *map(float, said[1:])
         how = f"in {to}, {size} tokens per cell" if size > 1 else f"whole, streamed to {to}"
-        print(f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s")
+        print(
+            f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s"
+        )
         figures = {"recorded_gigabytes": round(recorded / 1e9, 3), "drawn_gigabytes": round(drawn / 1e9, 3)}
         found[to] = {"tokens_per_cell": size, **figures, "cpu_seconds": round(took, 2)}
         if to == "memory":
@@ -165,7 +176,10 @@ def main() -> None:
         deep(options.deep)
         return
     machine = {"device": device_name(), "torch": torch.__version__}
-    results = [{**recording(options.tokens, options.rounds), **machine}, {**memory(options.threads), **machine}]
+    results = [
+        {**recording(options.tokens, options.rounds), **machine},
+        {**memory(options.threads), **machine},
+    ]
     if options.save:
         save("cpu_inside", results)
 

@@ -70,7 +70,9 @@ transformers.AutoModelForCausalLM.from_config(config).save_pretrained({str(folde
 
 def measure(kind: str, folder: Path) -> dict[str, float]:
     """One load in a fresh process."""
-    run = subprocess.run([sys.executable, "-c", MEASURE, kind, str(folder)], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, kind, str(folder)], check=True, capture_output=True, text=True
+    )
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -94,12 +96,17 @@ def main() -> None:
         rows = {}
         seconds = {name: statistics.median(run["seconds"] for run in seen[1:]) for name, seen in runs.items()}
         for name, seen in runs.items():
-            row = {"seconds": round(seconds[name], 3), "of_which_load": round(statistics.median(run["load"] for run in seen[1:]), 3)}
+            row = {
+                "seconds": round(seconds[name], 3),
+                "of_which_load": round(statistics.median(run["load"] for run in seen[1:]), 3),
+            }
             row["peak_over_weights"] = round(max(run["peak"] for run in seen[1:]) / size, 3)
             row["ours_over_this"] = round(seconds[name] / seconds["clearhead"], 2)
             rows[name] = row
             print(f"  {name:<14}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
-            print(f"   peak {row['peak_over_weights']:.2f} x the weights   clearhead is {row['ours_over_this']:.2f} x as fast")
+            print(
+                f"   peak {row['peak_over_weights']:.2f} x the weights   clearhead is {row['ours_over_this']:.2f} x as fast"
+            )
         results.append({"title": title, "device": DEVICE, "rows": rows})
     if options.save:
         save("load", results)

@@ -34,9 +34,18 @@ def attention_seconds(config: ch.ModelConfig, keys: int) -> float:
     """Of one token in all layers: one query per head over this many keys in a buffer made for more."""
     E, heads = config.d_model // config.n_heads, config.n_kv_heads or config.n_heads
     q = torch.randn(1, heads, config.n_heads // heads, E)
-    shape = (2, config.n_layers, 1, heads, config.max_positions, E)  # each layer has keys of its own, which the caches must hold in turn
+    shape = (
+        2,
+        config.n_layers,
+        1,
+        heads,
+        config.max_positions,
+        E,
+    )  # each layer has keys of its own, which the caches must hold in turn
     k, v = torch.randn(shape)[..., :keys, :]
-    others = torch.randn(config.n_layers, 4 * config.d_model, config.d_model)  # and weights, read between, take their place there
+    others = torch.randn(
+        config.n_layers, 4 * config.d_model, config.d_model
+    )  # and weights, read between, take their place there
     times = []
     for _ in range(50):
         took = 0.0
@@ -52,8 +61,13 @@ def attention_seconds(config: ch.ModelConfig, keys: int) -> float:
 def byte_tokenizer() -> Tokenizer:
     """One token per byte."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
     return tokenizer
 
 
@@ -65,7 +79,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--window", type=int, default=0, help="keys that each layer sees; 0: all")
     parser.add_argument("--text", action="store_true", help="stream the text with a stop string, too")
-    parser.add_argument("--penalties", action="store_true", help="penalties and no-repeat n-grams, which look back")
+    parser.add_argument(
+        "--penalties", action="store_true", help="penalties and no-repeat n-grams, which look back"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -92,11 +108,17 @@ def main() -> None:
             stream.push(row.ids[-1])
         stamps.append(time.process_time())
 
-    looking = {"repetition_penalty": 1.1, "frequency_penalty": 0.01, "no_repeat_ngram": 6} if options.penalties else {}
+    looking = (
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.01, "no_repeat_ngram": 6}
+        if options.penalties
+        else {}
+    )
     decode(model, [[1]], 50)
     decode(model, [[1]], options.new, Sampling(temperature=1.0, **looking), on_token=watch)
     steps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
-    print(f"{options.new} tokens, width {options.width}, {options.layers} layers  [{device_name()}, torch {torch.__version__}]")
+    print(
+        f"{options.new} tokens, width {options.width}, {options.layers} layers  [{device_name()}, torch {torch.__version__}]"
+    )
     print("        tokens   ms a token   attention alone   all the rest")
     curve = []
     for start in range(0, len(steps), options.every):
@@ -105,10 +127,19 @@ def main() -> None:
         whole = quickest(piece) * 1e3
         attention = attention_seconds(config, min(middle, options.window or middle)) * 1e3
         rest = whole - attention
-        curve.append({"from": start, "ms": round(whole, 3), "attention_ms": round(attention, 3), "rest_ms": round(rest, 3)})
+        curve.append(
+            {
+                "from": start,
+                "ms": round(whole, 3),
+                "attention_ms": round(attention, 3),
+                "rest_ms": round(rest, 3),
+            }
+        )
         print(f"  {start:>5} - {start + len(piece):>5}{whole:>13.3f}{attention:>18.3f}{rest:>15.3f}")
     grown, attended = (curve[-1][key] - curve[0][key] for key in ("ms", "attention_ms"))
-    print(f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; all the rest by {grown - attended:+.3f}")
+    print(
+        f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; all the rest by {grown - attended:+.3f}"
+    )
     if options.save:
         result = {"device": device_name(), "torch": torch.__version__, "curve": curve}
         result |= {"grown_ms": round(grown, 3), "attention_grown_ms": round(attended, 3)}

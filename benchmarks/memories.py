@@ -19,7 +19,12 @@ from clearhead.inside.memories.passages import WINDOW
 from clearhead.inside.memories.promoted import token_id
 from common import device_name, save
 
-SETTINGS = ["data.max_examples=4000", "train.steps=600", "train.validate_every=300", "generate.max_new_tokens=12"]
+SETTINGS = [
+    "data.max_examples=4000",
+    "train.steps=600",
+    "train.validate_every=300",
+    "generate.max_new_tokens=12",
+]
 UNSEEN = slice(10_000, 12_000)  # beyond what training reads
 
 
@@ -56,7 +61,9 @@ def always_with_others(found: Memories) -> float:
         answers = shelf.notes[:, :, WINDOW]  # N K
         for turn in range(1, len(shelf.units)):
             other = shelf.promoted[0][:, : found.depth].roll(turn, 0)  # N P
-            total += int((answers[:, :, None] == other[:, None]).any(-1).all(-1).sum()) / (len(shelf.units) - 1)
+            total += int((answers[:, :, None] == other[:, None]).any(-1).all(-1).sum()) / (
+                len(shelf.units) - 1
+            )
     return total
 
 
@@ -74,13 +81,28 @@ def main() -> None:
         places = [f"{context.before}[{context.token}]{context.after}" for context in memory.contexts[:5]]
         row = {"neuron": memory.name, "agreement": memory.agreement, "chance": round(memory.chance or 0, 4)}
         promoted = [[token, round(score, 3)] for token, score in memory.promoted[:3]]
-        shown.append({**row, "promotes": promoted, "fired_by": places, "logit_change_when_silent": round(change, 3)})
+        shown.append(
+            {**row, "promotes": promoted, "fired_by": places, "logit_change_when_silent": round(change, 3)}
+        )
         line = f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  {promoted[0][0]:>5}  {change:+.2f}"
         print(line, *places[:3], sep="  ")
     others = always_with_others(found)
-    print(f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; {others:.0f} would with another's tokens")
-    about = {"device": device_name(), "torch": torch.__version__, "settings": SETTINGS, "exact": result.metrics["exact"]}
-    read = {"tokens": found.tokens, "depth": found.depth, "top": found.top, "decoder_neurons": len(written), "agree_always": len(always)}
+    print(
+        f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; {others:.0f} would with another's tokens"
+    )
+    about = {
+        "device": device_name(),
+        "torch": torch.__version__,
+        "settings": SETTINGS,
+        "exact": result.metrics["exact"],
+    }
+    read = {
+        "tokens": found.tokens,
+        "depth": found.depth,
+        "top": found.top,
+        "decoder_neurons": len(written),
+        "agree_always": len(always),
+    }
     read |= {"agree_always_with_anothers_tokens": round(others, 1)}
     save("memories", [{**about, **read, "neurons": shown}])
 

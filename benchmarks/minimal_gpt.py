@@ -19,15 +19,22 @@ class MinimalBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
-        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D))
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class MinimalGPT(nn.Module):
     """Ids [B, T] -> logits [B, T, V], by the table of tokens."""
 
-    def __init__(self, layers: int, heads: int, width: int, length: int, vocab: int, bias: bool = True) -> None:
+    def __init__(
+        self, layers: int, heads: int, width: int, length: int, vocab: int, bias: bool = True
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(MinimalBlock(heads, width, bias) for _ in range(layers)))

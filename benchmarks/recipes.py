@@ -38,7 +38,9 @@ class Job:
     test: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     generation: dict[str, object] = field(default_factory=dict)
-    made: dict[str, tuple[str, int]] = field(default_factory=dict)  # files made beforehand: another, so many times over
+    made: dict[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # files made beforehand: another, so many times over
 
 
 JOBS = {
@@ -87,7 +89,10 @@ JOBS = {
     ),
     "sst2-minilm": Job(
         "classify",
-        ("{data}/sst2/glue_train.tsv.gz", "{runs}/sst2_sentences.tsv"),  # phrases, and the sentences they are from
+        (
+            "{data}/sst2/glue_train.tsv.gz",
+            "{runs}/sst2_sentences.tsv",
+        ),  # phrases, and the sentences they are from
         ("{data}/sst2/test.tsv",),
         ("{data}/sst2/glue_dev.tsv",),
         (
@@ -173,13 +178,17 @@ def train(name: str, job: Job, places: dict[str, str], out: Path, seed: int) -> 
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = ch.load(folder, device=device)
-    spoken = " ".join(f"'{part}'" if " " in part or "(" in part else part for part in ["clearhead", *command[3:]])
+    spoken = " ".join(
+        f"'{part}'" if " " in part or "(" in part else part for part in ["clearhead", *command[3:]]
+    )
     for key, value in places.items():
         spoken = spoken.replace(value, key)
     result: dict[str, object] = {
         "command": spoken,
         "seed": seed,
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "seconds": round(seconds, 1),
         "training_seconds": round(lines[-1]["seconds"], 1),
@@ -193,7 +202,12 @@ def judge(name: str, job: Job, places: dict[str, str], out: Path) -> dict[str, o
     """The figures of a trained job on its test part."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     files = [there(path, places) for path in job.test]
-    judged = ch.evaluate(ch.load(out / name, device=device), files, ch.read_recipe(out / name / "train.toml").data, **job.generation)
+    judged = ch.evaluate(
+        ch.load(out / name, device=device),
+        files,
+        ch.read_recipe(out / name / "train.toml").data,
+        **job.generation,
+    )
     found = {name: value for name, value in dataclasses.asdict(judged).items() if name != "outputs"}
     if judged.outputs:
         (out / f"{name}.outputs.txt").write_text("\n".join(judged.outputs) + "\n", encoding="utf-8")
@@ -212,13 +226,21 @@ def tokenised(outputs: tuple[str, ...], references: str) -> dict[str, object]:
     tokenizer = MosesTokenizer(lang="de")
     with gzip.open(references, "rt", encoding="utf-8") as file:
         wanted = [line.rstrip("\n") for line in file]
-    sides = [[tokenizer.tokenize(text.lower(), return_str=True, escape=False) for text in texts] for texts in (outputs, wanted)]
+    sides = [
+        [tokenizer.tokenize(text.lower(), return_str=True, escape=False) for text in texts]
+        for texts in (outputs, wanted)
+    ]
     metric = sacrebleu.metrics.BLEU(tokenize="none", force=True)
-    return {"tokenised_lowercase_bleu": metric.corpus_score(sides[0], [sides[1]]).score, "tokenised_signature": str(metric.get_signature())}
+    return {
+        "tokenised_lowercase_bleu": metric.corpus_score(sides[0], [sides[1]]).score,
+        "tokenised_signature": str(metric.get_signature()),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("jobs", nargs="*", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--data", default=str(ROOT.parent.parent / "shared" / "data"))
@@ -233,7 +255,11 @@ def main() -> None:
         print("\n".join(JOBS))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    places = {name: str(Path(getattr(options, name)).absolute()) for name in ("data", "minilm", "fashion") if getattr(options, name)}
+    places = {
+        name: str(Path(getattr(options, name)).absolute())
+        for name in ("data", "minilm", "fashion")
+        if getattr(options, name)
+    }
 
     def one(name: str) -> None:
         try:

@@ -21,12 +21,21 @@ from common import alternate, report, save
 WEIGHTS = Path(__file__).resolve().parents[2] / "shared" / "weights" / "stories260K" / "hf"
 
 
-def compare(title: str, m: ch.Loaded, prompt: list[int], new: int, rounds: int, **guesses: object) -> dict[str, object]:
+def compare(
+    title: str, m: ch.Loaded, prompt: list[int], new: int, rounds: int, **guesses: object
+) -> dict[str, object]:
     """Plain and speculative decoding of the same tokens."""
     plain, made = m.generate(prompt, new), m.generate(prompt, new, **guesses)
     assert plain.ids == made.ids, "speculation changed the text"
-    jobs = {"clearhead": lambda: m.generate(prompt, new, **guesses), "plain decoding": lambda: m.generate(prompt, new)}
-    result = report(f"{title}: {len(made.ids)} tokens in {made.steps} runs of the model", alternate(jobs, rounds), len(made.ids))
+    jobs = {
+        "clearhead": lambda: m.generate(prompt, new, **guesses),
+        "plain decoding": lambda: m.generate(prompt, new),
+    }
+    result = report(
+        f"{title}: {len(made.ids)} tokens in {made.steps} runs of the model",
+        alternate(jobs, rounds),
+        len(made.ids),
+    )
     return result | {"tokens": len(made.ids), "runs": made.steps}
 
 
@@ -45,11 +54,26 @@ def main() -> None:
     if options.weights.is_dir():
         m = ch.load(options.weights)
         m.special.pop("eos", None)  # stories end; a measurement goes on
-        results.append(compare("weights: stories260K, lookup", m, [1], 4 * options.new, options.rounds, lookup=options.lookup))
-    config = ch.ModelConfig(vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh")
+        results.append(
+            compare(
+                "weights: stories260K, lookup", m, [1], 4 * options.new, options.rounds, lookup=options.lookup
+            )
+        )
+    config = ch.ModelConfig(
+        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
+    )
     m = ch.Loaded(ch.Transformer(config))
     prompt = torch.randint(config.vocab_size, (8,)).tolist() * 4
-    results.append(compare("periodic: GPT-2 124M shape, lookup", m, prompt, options.new, options.rounds, lookup=options.lookup))
+    results.append(
+        compare(
+            "periodic: GPT-2 124M shape, lookup",
+            m,
+            prompt,
+            options.new,
+            options.rounds,
+            lookup=options.lookup,
+        )
+    )
     near, far = (ch.Transformer(config.replace(n_layers=1)) for _ in range(2))
     near.load_state_dict({name: x for name, x in m.model.state_dict().items() if name in near.state_dict()})
     for name, draft in (("near", near), ("far", far)):

@@ -18,7 +18,9 @@ from common import save
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("treebank", type=Path)
     parser.add_argument("--name", default="minilm_syntax")
@@ -36,11 +38,23 @@ def main() -> None:
     print(counts)
     if options.save:
         relations = [
-            {key: round(value, 4) if isinstance(value, float) else value for key, value in row.to_dict().items()} for row in found.table(50)
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in row.to_dict().items()
+            }
+            for row in found.table(50)
         ]
-        data = {"treebank": options.treebank.name, "sentences": found.sentences, "words": found.words, "lost": found.lost}
+        data = {
+            "treebank": options.treebank.name,
+            "sentences": found.sentences,
+            "words": found.words,
+            "lost": found.lost,
+        }
         named = {str(head): role for head, role in zip(roles.heads, roles.roles) if role != "mixed"}
-        sys.argv[1:3] = [options.folder.name, options.treebank.name]  # what is saved names no folder of this machine
+        sys.argv[1:3] = [
+            options.folder.name,
+            options.treebank.name,
+        ]  # what is saved names no folder of this machine
         save(options.name, [data | {"relations": relations, "roles": counts, "named": named}])
 
 

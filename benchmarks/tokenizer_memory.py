@@ -58,7 +58,9 @@ def write(path: Path, size: int, shape: str) -> None:
     with path.open("w", encoding="ascii") as file:
         while file.tell() < size:
             if shape == "zipf":
-                drawn = known[np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)]  # rank r as often as 1/r
+                drawn = known[
+                    np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)
+                ]  # rank r as often as 1/r
             else:
                 drawn = np.array(words(generator, BLOCK), dtype=object)
             file.write(" ".join(drawn) + " ")
@@ -79,11 +81,16 @@ def main() -> None:
         path = Path(place) / "text.txt"
         write(path, options.megabytes * 1_000_000, options.shape)
         for kind in options.kinds:
-            run = subprocess.run([sys.executable, "-c", MEASURE, kind, str(path)], check=True, capture_output=True, text=True)
+            run = subprocess.run(
+                [sys.executable, "-c", MEASURE, kind, str(path)], check=True, capture_output=True, text=True
+            )
             seen = json.loads(run.stdout.splitlines()[-1])
             row = {"peak_mb": round(seen["peak"] / 1e6), "before_mb": round(seen["before"] / 1e6)}
             rows[kind] = row | {"seconds": round(seen["seconds"], 1), "vocab_size": seen["vocab_size"]}
-            print(f"  {kind:<10} peak {row['peak_mb']:>5} MB   {seen['seconds']:>7.1f} s   {seen['vocab_size']:>6} tokens", flush=True)
+            print(
+                f"  {kind:<10} peak {row['peak_mb']:>5} MB   {seen['seconds']:>7.1f} s   {seen['vocab_size']:>6} tokens",
+                flush=True,
+            )
     if options.save:
         save(f"tokenizer_memory_{options.shape}", [{"title": title, "device": device, "rows": rows}])
 

@@ -47,7 +47,9 @@ def peer(text: torch.Tensor, vocab: int, steps: int) -> Callable[[], None]:
     sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
     schedule = get_cosine_schedule_with_warmup(optimizer, 100, steps)
     losses: list[float] = []
 
@@ -68,23 +70,35 @@ def peer(text: torch.Tensor, vocab: int, steps: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    whole = "".join(Path(torch.__file__).parent.joinpath(name).read_text() for name in ("functional.py", "_tensor.py"))
+    whole = "".join(
+        Path(torch.__file__).parent.joinpath(name).read_text() for name in ("functional.py", "_tensor.py")
+    )
     letters = sorted(set(whole))
     text = torch.tensor([letters.index(letter) for letter in whole])
     config = ch.ModelConfig(
-        vocab_size=len(letters), d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh"
+        vocab_size=len(letters),
+        d_model=WIDTH,
+        n_layers=LAYERS,
+        n_heads=HEADS,
+        max_positions=LENGTH,
+        activation="gelu_tanh",
     )
     ids, targets = torch.randint(len(letters), (2, BATCH, LENGTH))
     model = ch.Transformer(config)
     join_projections(model)  # as the loop does
     if narrow(torch.device("cpu")):
         suit_narrow(model)
-    others = {"bare step": bare(model, ids, targets), "transformers, own loop": peer(text, len(letters), options.steps)}
+    others = {
+        "bare step": bare(model, ids, targets),
+        "transformers, own loop": peer(text, len(letters), options.steps),
+    }
     times: dict[str, list[float]] = {"clearhead": [], **{name: [] for name in others}}
     left = time.perf_counter()
 
@@ -102,7 +116,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "text.txt"
         file.write_text(whole)
-        settings = ["model.dropout=0.0", f"data.batch_size={BATCH}", f"train.steps={options.steps + WARM}", "train.log_every=1"]
+        settings = [
+            "model.dropout=0.0",
+            f"data.batch_size={BATCH}",
+            f"train.steps={options.steps + WARM}",
+            "train.log_every=1",
+        ]
         ch.train(file, recipe="char-gpt", out=Path(folder) / "run", settings=settings, on_event=on_event)
     seconds = {name: statistics.median(taken[WARM:]) for name, taken in times.items()}
     title = f"CPU training loop, GPT {LAYERS} x {WIDTH}, T {LENGTH}, B {BATCH}"

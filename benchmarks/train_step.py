@@ -26,7 +26,14 @@ def main() -> None:
     torch.manual_seed(0)
     ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH))
 
-    config = ch.ModelConfig(vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_positions=LENGTH, activation="gelu_tanh")
+    config = ch.ModelConfig(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        n_layers=LAYERS,
+        n_heads=HEADS,
+        max_positions=LENGTH,
+        activation="gelu_tanh",
+    )
     ours, minimal = ch.Transformer(config), MinimalGPT(LAYERS, HEADS, WIDTH, LENGTH, VOCAB)
     models: dict[str, tuple[nn.Module, object]] = {
         "clearhead": (ours, lambda: ours(ids).logits),
@@ -37,7 +44,14 @@ def main() -> None:
 
         peer = GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+                vocab_size=VOCAB,
+                n_positions=LENGTH,
+                n_embd=WIDTH,
+                n_layer=LAYERS,
+                n_head=HEADS,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
             )
         )
         models["transformers GPT-2"] = (peer, lambda: peer(ids, use_cache=False).logits)
@@ -55,7 +69,11 @@ def main() -> None:
         return once
 
     jobs = {name: step(*pair) for name, pair in models.items()}
-    result = report(f"CPU training step, GPT {LAYERS} x {WIDTH}, T {LENGTH}, B {BATCH}", alternate(jobs, options.rounds), BATCH * LENGTH)
+    result = report(
+        f"CPU training step, GPT {LAYERS} x {WIDTH}, T {LENGTH}, B {BATCH}",
+        alternate(jobs, options.rounds),
+        BATCH * LENGTH,
+    )
     if options.save:
         save("cpu_train_step", [result])
 

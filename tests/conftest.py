@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads
+)
 
 import pytest
 import torch
@@ -57,7 +59,11 @@ def pytest_terminal_summary(terminalreporter):
     for reports in terminalreporter.stats.values():
         for report in reports:
             given = getattr(report, "user_properties", ())
-            found = {key.removeprefix("difference:"): value for key, value in given if key.startswith("difference:")}
+            found = {
+                key.removeprefix("difference:"): value
+                for key, value in given
+                if key.startswith("difference:")
+            }
             if found:
                 file, _, test = report.nodeid.partition("::")
                 files.setdefault(file, {})[test] = found
@@ -69,5 +75,7 @@ def pytest_terminal_summary(terminalreporter):
         worst = {check: max(row.get(check, 0.0) for row in rows.values()) for check in checks}
         terminalreporter.write_line(f"{file:{width}}" + "".join(f"  {check:>8}" for check in checks))
         for test, row in [*sorted(rows.items()), ("worst of all", worst)]:
-            cells = [(f"{row[check]:.1e}" if check in row else "").rjust(max(8, len(check))) for check in checks]
+            cells = [
+                (f"{row[check]:.1e}" if check in row else "").rjust(max(8, len(check))) for check in checks
+            ]
             terminalreporter.write_line("  ".join([f"{test:{width}}", *cells]))

@@ -50,14 +50,23 @@ def worst(a: Tensor, b: Tensor) -> float:
 
 def in_pieces(model: ch.Transformer, ids: Tensor, sizes: list[int], cache: ch.Cache, **given) -> Tensor:
     """Logits of `ids` fed through `cache` in pieces of these sizes; tensors [B, T] among `given` are cut alongside."""
-    along = {name: given.pop(name) for name in ("mask", "positions", "documents", "types") if given.get(name) is not None}
+    along = {
+        name: given.pop(name)
+        for name in ("mask", "positions", "documents", "types")
+        if given.get(name) is not None
+    }
     said, start = [], 0
     for size in sizes:
         piece = slice(start, start + size)
         cut = {name: x[:, piece] for name, x in along.items()}
         said.append(model(ids[:, piece], cache=cache, **cut, **given).logits)
         start += size
-        given.pop("source", None), given.pop("source_mask", None), given.pop("source_documents", None), given.pop("prefix", None)
+        (
+            given.pop("source", None),
+            given.pop("source_mask", None),
+            given.pop("source_documents", None),
+            given.pop("prefix", None),
+        )
     assert start == ids.shape[1], "the pieces do not add up"
     return torch.cat(said, dim=1)
 
@@ -90,7 +99,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
 
 def through_bytes(model: nn.Module, fresh: nn.Module) -> nn.Module:
     """`fresh` with the weights of `model`, sent through the bytes of a safetensors file."""
-    written = safetensors.torch.save({name: x.detach().clone().contiguous() for name, x in model.state_dict().items()})
+    written = safetensors.torch.save(
+        {name: x.detach().clone().contiguous() for name, x in model.state_dict().items()}
+    )
     fresh.load_state_dict(safetensors.torch.load(written))
     return fresh.eval()
 

@@ -29,7 +29,11 @@ def given_for(family: str, rows: int = 2) -> dict:
 @pytest.mark.parametrize("padded", [False, True])
 def test_reorder(family, form, padded):
     """After a reorder, row i goes on as row rows[i] would have."""
-    model, ids, given = build(family=family, positions="rope", window=(3, None)), some_ids(3, 9), given_for(family, 3)
+    model, ids, given = (
+        build(family=family, positions="rope", window=(3, None)),
+        some_ids(3, 9),
+        given_for(family, 3),
+    )
     cache, rows = FORMS[form](model.config, 3), torch.tensor([2, 0, 0])
     mask = torch.ones(3, 9, dtype=torch.bool)
     if padded:
@@ -39,7 +43,10 @@ def test_reorder(family, form, padded):
         model(ids[:, :5], cache=cache, **more, **given)
         cache.reorder(rows)
         tail = in_pieces(model, ids[:, 5:], [1, 3], cache)
-        joined, full_mask = torch.cat([ids[rows, :5], ids[:, 5:]], 1), torch.cat([mask[rows, :5], mask[:, 5:]], 1)
+        joined, full_mask = (
+            torch.cat([ids[rows, :5], ids[:, 5:]], 1),
+            torch.cat([mask[rows, :5], mask[:, 5:]], 1),
+        )
         moved = {name: x[rows] for name, x in given.items()}
         whole = model(joined, mask=full_mask, **moved).logits
     assert worst(tail, whole[:, 5:]) <= TOLERANCE
@@ -58,7 +65,10 @@ def test_reorder_to_more_and_fewer_rows(family, form):
         assert cache.rows == 1
         said = model(ids[:1, 4:], cache=cache).logits
         joined = torch.cat([ids[1:, :4], ids[:1, 4:]], 1)
-        assert worst(said, model(joined, **{name: x[1:] for name, x in given.items()}).logits[:, 4:]) <= TOLERANCE
+        assert (
+            worst(said, model(joined, **{name: x[1:] for name, x in given.items()}).logits[:, 4:])
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.ledger("G1", "G2")
@@ -72,7 +82,10 @@ def test_reorder_may_leave_the_source_alone():
         cache.reorder(torch.tensor([1, 1]), cross=False)
         assert all(cross.k is k for cross, k in zip(cache.cross.values(), kept))
         joined = torch.cat([ids[[1, 1], :4], ids[:, 4:]], 1)
-        assert worst(model(ids[:, 4:], cache=cache).logits, model(joined, source=source).logits[:, 4:]) <= TOLERANCE
+        assert (
+            worst(model(ids[:, 4:], cache=cache).logits, model(joined, source=source).logits[:, 4:])
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.ledger("G2")
@@ -81,7 +94,11 @@ def test_reorder_may_leave_the_source_alone():
 @pytest.mark.parametrize("padded", [False, True])
 def test_crop(family, form, padded):
     """Step back to any length, and go on as if nothing had been; a window cache as long as it has forgotten nothing."""
-    model, ids, given = build(family=family, positions="rope", window=(8, None)), some_ids(2, 8), given_for(family)
+    model, ids, given = (
+        build(family=family, positions="rope", window=(8, None)),
+        some_ids(2, 8),
+        given_for(family),
+    )
     other, mask = some_ids(2, 8, seed=11), torch.ones(2, 8, dtype=torch.bool)
     if padded:
         mask[0, 1], mask[1, 0] = False, False
@@ -208,8 +225,12 @@ def test_a_pairwise_bias_from_the_caller(positions, shape):
             for start, stop in ((0, 3), (3, 4), (4, 8)):
                 said.append(model(ids[:, start:stop], bias=bias[:, :, start:stop, :stop], cache=cache).logits)
             assert worst(torch.cat(said, 1), given) <= TOLERANCE
-        forbidden = torch.zeros(1, 1, 8, 8).masked_fill(torch.eye(8).roll(-1, 0)[None, None] > 0, float("-inf"))
-        assert model(ids, bias=forbidden).logits.isfinite().all()  # the previous token shut out, all else as before
+        forbidden = torch.zeros(1, 1, 8, 8).masked_fill(
+            torch.eye(8).roll(-1, 0)[None, None] > 0, float("-inf")
+        )
+        assert (
+            model(ids, bias=forbidden).logits.isfinite().all()
+        )  # the previous token shut out, all else as before
 
 
 @pytest.mark.ledger("B9")

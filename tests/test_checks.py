@@ -39,7 +39,14 @@ GEMMA2 = {
     "window": (5, None),
     "activation": "gelu_tanh",
 }
-BERT = {"family": "encoder", "norm_position": "post", "embedding_norm": True, "n_types": 2, "norm_eps": 1e-12, "dropout": 0.1}
+BERT = {
+    "family": "encoder",
+    "norm_position": "post",
+    "embedding_norm": True,
+    "n_types": 2,
+    "norm_eps": 1e-12,
+    "dropout": 0.1,
+}
 T5 = {
     "family": "encoder-decoder",
     "positions": "relative",
@@ -84,20 +91,54 @@ SCALINGS = [
     ch.RopeScaling(kind="longrope", short_factor=(1.0, 1.5), long_factor=(2.0, 3.0), original_positions=16),
 ]
 OTHERS = {
-    "original": {"family": "encoder-decoder", "positions": "sinusoidal", "embedding_scale": 4.0, "norm_position": "post"},
+    "original": {
+        "family": "encoder-decoder",
+        "positions": "sinusoidal",
+        "embedding_scale": 4.0,
+        "norm_position": "post",
+    },
     "sinusoidal": {"positions": "sinusoidal", "sinusoid_layout": "half", "sinusoid_ends": True},
     "no positions": {"positions": "none", "activation": "relu2"},
-    "interleaved": {"positions": "rope", "rope_layout": "interleaved", "rope_fraction": 0.5, "rope_skips": (1,)},
+    "interleaved": {
+        "positions": "rope",
+        "rope_layout": "interleaved",
+        "rope_fraction": 0.5,
+        "rope_skips": (1,),
+    },
     "output norms": {"norm_position": "output", "qk_norm": "full"},
-    "norms of heads": {"qk_norm": "head", "d_value": 7, "rope_local_base": 100.0, "window": (4, None), "positions": "rope"},
+    "norms of heads": {
+        "qk_norm": "head",
+        "d_value": 7,
+        "rope_local_base": 100.0,
+        "window": (4, None),
+        "positions": "rope",
+    },
     "parallel": {"parallel": True},
     "parallel, two norms": {"parallel": True, "parallel_norms": 2},
     "shared layers": {"layer_groups": 1, "d_embedding": 8},
     "all experts weighed": {"n_experts": 4, "router_order": "softmax_topk", "router_renormalise": False},
     "pruned": {"positions": "alibi", "n_kv_heads": 2, "pruned_heads": {"blocks.1.attention": (0, 1)}},
-    "scaled residuals": {"residual_scale": 0.5, "head_transform": True, "head_activation": "relu", "tie_embeddings": False},
-    "vectors": {"family": "encoder", "input": "vectors", "d_input": 5, "head": "embedding", "normalise": True, "pooling": "mean"},
-    "frames": {"family": "encoder", "input": "frames", "d_input": 5, "head": "none", "positions": "sinusoidal"},
+    "scaled residuals": {
+        "residual_scale": 0.5,
+        "head_transform": True,
+        "head_activation": "relu",
+        "tie_embeddings": False,
+    },
+    "vectors": {
+        "family": "encoder",
+        "input": "vectors",
+        "d_input": 5,
+        "head": "embedding",
+        "normalise": True,
+        "pooling": "mean",
+    },
+    "frames": {
+        "family": "encoder",
+        "input": "frames",
+        "d_input": 5,
+        "head": "none",
+        "positions": "sinusoidal",
+    },
     "last token": {"head": "classifier", "n_classes": 3, "pooler": "relu"},
     **{f"rope {scaling.kind}": {"positions": "rope", "rope_scaling": scaling} for scaling in SCALINGS},
 }
@@ -121,7 +162,11 @@ def test_half_precision_has_a_tolerance_of_its_own(name):
     model = ch.Transformer(build(**FAMILIES[name]).config).bfloat16()
     rows = ch.check(model)
     assert not_passed(rows) == []
-    assert {row.tolerance for row in rows} == {5e-2, 1e-5, 0.0}  # the copies that test the code alone are float32
+    assert {row.tolerance for row in rows} == {
+        5e-2,
+        1e-5,
+        0.0,
+    }  # the copies that test the code alone are float32
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
@@ -141,10 +186,15 @@ def test_the_formula_and_the_model_agree_in_float64():
     """To the last digits: what differs in float32 is rounding, and no rounding is left but that of RoPE's float32 tables."""
     for changes, allowed in ((BERT, 1e-13), (T5, 1e-13), (LLAMA, 1e-6)):
         model, (ids, mask) = build(**changes).double(), pad(some_ids(), "gaps")
-        given = {"source": some_ids(2, 5, seed=3)} if "family" in changes and model.decoder is not None else {}
+        given = (
+            {"source": some_ids(2, 5, seed=3)} if "family" in changes and model.decoder is not None else {}
+        )
         with torch.no_grad():
             ours = model(ids, mask=mask, **given).logits
-        assert worst(ours[mask], plainly(model.config, model.state_dict(), ids, mask=mask, **given)[mask]) <= allowed
+        assert (
+            worst(ours[mask], plainly(model.config, model.state_dict(), ids, mask=mask, **given)[mask])
+            <= allowed
+        )
 
 
 def test_a_gap_is_relative_to_large_values_only():
@@ -191,7 +241,12 @@ def broken() -> float:
 
 
 def test_a_row_that_cannot_run_has_failed_and_the_others_go_on(monkeypatch):
-    rows = fake_rows(monkeypatch, Row("a", "", broken, 0.0), Row("b", "", lambda: math.nan, 1.0), Row("c", "", lambda: 0.5, 1.0))
+    rows = fake_rows(
+        monkeypatch,
+        Row("a", "", broken, 0.0),
+        Row("b", "", lambda: math.nan, 1.0),
+        Row("c", "", lambda: 0.5, 1.0),
+    )
     assert [row.verdict for row in rows] == ["error", "differs", "equal"]
     assert [row.passed for row in rows] == [False, False, True]
     assert rows[0].note == "ValueError: something broke"
@@ -201,7 +256,9 @@ def test_a_row_that_cannot_run_has_failed_and_the_others_go_on(monkeypatch):
 
 def test_what_would_copy_a_large_model_is_left_out_unless_asked_for(monkeypatch):
     monkeypatch.setattr(checks, "LARGE", 100)
-    monkeypatch.setattr(checks, "checks_for", lambda model, compile: iter([Row("a", "", lambda: 0.0, 0.0, copies=True)]))
+    monkeypatch.setattr(
+        checks, "checks_for", lambda model, compile: iter([Row("a", "", lambda: 0.0, 0.0, copies=True)])
+    )
     (skipped,) = ch.check(build())
     assert (skipped.verdict, skipped.passed, skipped.difference) == ("skipped", True, None)
     assert "too large" in skipped.note

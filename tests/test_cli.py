@@ -99,7 +99,9 @@ def test_check_against_the_reference(capsys, tmp_path):
 
 
 def test_convert(capsys, folder, tmp_path):
-    code, out, _ = inside("convert", folder, tmp_path / "half", "--dtype", "bfloat16", "--shard-size", "20KB", capsys=capsys)
+    code, out, _ = inside(
+        "convert", folder, tmp_path / "half", "--dtype", "bfloat16", "--shard-size", "20KB", capsys=capsys
+    )
     assert code == 0
     assert "saved" in out
     assert len(list((tmp_path / "half").glob("*.safetensors"))) > 1
@@ -111,7 +113,9 @@ def test_convert(capsys, folder, tmp_path):
 
 
 def test_convert_explains_why_nothing_is_exact(capsys, tmp_path):
-    ch.Loaded(ch.Transformer(ch.preset("micro-decoder").replace(positions="alibi", activation="relu2"))).save(tmp_path / "own")
+    ch.Loaded(ch.Transformer(ch.preset("micro-decoder").replace(positions="alibi", activation="relu2"))).save(
+        tmp_path / "own"
+    )
     code, out, _ = inside("convert", tmp_path / "own", tmp_path / "out", "--json", capsys=capsys)
     body = json.loads(out)
     assert code == 0

@@ -18,12 +18,18 @@ WRONG = {
         {"d_model": 100, "n_heads": 12},
         "d_model 100 is not divisible by n_heads 12: set d_head, .* 1, 2, 4, 5, 10, 20, 25",
     ),
-    "key/value heads": ({"n_kv_heads": 3}, "n_heads 4 is not divisible by n_kv_heads 3: choose n_kv_heads from 1, 2, 4"),
+    "key/value heads": (
+        {"n_kv_heads": 3},
+        "n_heads 4 is not divisible by n_kv_heads 3: choose n_kv_heads from 1, 2, 4",
+    ),
     "encoder heads": (
         {"family": "encoder-decoder", "n_kv_heads": 2, "n_encoder_heads": 3, "d_encoder_head": 4},
         "n_encoder_heads 3 is not divisible by n_kv_heads 2",
     ),
-    "encoder head width": ({"family": "encoder-decoder", "n_encoder_heads": 3}, "d_model 16 is not divisible by n_encoder_heads 3"),
+    "encoder head width": (
+        {"family": "encoder-decoder", "n_encoder_heads": 3},
+        "d_model 16 is not divisible by n_encoder_heads 3",
+    ),
     "no projection": ({"d_embedding": 4, "embedding_projection": False}, "d_embedding 4 .* d_model 16"),
     "zero layers": ({"n_layers": 0}, "n_layers 0 must be 1 or more"),
     "negative width": ({"d_ff": -1}, "d_ff -1 must be 1 or more"),
@@ -34,15 +40,27 @@ WRONG = {
     "no eps": ({"norm_eps": 0.0}, "norm_eps 0.0 must be above 0"),
     "rmsnorm bias": ({"norm": "rmsnorm", "norm_bias": True}, "rmsnorm has no bias"),
     "layer groups": ({"layer_groups": 3}, "layer_groups 3 must lie between 1 and n_layers 2"),
-    "encoder layers of a decoder": ({"n_encoder_layers": 2}, "n_encoder_layers belongs to family encoder-decoder"),
+    "encoder layers of a decoder": (
+        {"n_encoder_layers": 2},
+        "n_encoder_layers belongs to family encoder-decoder",
+    ),
     "source vocabulary of an encoder": (
         {"family": "encoder", "source_vocab_size": 2},
         "source_vocab_size belongs to",
     ),
-    "parallel cross": ({"family": "encoder-decoder", "parallel": True}, "parallel has no place for cross-attention"),
-    "parallel post": ({"parallel": True, "norm_position": "post"}, "parallel needs norm_position pre or sandwich, not post"),
+    "parallel cross": (
+        {"family": "encoder-decoder", "parallel": True},
+        "parallel has no place for cross-attention",
+    ),
+    "parallel post": (
+        {"parallel": True, "norm_position": "post"},
+        "parallel needs norm_position pre or sandwich, not post",
+    ),
     "window list": ({"window": (1, 2, 3)}, "window lists 3 layers and n_layers is 2"),
-    "window list of the encoder": ({"family": "encoder-decoder", "n_encoder_layers": 3, "window": (1, 2)}, "n_encoder_layers is 3"),
+    "window list of the encoder": (
+        {"family": "encoder-decoder", "n_encoder_layers": 3, "window": (1, 2)},
+        "n_encoder_layers is 3",
+    ),
     "window of none": ({"window": 0}, "window 0 must be 1 or more"),
     "window of none in a list": ({"window": (2, -1)}, "window -1 must be 1 or more"),
     "no pair": ({"positions": "rope", "rope_fraction": 0.0}, "rope_fraction 0.0 of d_head 4 rotates no pair"),
@@ -51,9 +69,18 @@ WRONG = {
     "rope base": ({"rope_base": 0.0}, "rope_base 0.0 must be above 0"),
     "softcap": ({"attention_softcap": -1.0}, "attention_softcap -1.0 must be above 0"),
     "logit softcap": ({"logit_softcap": 0.0}, "logit_softcap 0.0 must be above 0"),
-    "buckets": ({"positions": "relative", "relative_buckets": 2}, "relative_buckets 2 must lie between 4 and 255"),
-    "bucket distance": ({"positions": "relative", "relative_max_distance": 8}, "relative_buckets 32 must lie between 4 and 15"),
-    "active experts": ({"n_experts": 2, "n_active_experts": 3}, "n_active_experts 3 must lie between 1 and n_experts 2"),
+    "buckets": (
+        {"positions": "relative", "relative_buckets": 2},
+        "relative_buckets 2 must lie between 4 and 255",
+    ),
+    "bucket distance": (
+        {"positions": "relative", "relative_max_distance": 8},
+        "relative_buckets 32 must lie between 4 and 15",
+    ),
+    "active experts": (
+        {"n_experts": 2, "n_active_experts": 3},
+        "n_active_experts 3 must lie between 1 and n_experts 2",
+    ),
     "negative experts": ({"n_experts": -1}, "n_experts -1 must be 0 or more"),
     "negative types": ({"n_types": -1}, "n_types -1 must be 0 or more"),
     "negative offset": ({"position_offset": -2}, "position_offset -2 must be 0 or more"),
@@ -61,24 +88,55 @@ WRONG = {
         {"pruned_heads": {"blocks.2.attention": (0,)}},
         'names "blocks.2.attention", which .*did you mean "blocks',
     ),
-    "pruned twice": ({"pruned_heads": {"blocks.0.attention": (0, 0)}}, r"are \[0, 0\]: name each of the heads 0 to 3 once"),
-    "pruned beyond": ({"pruned_heads": {"blocks.0.attention": (4,)}}, r"are \[4\]: name each of the heads 0 to 3"),
+    "pruned twice": (
+        {"pruned_heads": {"blocks.0.attention": (0, 0)}},
+        r"are \[0, 0\]: name each of the heads 0 to 3 once",
+    ),
+    "pruned beyond": (
+        {"pruned_heads": {"blocks.0.attention": (4,)}},
+        r"are \[4\]: name each of the heads 0 to 3",
+    ),
     "pruned all": ({"pruned_heads": {"blocks.0.attention": (0, 1, 2, 3)}}, "leaves no head"),
-    "pruned half a group": ({"n_kv_heads": 2, "pruned_heads": {"blocks.0.attention": (0, 2)}}, "splits a key/value group"),
-    "pruned and shared": ({"layer_groups": 1, "pruned_heads": {"blocks.0.attention": (0,)}}, "layer_groups shares weights"),
-    "pruned under a norm": ({"qk_norm": "full", "pruned_heads": {"blocks.0.attention": (0,)}}, "qk_norm full"),
+    "pruned half a group": (
+        {"n_kv_heads": 2, "pruned_heads": {"blocks.0.attention": (0, 2)}},
+        "splits a key/value group",
+    ),
+    "pruned and shared": (
+        {"layer_groups": 1, "pruned_heads": {"blocks.0.attention": (0,)}},
+        "layer_groups shares weights",
+    ),
+    "pruned under a norm": (
+        {"qk_norm": "full", "pruned_heads": {"blocks.0.attention": (0,)}},
+        "qk_norm full",
+    ),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size is not set"),
-    "two vocabularies": ({"family": "encoder-decoder", "source_vocab_size": 5}, "source_vocab_size 5 differs from vocab_size 13"),
-    "no image size": ({"family": "encoder", "input": "patches", "n_classes": 2}, "input patches needs image_size"),
+    "two vocabularies": (
+        {"family": "encoder-decoder", "source_vocab_size": 5},
+        "source_vocab_size 5 differs from vocab_size 13",
+    ),
+    "no image size": (
+        {"family": "encoder", "input": "patches", "n_classes": 2},
+        "input patches needs image_size",
+    ),
     "broken patches": (
         {"family": "encoder", "input": "patches", "n_classes": 2, "image_size": (8, 9), "patch_size": 4},
         "whole number of patches",
     ),
     "image too large": (
-        {"family": "encoder", "input": "patches", "n_classes": 2, "image_size": (24, 24), "patch_size": 4, "class_token": True},
+        {
+            "family": "encoder",
+            "input": "patches",
+            "n_classes": 2,
+            "image_size": (24, 24),
+            "patch_size": 4,
+            "class_token": True,
+        },
         "max_positions 32 is below the 37 positions of one image",
     ),
-    "no input width": ({"family": "encoder", "input": "vectors", "n_classes": 2}, "d_input 0 must be 1 or more"),
+    "no input width": (
+        {"family": "encoder", "input": "vectors", "n_classes": 2},
+        "d_input 0 must be 1 or more",
+    ),
     "even kernel": ({"conv_kernel": 4}, "conv_kernel 4 is even"),
     "words from vectors": ({"input": "vectors", "d_input": 3}, "head lm predicts ids and input is vectors"),
     "words from patches": (
@@ -98,7 +156,10 @@ WRONG = {
     "fraction of a layer": ({"n_layers": 2.0}, "n_layers 2.0 is not allowed: it must be a whole number"),
     "true for a number": ({"n_layers": True}, "n_layers True is not allowed"),
     "number for true": ({"gated": 1}, "gated 1 is not allowed: it must be true or false"),
-    "list for a tuple": ({"window": [1, 2]}, r"window \[1, 2\] is not allowed: it must be a whole number or a list of"),
+    "list for a tuple": (
+        {"window": [1, 2]},
+        r"window \[1, 2\] is not allowed: it must be a whole number or a list of",
+    ),
     "three sides": ({"image_size": (1, 2, 3)}, "image_size .* 2 values of a whole number"),
     "not finite": ({"rope_base": float("inf")}, "rope_base inf is not a finite number"),
     "norms of parallel": ({"parallel_norms": 3}, "parallel_norms 3 is not allowed: it must be one of 1, 2"),
@@ -126,11 +187,32 @@ def test_rope_scaling_checks():
 
 def test_derived_values_hold():
     plain = ch.ModelConfig(vocab_size=9, d_model=48, n_heads=6)
-    expected = {"d_head": 8, "d_value": 8, "d_ff": 192, "n_kv_heads": 6, "attention_scale": 8**-0.5, "head": "lm", "head_bias": False}
-    expected |= {"final_norm": True, "pooling": "last", "head_transform": False, "d_embedding": 48, "norm_bias": True}
+    expected = {
+        "d_head": 8,
+        "d_value": 8,
+        "d_ff": 192,
+        "n_kv_heads": 6,
+        "attention_scale": 8**-0.5,
+        "head": "lm",
+        "head_bias": False,
+    }
+    expected |= {
+        "final_norm": True,
+        "pooling": "last",
+        "head_transform": False,
+        "d_embedding": 48,
+        "norm_bias": True,
+    }
     assert {name: getattr(plain, name) for name in expected} == expected
     masked = ch.ModelConfig(family="encoder", vocab_size=9, norm="rmsnorm", norm_position="post", bias=False)
-    expected = {"head": "mlm", "head_transform": True, "head_bias": True, "pooling": "cls", "final_norm": False, "norm_bias": False}
+    expected = {
+        "head": "mlm",
+        "head_transform": True,
+        "head_bias": True,
+        "pooling": "cls",
+        "final_norm": False,
+        "norm_bias": False,
+    }
     expected |= {"qkv_bias": False, "feedforward_bias": False, "n_encoder_layers": None}
     assert {name: getattr(masked, name) for name in expected} == expected
     assert ch.ModelConfig(vocab_size=9, n_classes=3).head == "classifier"
@@ -147,7 +229,13 @@ def test_replace_derives_anew_and_keeps_what_was_set():
     assert plain.replace(dropout=0.1).attention_dropout == 0.1
     chosen = config(d_head=8, d_ff=20, head="none", attention_scale=1.0, n_kv_heads=2)
     again = chosen.replace(dropout=0.1)
-    assert (again.d_head, again.d_ff, again.head, again.attention_scale, again.n_kv_heads) == (8, 20, "none", 1.0, 2)
+    assert (again.d_head, again.d_ff, again.head, again.attention_scale, again.n_kv_heads) == (
+        8,
+        20,
+        "none",
+        1.0,
+        2,
+    )
     assert again.replace(dropout=0.0) == chosen
     odd = ch.ModelConfig(vocab_size=9, d_model=10, n_heads=3, d_head=4)
     assert odd.replace(n_layers=1).d_head == 4
@@ -158,7 +246,10 @@ def test_replace_derives_anew_and_keeps_what_was_set():
 
 
 def test_frozen_and_hashable():
-    one, two = config(pruned_heads={"blocks.0.attention": (1,)}), config(pruned_heads={"blocks.0.attention": (1,)})
+    one, two = (
+        config(pruned_heads={"blocks.0.attention": (1,)}),
+        config(pruned_heads={"blocks.0.attention": (1,)}),
+    )
     assert one == two
     assert hash(one) == hash(two)
     assert len({one, two, config()}) == 2
@@ -232,7 +323,9 @@ def test_json_round_trip_is_exact(choices):
     """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""
     scaling = choices.get("rope_scaling")
     pairs = (choices.get("d_head") or 4) // 2
-    assume(scaling is None or scaling.kind != "longrope" or pairs == len(scaling.short_factor))  # any other is refused
+    assume(
+        scaling is None or scaling.kind != "longrope" or pairs == len(scaling.short_factor)
+    )  # any other is refused
     there = config(**choices)
     text = there.to_json()
     back = ch.ModelConfig.from_json(text)

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from clearhead import Cache, ConfigError, FixedCache, InputError, ModelConfig, Transformer, WindowCache, attending
+from clearhead import (
+    Cache,
+    ConfigError,
+    FixedCache,
+    InputError,
+    ModelConfig,
+    Transformer,
+    WindowCache,
+    attending,
+)
 from clearhead.config import StackPlan
 from clearhead.cost import Cost, attention_matrix_bytes, cost
 from clearhead.presets import PRESETS, preset
@@ -18,10 +27,14 @@ BATCH, LENGTH, SOURCE = 2, 12, 7
 small = ModelConfig(vocab_size=23, d_model=32, n_layers=3, n_heads=4, max_positions=24)
 encoder = small.replace(family="encoder")
 both = small.replace(family="encoder-decoder")
-image = encoder.replace(input="patches", image_size=(8, 12), patch_size=4, n_channels=2, class_token=True, n_classes=5)
+image = encoder.replace(
+    input="patches", image_size=(8, 12), patch_size=4, n_channels=2, class_token=True, n_classes=5
+)
 ODD: dict[str, ModelConfig] = {
     "plain": small,
-    "grouped-query": small.replace(n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False),
+    "grouped-query": small.replace(
+        n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False
+    ),
     "multi-query": small.replace(n_kv_heads=1, tie_embeddings=False, rope_fraction=0.5, positions="rope"),
     "value-width": small.replace(d_value=12, d_head=4),
     "windows": small.replace(window=(4, None, 8)),
@@ -51,11 +64,15 @@ ODD: dict[str, ModelConfig] = {
     "pruned-groups": small.replace(n_kv_heads=2, pruned_heads={"blocks.1.attention": (2, 3)}),
     "two-stacks": both.replace(n_encoder_layers=2, n_layers=1, n_encoder_heads=8, d_head=8, d_encoder_ff=48),
     "two-stacks-grouped": both.replace(n_kv_heads=2, d_value=4, norm_position="post"),
-    "two-stacks-pruned": both.replace(pruned_heads={"encoder.blocks.1.attention": (0,), "blocks.2.cross": (1, 3)}),
+    "two-stacks-pruned": both.replace(
+        pruned_heads={"encoder.blocks.1.attention": (0,), "blocks.2.cross": (1, 3)}
+    ),
     "two-stacks-shared": both.replace(layer_groups=2, n_encoder_layers=1),
     "two-tables": both.replace(share_embeddings=False, source_vocab_size=31),
     "two-tables-untied": both.replace(share_embeddings=False, tie_embeddings=False),
-    "two-stacks-relative": both.replace(positions="relative", norm="rmsnorm", bias=False, attention_scale=1.0),
+    "two-stacks-relative": both.replace(
+        positions="relative", norm="rmsnorm", bias=False, attention_scale=1.0
+    ),
     "captions": both.replace(input="patches", image_size=(8, 8), patch_size=4, d_embedding=16),
     "speech": both.replace(input="frames", d_input=6, conv_stride=2, conv_kernel=5, positions="sinusoidal"),
     "mlm-narrow": encoder.replace(tie_embeddings=False, head_bias=False),
@@ -72,7 +89,9 @@ ODD: dict[str, ModelConfig] = {
     "vectors": encoder.replace(input="vectors", d_input=6, n_classes=2),
     "vectors-causal": small.replace(input="vectors", d_input=6, head="tagger", n_classes=2),
     "frames": encoder.replace(input="frames", d_input=6, n_classes=2),
-    "frames-stride-3": encoder.replace(input="frames", d_input=6, conv_kernel=5, conv_stride=3, head="tagger", n_classes=2),
+    "frames-stride-3": encoder.replace(
+        input="frames", d_input=6, conv_kernel=5, conv_stride=3, head="tagger", n_classes=2
+    ),
 }
 ALL = {**PRESETS, **ODD}
 
@@ -82,7 +101,9 @@ def meta_model(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
-def inputs(config: ModelConfig, plan: StackPlan, length: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def inputs(
+    config: ModelConfig, plan: StackPlan, length: int, device: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     if plan.input == "tokens":
         return torch.randint(plan.vocab_size, (BATCH, length), device=device)
     if plan.input == "patches":
@@ -92,13 +113,18 @@ def inputs(config: ModelConfig, plan: StackPlan, length: int, device: str, dtype
 
 def run(model: Transformer, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     config = model.config
-    source = inputs(config, config.encoder, SOURCE, device, dtype) if config.family == "encoder-decoder" else None
+    source = (
+        inputs(config, config.encoder, SOURCE, device, dtype) if config.family == "encoder-decoder" else None
+    )
     return model(inputs(config, model.main.plan, LENGTH, device, dtype), source=source).logits
 
 
 def priced(config: ModelConfig, dtype: str = "float32") -> Cost:
     """The cost of what `run` does."""
-    main, one_image = config.decoder or config.encoder, config.encoder is not None and config.encoder.input == "patches"
+    main, one_image = (
+        config.decoder or config.encoder,
+        config.encoder is not None and config.encoder.input == "patches",
+    )
     return cost(
         config,
         None if main.input == "patches" else LENGTH,
@@ -136,7 +162,13 @@ def owned(model: Transformer, name: str) -> list[nn.Parameter]:
         return [p for expert in part.feedforward.experts for p in getattr(expert, pieces[-1]).parameters()]
     for piece in pieces:
         part = getattr(part, piece, nn.Module())
-    return [part] if isinstance(part, nn.Parameter) else list(part.parameters()) if isinstance(part, nn.Module) else []
+    return (
+        [part]
+        if isinstance(part, nn.Parameter)
+        else list(part.parameters())
+        if isinstance(part, nn.Module)
+        else []
+    )
 
 
 @pytest.mark.ledger("I1")
@@ -151,7 +183,9 @@ def test_a_token_meets_its_experts_and_no_others() -> None:
 @pytest.mark.ledger("I1")
 @pytest.mark.parametrize("name", ALL)
 def test_flops_are_those_that_torch_counts(name: str) -> None:
-    config = ALL[name] if ALL[name].n_layers <= 8 else ALL[name].replace(n_layers=8)  # their layers are all alike, and counting is slow
+    config = (
+        ALL[name] if ALL[name].n_layers <= 8 else ALL[name].replace(n_layers=8)
+    )  # their layers are all alike, and counting is slow
     device = "cpu" if config.n_experts else "meta"  # which expert a token visits depends on real numbers
     model = Transformer(config) if config.n_experts else meta_model(config)
     with attending(model, "eager"):
@@ -174,9 +208,14 @@ def test_flops_by_part_are_those_of_the_modules() -> None:
     counts = counter.get_flop_counts()
     figures = priced(small)
     for part in ("attention", "feedforward"):
-        measured = sum(sum(counts[f"Transformer.decoder.blocks.{layer}.{part}"].values()) for layer in range(small.n_layers))
+        measured = sum(
+            sum(counts[f"Transformer.decoder.blocks.{layer}.{part}"].values())
+            for layer in range(small.n_layers)
+        )
         assert getattr(figures.flops.forward, part) == measured
-    assert sum(step.forward for step in figures.within("blocks.1")) == sum(counts["Transformer.decoder.blocks.1"].values())
+    assert sum(step.forward for step in figures.within("blocks.1")) == sum(
+        counts["Transformer.decoder.blocks.1"].values()
+    )
     assert figures.flops.forward.head == sum(counts["Transformer.head"].values())
 
 
@@ -199,7 +238,9 @@ def bytes_kept(model: Transformer, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("name", [*ODD, *(name for name in PRESETS if name.startswith("micro"))])
 def test_activations_are_the_bytes_that_autograd_keeps(name: str) -> None:
     config = ALL[name]
-    assert priced(config).memory.activations.total == pytest.approx(bytes_kept(Transformer(config), torch.float32), rel=0.01)
+    assert priced(config).memory.activations.total == pytest.approx(
+        bytes_kept(Transformer(config), torch.float32), rel=0.01
+    )
 
 
 @pytest.mark.ledger("I1")
@@ -207,7 +248,9 @@ def test_activations_are_the_bytes_that_autograd_keeps(name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "grouped-query", "post-norm", "two-stacks", "softcap", "experts"])
 def test_activations_in_half_precision(name: str) -> None:
     model = Transformer(ODD[name]).bfloat16()
-    assert priced(ODD[name], "bfloat16").memory.activations.total == pytest.approx(bytes_kept(model, torch.bfloat16), rel=0.05)
+    assert priced(ODD[name], "bfloat16").memory.activations.total == pytest.approx(
+        bytes_kept(model, torch.bfloat16), rel=0.05
+    )
 
 
 @pytest.mark.ledger("I1")
@@ -226,14 +269,28 @@ def held(cache: Cache, cross: bool = False) -> int:
 
 @pytest.mark.ledger("I1", "M5")
 @pytest.mark.parametrize(
-    "name", ["plain", "grouped-query", "multi-query", "value-width", "pruned", "pruned-groups", "windows", "two-stacks-grouped"]
+    "name",
+    [
+        "plain",
+        "grouped-query",
+        "multi-query",
+        "value-width",
+        "pruned",
+        "pruned-groups",
+        "windows",
+        "two-stacks-grouped",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_cache_bytes_are_those_that_the_caches_hold(name: str, dtype: str) -> None:
     config = ODD[name]
     model = Transformer(config).to(getattr(torch, dtype)).eval()
     memory = priced(config, dtype).memory
-    fixed, growing, ring = FixedCache(config, BATCH, LENGTH, getattr(torch, dtype)), Cache(reserve=LENGTH), WindowCache(reserve=LENGTH)
+    fixed, growing, ring = (
+        FixedCache(config, BATCH, LENGTH, getattr(torch, dtype)),
+        Cache(reserve=LENGTH),
+        WindowCache(reserve=LENGTH),
+    )
     assert memory.kv_cache == held(fixed)
     source = torch.zeros(BATCH, SOURCE, dtype=torch.long) if config.family == "encoder-decoder" else None
     with torch.no_grad():
@@ -251,7 +308,9 @@ def test_the_attention_matrix_is_the_largest_pattern() -> None:
     assert cost(config, 8, 3, "float16", source_length=10).memory.attention_matrix == attention_matrix_bytes(
         10, "float16", heads=8, batch=3
     )
-    assert cost(config, 20, 3, source_length=10).memory.attention_matrix == attention_matrix_bytes(20, "float32", heads=4, batch=3)
+    assert cost(config, 20, 3, source_length=10).memory.attention_matrix == attention_matrix_bytes(
+        20, "float32", heads=4, batch=3
+    )
 
 
 @pytest.mark.ledger("I1")

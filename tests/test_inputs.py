@@ -31,13 +31,33 @@ WRONG = {
     "no row": ({}, {"ids": IDS[:0]}, r"ids are empty, shape \(0, 6\)"),
     "float ids": ({}, {"ids": IDS.float()}, "ids are torch.float32: token ids must be whole numbers"),
     "boolean ids": ({}, {"ids": YES}, "ids are torch.bool: token ids must be whole numbers"),
-    "id too large": ({}, {"ids": changed(IDS, V)}, rf"ids contain {V}: allowed are 0 to {V - 1} \(vocab_size {V}\)"),
+    "id too large": (
+        {},
+        {"ids": changed(IDS, V)},
+        rf"ids contain {V}: allowed are 0 to {V - 1} \(vocab_size {V}\)",
+    ),
     "negative id": ({}, {"ids": changed(IDS, -1)}, f"ids contain -1: allowed are 0 to {V - 1}"),
-    "too long": ({"max_positions": 5}, {"ids": IDS}, "ids reach 6 positions and the model has 5: shorten the input"),
-    "mask of numbers": ({}, {"ids": IDS, "mask": YES.long()}, r"mask is torch.int64: it must be boolean.*mask.bool\(\)"),
-    "mask too short": ({}, {"ids": IDS, "mask": YES[:, 1:]}, r"mask has shape \(2, 5\): it must match its tokens, \(2, 6\)"),
+    "too long": (
+        {"max_positions": 5},
+        {"ids": IDS},
+        "ids reach 6 positions and the model has 5: shorten the input",
+    ),
+    "mask of numbers": (
+        {},
+        {"ids": IDS, "mask": YES.long()},
+        r"mask is torch.int64: it must be boolean.*mask.bool\(\)",
+    ),
+    "mask too short": (
+        {},
+        {"ids": IDS, "mask": YES[:, 1:]},
+        r"mask has shape \(2, 5\): it must match its tokens, \(2, 6\)",
+    ),
     "mask of one row": ({}, {"ids": IDS, "mask": YES[:1]}, r"mask has shape \(1, 6\)"),
-    "float positions": ({}, {"ids": IDS, "positions": IDS.float()}, "positions are torch.float32: they must be whole numbers"),
+    "float positions": (
+        {},
+        {"ids": IDS, "positions": IDS.float()},
+        "positions are torch.float32: they must be whole numbers",
+    ),
     "positions too short": (
         {},
         {"ids": IDS, "positions": IDS[:, 1:]},
@@ -51,23 +71,59 @@ WRONG = {
     "negative position": ({}, {"ids": IDS, "positions": changed(IDS, -2)}, "positions contain -2"),
     "documents of one dimension": ({}, {"ids": IDS, "documents": IDS[0]}, r"documents have shape \(6,\)"),
     "float documents": ({}, {"ids": IDS, "documents": IDS.float()}, "documents are torch.float32"),
-    "types without a table": ({}, {"ids": IDS, "types": IDS * 0}, "types were given and the model has no segment embeddings"),
-    "type too large": ({"n_types": 2}, {"ids": IDS, "types": changed(IDS * 0, 2)}, r"types contain 2: allowed are 0 to 1 \(n_types 2\)"),
+    "types without a table": (
+        {},
+        {"ids": IDS, "types": IDS * 0},
+        "types were given and the model has no segment embeddings",
+    ),
+    "type too large": (
+        {"n_types": 2},
+        {"ids": IDS, "types": changed(IDS * 0, 2)},
+        r"types contain 2: allowed are 0 to 1 \(n_types 2\)",
+    ),
     "types too short": ({"n_types": 2}, {"ids": IDS, "types": IDS[:, 1:] * 0}, r"types have shape \(2, 5\)"),
-    "source without encoder": ({}, {"ids": IDS, "source": IDS}, "source is for a model with an encoder and a decoder"),
+    "source without encoder": (
+        {},
+        {"ids": IDS, "source": IDS},
+        "source is for a model with an encoder and a decoder",
+    ),
     "no source": (BOTH, {"ids": IDS}, "this model has an encoder: give source"),
     "source is a list": (BOTH, {"ids": IDS, "source": [1]}, "source must be a tensor, not list"),
-    "source id too large": (BOTH, {"ids": IDS, "source": changed(IDS, 99)}, f"source contain 99: allowed are 0 to {V - 1}"),
-    "source batch": (BOTH, {"ids": IDS, "source": IDS[:1]}, "source has 1 rows and ids 2: give one source per row"),
-    "source mask": (BOTH, {"ids": IDS, "source": IDS, "source_mask": YES[:, 1:]}, r"source_mask has shape \(2, 5\)"),
-    "source mask of numbers": (BOTH, {"ids": IDS, "source": IDS, "source_mask": YES.int()}, "source_mask is torch.int32"),
-    "source documents": (BOTH, {"ids": IDS, "source": IDS, "source_documents": IDS[:, 1:]}, r"documents have shape \(2, 5\)"),
+    "source id too large": (
+        BOTH,
+        {"ids": IDS, "source": changed(IDS, 99)},
+        f"source contain 99: allowed are 0 to {V - 1}",
+    ),
+    "source batch": (
+        BOTH,
+        {"ids": IDS, "source": IDS[:1]},
+        "source has 1 rows and ids 2: give one source per row",
+    ),
+    "source mask": (
+        BOTH,
+        {"ids": IDS, "source": IDS, "source_mask": YES[:, 1:]},
+        r"source_mask has shape \(2, 5\)",
+    ),
+    "source mask of numbers": (
+        BOTH,
+        {"ids": IDS, "source": IDS, "source_mask": YES.int()},
+        "source_mask is torch.int32",
+    ),
+    "source documents": (
+        BOTH,
+        {"ids": IDS, "source": IDS, "source_documents": IDS[:, 1:]},
+        r"documents have shape \(2, 5\)",
+    ),
     "source too long": (
         {**BOTH, "max_positions": 6},
         {"ids": IDS, "source": some_ids(2, 7)},
         "source tokens reach 7 positions and the model has 6",
     ),
-    "cache for an encoder": ({"family": "encoder"}, {"ids": IDS, "cache": ch.Cache()}, "a cache was given to a model without a decoder"),
+    "cache for an encoder": (
+        {"family": "encoder"},
+        {"ids": IDS, "cache": ch.Cache()},
+        "a cache was given to a model without a decoder",
+    ),
     "bias of whole numbers": (
         {},
         {"ids": IDS, "bias": torch.zeros(1, 1, 6, 6).long()},
@@ -78,13 +134,33 @@ WRONG = {
         {"ids": IDS, "bias": torch.zeros(1, 6, 6)},
         r"bias has shape \(1, 6, 6\): .* \(2 or 1, 4 or 1, 6",
     ),
-    "bias of three heads": ({}, {"ids": IDS, "bias": torch.zeros(1, 3, 6, 6)}, r"bias has shape \(1, 3, 6, 6\)"),
+    "bias of three heads": (
+        {},
+        {"ids": IDS, "bias": torch.zeros(1, 3, 6, 6)},
+        r"bias has shape \(1, 3, 6, 6\)",
+    ),
     "bias too narrow": ({}, {"ids": IDS, "bias": torch.zeros(1, 1, 6, 5)}, r"bias has shape \(1, 1, 6, 5\)"),
-    "pixels of another size": (PATCHES, {"ids": torch.zeros(2, 3, 8, 12)}, r"shape \(2, 3, 8, 12\): pixels must be \[B, 3, 8, 8\]"),
+    "pixels of another size": (
+        PATCHES,
+        {"ids": torch.zeros(2, 3, 8, 12)},
+        r"shape \(2, 3, 8, 12\): pixels must be \[B, 3, 8, 8\]",
+    ),
     "pixels of two channels": (PATCHES, {"ids": torch.zeros(2, 2, 8, 8)}, r"pixels must be \[B, 3, 8, 8\]"),
-    "pixels of whole numbers": (PATCHES, {"ids": torch.zeros(2, 3, 8, 8).byte()}, r"ids are torch.uint8: .* x.float\(\) converts"),
-    "mask of an image": (PATCHES, {"ids": torch.zeros(2, 3, 8, 8), "mask": YES}, "a mask was given for an image"),
-    "vectors too narrow": (VECTORS, {"ids": torch.zeros(2, 6, 4)}, r"shape \(2, 6, 4\): vectors must be \[B, T, 5\]"),
+    "pixels of whole numbers": (
+        PATCHES,
+        {"ids": torch.zeros(2, 3, 8, 8).byte()},
+        r"ids are torch.uint8: .* x.float\(\) converts",
+    ),
+    "mask of an image": (
+        PATCHES,
+        {"ids": torch.zeros(2, 3, 8, 8), "mask": YES},
+        "a mask was given for an image",
+    ),
+    "vectors too narrow": (
+        VECTORS,
+        {"ids": torch.zeros(2, 6, 4)},
+        r"shape \(2, 6, 4\): vectors must be \[B, T, 5\]",
+    ),
     "ids for vectors": (VECTORS, {"ids": IDS}, r"vectors must be \[B, T, 5\]"),
     "vectors of whole numbers": (VECTORS, {"ids": torch.zeros(2, 6, 5).long()}, "must be floating point"),
 }
@@ -101,7 +177,9 @@ def test_one_line_says_what_is_wrong(name):
 
 
 @pytest.mark.ledger("B3")
-@pytest.mark.parametrize("make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 2, 20)])
+@pytest.mark.parametrize(
+    "make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 2, 20)]
+)
 def test_the_table_of_positions_ends_in_a_cache_too(make):
     model = build(max_positions=6)
     cache = make(model.config)
@@ -140,12 +218,20 @@ def test_schemes_without_a_table_go_on(positions):
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
 def test_every_whole_number_dtype_means_the_same(family, dtype):
     model = build(family=family, positions="alibi", n_types=2, window=4)
-    given = {"types": IDS % 2, "documents": torch.tensor([[0, 0, 0, 0, 1, 1]] * 2), "positions": torch.tensor([[9, 3, 5, 4, 0, 1]] * 2)}
+    given = {
+        "types": IDS % 2,
+        "documents": torch.tensor([[0, 0, 0, 0, 1, 1]] * 2),
+        "positions": torch.tensor([[9, 3, 5, 4, 0, 1]] * 2),
+    }
     expected = model(IDS, **given).logits
-    assert torch.equal(model(IDS.to(dtype), **{name: x.to(dtype) for name, x in given.items()}).logits, expected)
+    assert torch.equal(
+        model(IDS.to(dtype), **{name: x.to(dtype) for name, x in given.items()}).logits, expected
+    )
     if family == "decoder":
         for cache in (ch.Cache(), ch.FixedCache(model.config, 2, 6), ch.WindowCache()):
-            again = model(IDS.to(dtype), cache=cache, **{name: x.to(dtype) for name, x in given.items()}).logits
+            again = model(
+                IDS.to(dtype), cache=cache, **{name: x.to(dtype) for name, x in given.items()}
+            ).logits
             assert worst(again, expected) <= 1e-5
 
 

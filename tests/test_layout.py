@@ -49,7 +49,11 @@ def imported(path: pathlib.Path) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "clearhead" else [node.module]
+            names += (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "clearhead"
+                else [node.module]
+            )
     return [name.split(".")[1] for name in names if name.startswith("clearhead.")]
 
 
@@ -101,7 +105,10 @@ def test_no_family_and_no_architecture_under_model(path):
     names = code_names(path)
     assert "family" not in names
     assert "encoder-decoder" not in names
-    published = {*Initialisation.__args__, "llama3"}  # initialisations and a kind of RoPE scaling that have no other name
+    published = {
+        *Initialisation.__args__,
+        "llama3",
+    }  # initialisations and a kind of RoPE scaling that have no other name
     found = [name for name in names if ARCHITECTURE.search(name.lower()) and name not in published]
     assert not found
 
@@ -127,6 +134,8 @@ def test_importing_is_quick():
         "import torch, time, sys; start = time.process_time(); import clearhead; "
         "print(time.process_time() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro', 'fastapi', 'sklearn')))"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert float(found[0]) < 2
     assert found[1] == "False"

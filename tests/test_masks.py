@@ -44,7 +44,11 @@ def test_compose_equals_a_loop_over_pairs(seed):
         for q in range(7):
             for k in range(7):
                 same = documents is None or documents[row, q] == documents[row, k]
-                inside = [i for i in range(7) if real[i] and (documents is None or documents[row, i] == documents[row, k])]
+                inside = [
+                    i
+                    for i in range(7)
+                    if real[i] and (documents is None or documents[row, i] == documents[row, k])
+                ]
                 place = {slot: number for number, slot in enumerate(inside)}
                 allowed = real[k] and same
                 if allowed and real[q]:  # what padding sees is nobody's concern
@@ -68,7 +72,9 @@ def test_packed_documents_equal_each_alone(family, positions, window):
 
 
 @pytest.mark.ledger("C2", "G2")
-@pytest.mark.parametrize("make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 2, 12)])
+@pytest.mark.parametrize(
+    "make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 2, 12)]
+)
 @pytest.mark.parametrize("positions", EVERY_POSITION)
 def test_packed_documents_through_a_cache(positions, make):
     model, ids = build(positions=positions, window=(3, None)), some_ids(2, 9)
@@ -85,12 +91,22 @@ def test_documents_with_gaps(family):
     """Padding inside packed documents takes no position and is not seen."""
     model, ids, documents = build(family=family, positions="rope", window=3), some_ids(1, 9), DOCUMENTS[:1]
     kept = [0, 1, 3, 4, 5, 8, 9, 11, 12]
-    padded, spread, mask = some_ids(1, 13, seed=5), torch.zeros(1, 13, dtype=torch.long), torch.zeros(1, 13, dtype=torch.bool)
+    padded, spread, mask = (
+        some_ids(1, 13, seed=5),
+        torch.zeros(1, 13, dtype=torch.long),
+        torch.zeros(1, 13, dtype=torch.bool),
+    )
     padded[:, kept], spread[:, kept], mask[:, kept] = ids, documents, True
     for slot in (2, 6, 7, 10):  # padding belongs to the document it stands in
         spread[:, slot] = spread[:, slot - 1]
     with torch.no_grad():
-        assert worst(model(padded, mask=mask, documents=spread).logits[:, kept], model(ids, documents=documents).logits) <= TOLERANCE
+        assert (
+            worst(
+                model(padded, mask=mask, documents=spread).logits[:, kept],
+                model(ids, documents=documents).logits,
+            )
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.ledger("C2")
@@ -143,7 +159,9 @@ def test_prefix(positions):
         assert worst(zero, model(ids).logits) <= TOLERANCE
         changed = ids.clone()
         changed[:, 6:] = (ids[:, 6:] + 1) % V
-        assert torch.equal(model(changed, prefix=prefix).logits[:, :6], logits[:, :6])  # still causal after the prefix
+        assert torch.equal(
+            model(changed, prefix=prefix).logits[:, :6], logits[:, :6]
+        )  # still causal after the prefix
         for make in (ch.Cache(), ch.WindowCache(), ch.FixedCache(model.config, 2, T)):
             assert worst(in_pieces(model, ids, [5, 1, 2], make, prefix=prefix), logits) <= TOLERANCE
 
@@ -154,7 +172,10 @@ def test_prefix_with_padding_on_the_left():
     padded, mask = torch.cat([some_ids(2, 2, seed=7), ids], 1), torch.ones(2, T + 2, dtype=torch.bool)
     mask[:, :2] = False
     with torch.no_grad():
-        assert worst(model(padded, mask=mask, prefix=prefix).logits[:, 2:], model(ids, prefix=prefix).logits) <= TOLERANCE
+        assert (
+            worst(model(padded, mask=mask, prefix=prefix).logits[:, 2:], model(ids, prefix=prefix).logits)
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.ledger("C2")
@@ -176,7 +197,9 @@ def test_prefix_mistakes():
 
 @pytest.mark.ledger("C2", "G2")
 @pytest.mark.parametrize("positions", EVERY_POSITION)
-@pytest.mark.parametrize("make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 3, 16)])
+@pytest.mark.parametrize(
+    "make", [lambda c: ch.Cache(), lambda c: ch.WindowCache(), lambda c: ch.FixedCache(c, 3, 16)]
+)
 def test_rows_of_different_lengths_go_on_through_a_cache(make, positions):
     """Prompts padded right, left and with gaps, then generated tokens: each row equals itself alone."""
     model, ids = build(positions=positions, window=(3, None)), some_ids(3, 12)

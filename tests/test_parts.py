@@ -15,7 +15,19 @@ from clearhead.model.fronts import FRONTS
 from clearhead.model.heads import HEADS
 from clearhead.model.norms import NORMS
 from clearhead.model.positions import POSITIONS
-from tests.harness import V, build, chunks, config, every_dtype_kept, in_pieces, pad, scramble, some_ids, through_bytes, worst
+from tests.harness import (
+    V,
+    build,
+    chunks,
+    config,
+    every_dtype_kept,
+    in_pieces,
+    pad,
+    scramble,
+    some_ids,
+    through_bytes,
+    worst,
+)
 
 TOLERANCE = 1e-5
 
@@ -47,7 +59,11 @@ def compiled_equals(model: nn.Module, *inputs, **given) -> None:
 
 # Norms ----------------------------------------------------------------------------------------------------------------
 
-NORM_REFERENCES = {"layernorm": lambda x: (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True, unbiased=False).add(1e-5).sqrt()}
+NORM_REFERENCES = {
+    "layernorm": lambda x: (
+        (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True, unbiased=False).add(1e-5).sqrt()
+    )
+}
 NORM_REFERENCES["rmsnorm"] = lambda x: x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()
 
 
@@ -63,11 +79,15 @@ def test_norm(name, unit_offset):
     expected = expected + norm.bias.double() if getattr(norm, "bias", None) is not None else expected
     assert worst(norm(x).double(), expected) <= TOLERANCE
     fresh = NORMS[name](12, 1e-5, name == "layernorm", unit_offset)
-    assert worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE  # a new norm scales by one
+    assert (
+        worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE
+    )  # a new norm scales by one
     module = make()
     gradcheck(module, module, x[:1, :2])
     every_dtype_kept(norm, norm, x)
-    assert torch.equal(through_bytes(make(), NORMS[name](12, 1e-5, name == "layernorm", unit_offset))(x), make()(x))
+    assert torch.equal(
+        through_bytes(make(), NORMS[name](12, 1e-5, name == "layernorm", unit_offset))(x), make()(x)
+    )
     compiled_equals(make(), x)
 
 
@@ -161,7 +181,12 @@ def test_kernel(name, kv_heads):
     mask[1, 0, 1] = False
     assert attend(q, k, v, mask).shape == (2, 4, 3, 6)
     given = [x.double().requires_grad_() for x in (q, k, v, torch.randn(1, 4, 3, 5))]
-    for choices in ({"mask": mask}, {"causal": True}, {"mask": mask, "scale": 0.3}, {"mask": mask, "softcap": 1.5}):
+    for choices in (
+        {"mask": mask},
+        {"causal": True},
+        {"mask": mask, "scale": 0.3},
+        {"mask": mask, "softcap": 1.5},
+    ):
         call = lambda q, k, v, b, choices=choices: attend(q, k, v, bias=b, **choices)  # noqa: E731
         assert torch.autograd.gradcheck(call, given, fast_mode=True)
     assert attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask).dtype == torch.bfloat16
@@ -178,7 +203,10 @@ def test_kernel(name, kv_heads):
 @pytest.mark.ledger("C5")
 def test_kernels_by_name():
     model = build()
-    with pytest.raises(ch.InputError, match='"flash": choose from eager, fused'), ch.attending(model, "flash"):
+    with (
+        pytest.raises(ch.InputError, match='"flash": choose from eager, fused'),
+        ch.attending(model, "flash"),
+    ):
         pass
     with pytest.raises(ch.InputError), ch.attending(model, "eager"):  # put back even when the forward fails
         model(torch.full((1, 1), V))
@@ -187,7 +215,13 @@ def test_kernels_by_name():
 
 # Heads ----------------------------------------------------------------------------------------------------------------
 
-HEAD_SHAPES = {"lm": (2, 8, V), "mlm": (2, 8, V), "classifier": (2, 5), "tagger": (2, 8, 5), "span": (2, 8, 2)}
+HEAD_SHAPES = {
+    "lm": (2, 8, V),
+    "mlm": (2, 8, V),
+    "classifier": (2, 5),
+    "tagger": (2, 8, 5),
+    "span": (2, 8, 2),
+}
 HEAD_SHAPES |= {"embedding": (2, 16), "none": (2, 8, 16)}
 
 
@@ -220,7 +254,12 @@ def test_head(name, family):
 
 # Fronts ---------------------------------------------------------------------------------------------------------------
 
-INPUTS = {"tokens": some_ids(), "patches": torch.randn(2, 3, 8, 12), "vectors": torch.randn(2, 8, 5), "frames": torch.randn(2, 9, 5)}
+INPUTS = {
+    "tokens": some_ids(),
+    "patches": torch.randn(2, 3, 8, 12),
+    "vectors": torch.randn(2, 8, 5),
+    "frames": torch.randn(2, 9, 5),
+}
 LENGTHS = {"tokens": 8, "patches": 6, "vectors": 8, "frames": 5}
 
 
@@ -280,9 +319,13 @@ def experts_by_loops(part: Experts, x: torch.Tensor, order: str, renormalise: bo
 
 @pytest.mark.ledger("D5")
 @pytest.mark.parametrize("active", [1, 2, 5])
-@pytest.mark.parametrize(("order", "renormalise"), [("topk_softmax", True), ("softmax_topk", True), ("softmax_topk", False)])
+@pytest.mark.parametrize(
+    ("order", "renormalise"), [("topk_softmax", True), ("softmax_topk", True), ("softmax_topk", False)]
+)
 def test_experts_equal_a_loop_over_tokens(order, renormalise, active):
-    shape = config(n_experts=5, n_active_experts=active, router_order=order, router_renormalise=renormalise, gated=True)
+    shape = config(
+        n_experts=5, n_active_experts=active, router_order=order, router_renormalise=renormalise, gated=True
+    )
     part, x = scramble(Experts(shape, 8)).eval(), torch.randn(2, 7, 16)
     with torch.no_grad():
         assert worst(part(x), experts_by_loops(part, x, order, renormalise)) <= 1e-6
@@ -336,7 +379,9 @@ def test_balance_loss():
         assert ch.balance_loss(model, given).item() == pytest.approx(expected.item(), abs=1e-6)
         theirs = load_balancing_loss_func(tuple(routed), 4, 2, None if given is None else mask.long())
         assert ch.balance_loss(model, given).item() == pytest.approx(theirs.item(), abs=1e-6)
-    gradient = torch.autograd.grad(ch.balance_loss(model), model.decoder.blocks[0].feedforward.router.weight)[0]
+    gradient = torch.autograd.grad(ch.balance_loss(model), model.decoder.blocks[0].feedforward.router.weight)[
+        0
+    ]
     assert gradient.any()
     for block in model.decoder.blocks:
         block.feedforward.router.weight.data.zero_()
@@ -384,6 +429,10 @@ def test_gradients_survive_compilation():
     model, ids = build(positions="rope", gated=True, norm="rmsnorm"), some_ids()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
-    ours = torch.autograd.grad(nnf.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters()))
-    theirs = torch.autograd.grad(nnf.cross_entropy(compiled(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters()))
+    ours = torch.autograd.grad(
+        nnf.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters())
+    )
+    theirs = torch.autograd.grad(
+        nnf.cross_entropy(compiled(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters())
+    )
     assert max(map(worst, ours, theirs)) <= TOLERANCE

@@ -40,7 +40,9 @@ def test_an_output_that_is_the_input_is_refused(tmp_path, capsys):
     capsys.readouterr()
     for name in ("data.tsv", "link.tsv", "hard.tsv"):
         assert "is the file that is read" in refused(capsys, "eval", model, data, "--output", tmp_path / name)
-        assert "is the file that is read" in refused(capsys, "classify", model, "--file", data, "--output", tmp_path / name)
+        assert "is the file that is read" in refused(
+            capsys, "classify", model, "--file", data, "--output", tmp_path / name
+        )
     assert data.read_text() == before
 
 
@@ -50,7 +52,10 @@ def test_a_link_stays_a_link(tmp_path):
         with writing(tmp_path / "link") as write:
             write(text)
         assert (tmp_path / "real").read_text() == f"{text}\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"] and (tmp_path / "link").is_symlink()
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+        and (tmp_path / "link").is_symlink()
+    )
 
 
 def test_a_pipe_is_written_to_and_stays(tmp_path):
@@ -102,9 +107,15 @@ def test_bytes_spell_everything(kind, tmp_path):
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ({"d_model": 1_000_000, "n_heads": 1000}, r"the model has 48,000,\d+,\d+,\d+ parameters, training it takes 768,\d+ GB, and this"),
+        (
+            {"d_model": 1_000_000, "n_heads": 1000},
+            r"the model has 48,000,\d+,\d+,\d+ parameters, training it takes 768,\d+ GB, and this",
+        ),
         ({"n_layers": 100_000}, "n_layers 100,000 is more than any model has: 10,000 is the most"),
-        ({"d_model": 10**9, "n_heads": 7}, "d_model 1,000,000,000 is more than any model has: 16,777,216 is the most"),
+        (
+            {"d_model": 10**9, "n_heads": 7},
+            "d_model 1,000,000,000 is more than any model has: 16,777,216 is the most",
+        ),
         ({"init_std": -1.0}, "init_std -1.0 must be 0 or more"),
     ],
 )
@@ -120,7 +131,9 @@ def test_a_run_that_was_stopped_names_the_way_on(tmp_path, capsys):
     run = tmp_path / "run"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     (run / "train.toml").write_text("")
-    assert f"the run in {run} is not finished: go on with clearhead train --resume {run}" in refused(capsys, "generate", run, "a")
+    assert f"the run in {run} is not finished: go on with clearhead train --resume {run}" in refused(
+        capsys, "generate", run, "a"
+    )
     (run / "last").symlink_to("checkpoints/step-1")
     assert f"is not finished: use {run / 'last'}, or go on with" in refused(capsys, "generate", run, "a")
 

@@ -15,7 +15,14 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import clearhead as ch
-from clearhead.model.positions import alibi_slopes, relative_bucket, rope_frequencies, rope_order, rotate, sinusoid
+from clearhead.model.positions import (
+    alibi_slopes,
+    relative_bucket,
+    rope_frequencies,
+    rope_order,
+    rotate,
+    sinusoid,
+)
 from tests.harness import build, config, some_ids, worst
 
 FAR = torch.tensor([[0, 1, 17, 4_095, 65_536]])
@@ -61,7 +68,10 @@ def test_a_bfloat16_model_really_uses_those_angles():
         cos, sin = (torch.tensor(x, dtype=torch.float64) for x in angles_in_python(position, 4, 10_000.0))
         a, b = plain["blocks.0.attention.q"][0, :, slot].double().chunk(2, -1)
         expected = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        assert worst(seen.calls("blocks.0.attention.q")[0][0, :, slot].double(), expected) <= 2**-8 * expected.abs().max().item()
+        assert (
+            worst(seen.calls("blocks.0.attention.q")[0][0, :, slot].double(), expected)
+            <= 2**-8 * expected.abs().max().item()
+        )
 
 
 @pytest.mark.ledger("B4")
@@ -98,9 +108,9 @@ def test_layouts_convert_into_each_other_exactly():
     x = torch.randn(1, 2, 5, 8)
     turned = {}
     for layout, columns in (("interleaved", x), ("half", x[..., rope_order(8, "half")])):
-        rotary = ch.Transformer(config(positions="rope", d_head=8, rope_layout=layout)).decoder.positions.rotary(
-            torch.arange(5)[None], None
-        )
+        rotary = ch.Transformer(
+            config(positions="rope", d_head=8, rope_layout=layout)
+        ).decoder.positions.rotary(torch.arange(5)[None], None)
         turned[layout] = rotate(columns, rotary, layout)
     assert torch.equal(turned["half"], turned["interleaved"][..., rope_order(8, "half")])
     assert torch.equal(turned["half"][..., rope_order(8, "interleaved")], turned["interleaved"])
@@ -109,7 +119,9 @@ def test_layouts_convert_into_each_other_exactly():
 @pytest.mark.ledger("B4")
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_partial_rotation_leaves_the_rest_untouched(layout):
-    scheme = ch.Transformer(config(positions="rope", d_head=8, rope_fraction=0.5, rope_layout=layout)).decoder.positions
+    scheme = ch.Transformer(
+        config(positions="rope", d_head=8, rope_fraction=0.5, rope_layout=layout)
+    ).decoder.positions
     rotary, x = scheme.rotary(torch.arange(6)[None], None), torch.randn(2, 3, 6, 8)
     turned = rotate(x, rotary, layout)
     assert rotary.cos.shape == (1, 1, 6, 4)
@@ -122,7 +134,9 @@ def test_partial_rotation_leaves_the_rest_untouched(layout):
 @pytest.mark.ledger("B4")
 def test_layers_with_a_window_may_have_a_base_of_their_own():
     scaling = ch.RopeScaling(kind="linear", factor=4.0)
-    model = build(positions="rope", window=(4, None), rope_base=1e6, rope_local_base=1e4, rope_scaling=scaling)
+    model = build(
+        positions="rope", window=(4, None), rope_base=1e6, rope_local_base=1e4, rope_scaling=scaling
+    )
     scheme, where = model.decoder.positions, torch.arange(9)[None]
     cos = torch.tensor([angles_in_python(p, 4, 1e4)[0] for p in range(9)]).repeat(1, 2)
     assert worst(scheme.rotary(where, 4).cos[0, 0], cos) <= 1e-6
@@ -136,11 +150,26 @@ SCALINGS = {
     "dynamic": ({"factor": 3.0}, {"factor": 3.0}),
     "llama3": (
         {"factor": 8.0, "original_positions": 256, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0},
-        {"factor": 8.0, "original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {
+            "factor": 8.0,
+            "original_max_position_embeddings": 256,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
     ),
-    "yarn": ({"factor": 4.0, "original_positions": 256}, {"factor": 4.0, "original_max_position_embeddings": 256}),
+    "yarn": (
+        {"factor": 4.0, "original_positions": 256},
+        {"factor": 4.0, "original_max_position_embeddings": 256},
+    ),
     "yarn mscale": (
-        {"factor": 40.0, "original_positions": 256, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16.0, "truncate": False},
+        {
+            "factor": 40.0,
+            "original_positions": 256,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "beta_fast": 16.0,
+            "truncate": False,
+        },
         {
             "factor": 40.0,
             "original_max_position_embeddings": 256,
@@ -156,7 +185,11 @@ SCALINGS = {
     ),
     "longrope": (
         {"original_positions": 256, "short_factor": FACTORS[0], "long_factor": FACTORS[1]},
-        {"original_max_position_embeddings": 256, "short_factor": list(FACTORS[0]), "long_factor": list(FACTORS[1])},
+        {
+            "original_max_position_embeddings": 256,
+            "short_factor": list(FACTORS[0]),
+            "long_factor": list(FACTORS[1]),
+        },
     ),
 }
 
@@ -174,7 +207,9 @@ def test_scaled_frequencies_equal_the_reference(name, length):
         rope_parameters={"rope_type": kind, "rope_theta": 10_000.0, **theirs},
     )
     expected, factor = ROPE_INIT_FUNCTIONS[kind](reference, torch.device("cpu"), seq_len=length)
-    found, our_factor = rope_frequencies(32, 10_000.0, ch.RopeScaling(kind=kind, **ours), 1024, torch.arange(length)[None])
+    found, our_factor = rope_frequencies(
+        32, 10_000.0, ch.RopeScaling(kind=kind, **ours), 1024, torch.arange(length)[None]
+    )
     torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
     assert our_factor == pytest.approx(factor, rel=1e-9)
     if kind == "dynamic" and length < 1024:
@@ -185,7 +220,9 @@ def test_scaled_frequencies_equal_the_reference(name, length):
 @pytest.mark.ledger("B4")
 def test_the_attention_factor_reaches_cosines_and_sines():
     scaling = ch.RopeScaling(kind="yarn", factor=4.0, original_positions=8)
-    rotary = ch.Transformer(config(positions="rope", rope_scaling=scaling)).decoder.positions.rotary(torch.zeros(1, 1).long(), None)
+    rotary = ch.Transformer(config(positions="rope", rope_scaling=scaling)).decoder.positions.rotary(
+        torch.zeros(1, 1).long(), None
+    )
     assert torch.allclose(rotary.cos, torch.tensor(0.1 * math.log(4.0) + 1))
 
 
@@ -204,15 +241,26 @@ def test_relative_buckets_equal_the_reference(both_sides, buckets, most):
 def test_relative_bias_equals_the_reference_module():
     from transformers import T5Config
 
-    theirs = T5Attention(T5Config(d_model=16, num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20), True)
+    theirs = T5Attention(
+        T5Config(
+            d_model=16, num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=20
+        ),
+        True,
+    )
     for is_decoder in (False, True):
         theirs.is_decoder = is_decoder
         family = "decoder" if is_decoder else "encoder"
-        model = build(family=family, positions="relative", relative_buckets=8, relative_max_distance=20, n_layers=3)
+        model = build(
+            family=family, positions="relative", relative_buckets=8, relative_max_distance=20, n_layers=3
+        )
         model.main.positions.table.weight.data = theirs.relative_attention_bias.weight.data
         where = torch.arange(30)[None]
-        assert torch.equal(model.main.positions.bias(where, where, torch.float32), theirs.compute_bias(30, 30))
-        assert sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1  # one table per stack
+        assert torch.equal(
+            model.main.positions.bias(where, where, torch.float32), theirs.compute_bias(30, 30)
+        )
+        assert (
+            sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1
+        )  # one table per stack
 
 
 @pytest.mark.ledger("B6")
@@ -220,14 +268,18 @@ def test_relative_bias_equals_the_reference_module():
 def test_alibi_slopes_equal_the_reference(n_heads):
     bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
     assert worst(alibi_slopes(n_heads).float(), bloom) <= 1e-7
-    if n_heads & (n_heads - 1) == 0:  # the other reference orders the slopes of other head counts in its own way
+    if (
+        n_heads & (n_heads - 1) == 0
+    ):  # the other reference orders the slopes of other head counts in its own way
         mpt = -build_mpt_alibi_tensor(n_heads, 2).view(n_heads, 2)[:, 0]
         assert worst(alibi_slopes(n_heads).float(), mpt) <= 1e-7
 
 
 @pytest.mark.ledger("B6")
 def test_alibi_bias_falls_with_distance():
-    bias = build(positions="alibi").decoder.positions.bias(torch.tensor([[3]]), torch.tensor([[0, 1, 2, 3, 4]]), torch.float64)
+    bias = build(positions="alibi").decoder.positions.bias(
+        torch.tensor([[3]]), torch.tensor([[0, 1, 2, 3, 4]]), torch.float64
+    )
     expected = torch.tensor([[-3.0, -2.0, -1.0, 0.0, -1.0]], dtype=torch.float64) * alibi_slopes(4)[:, None]
     assert torch.equal(bias[0, :, 0], expected)
 
@@ -238,7 +290,10 @@ def test_alibi_bias_falls_with_distance():
 def test_sinusoid_equals_a_loop(width, layout):
     found = sinusoid(torch.arange(50), width, layout)
     for position in range(50):
-        waves = [(math.sin, math.cos)[column % 2](position / 10_000 ** ((column - column % 2) / width)) for column in range(width)]
+        waves = [
+            (math.sin, math.cos)[column % 2](position / 10_000 ** ((column - column % 2) / width))
+            for column in range(width)
+        ]
         if layout == "half":
             waves = waves[::2] + waves[1::2]
         assert worst(found[position], torch.tensor(waves, dtype=torch.float64)) <= 1e-12
@@ -261,7 +316,10 @@ def test_sinusoid_equals_published_translation_models(width):
 def test_offset_and_any_length():
     learned = build(position_offset=2)
     assert learned.decoder.positions.table.num_embeddings == 34
-    assert torch.equal(learned.decoder.positions.embed(torch.tensor([[0]]), torch.float32)[0, 0], learned.decoder.positions.table.weight[2])
+    assert torch.equal(
+        learned.decoder.positions.embed(torch.tensor([[0]]), torch.float32)[0, 0],
+        learned.decoder.positions.table.weight[2],
+    )
     waves = build(positions="sinusoidal", position_offset=2).decoder.positions
     assert torch.equal(waves.embed(torch.tensor([[5]]), torch.float64)[0, 0], sinusoid(torch.tensor(7), 16))
     beyond = build(positions="sinusoidal", max_positions=4)
@@ -271,7 +329,14 @@ def test_offset_and_any_length():
 @pytest.mark.ledger("E4")
 @pytest.mark.parametrize("class_token", [False, True])
 def test_images_have_two_dimensional_waves(class_token):
-    choices = {"family": "encoder", "input": "patches", "image_size": (12, 8), "patch_size": 4, "n_classes": 3, "class_token": class_token}
+    choices = {
+        "family": "encoder",
+        "input": "patches",
+        "image_size": (12, 8),
+        "patch_size": 4,
+        "n_classes": 3,
+        "class_token": class_token,
+    }
     scheme = build(positions="sinusoidal", **choices).encoder.positions
     length = 6 + class_token
     found = scheme.embed(torch.arange(length)[None], torch.float64)[0]

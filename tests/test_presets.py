@@ -23,7 +23,12 @@ PUBLISHED = {
     "bart-base": 139_420_416,
     "vit-tiny": 5_717_416,
 }
-ROUNDED = {"transformer-base": (65e6, 0.04), "transformer-big": (213e6, 0.01), "gpt3": (175e9, 0.003), "palm-like": (8.63e9, 0.001)}
+ROUNDED = {
+    "transformer-base": (65e6, 0.04),
+    "transformer-big": (213e6, 0.01),
+    "gpt3": (175e9, 0.003),
+    "palm-like": (8.63e9, 0.001),
+}
 
 
 @pytest.mark.ledger("I1")
@@ -48,13 +53,25 @@ REFERENCES = {
     "bart-base": (
         "BartConfig",
         "BartForConditionalGeneration",
-        {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
+        {
+            "d_model": 768,
+            "encoder_layers": 6,
+            "decoder_layers": 6,
+            "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12,
+        }
         | {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072},
     ),
     "llama-3-8b": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
         | {"intermediate_size": 14_336, "tie_word_embeddings": False},
     ),
     "vit-tiny": (
@@ -83,7 +100,9 @@ def test_presets_are_configs_that_survive_json(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("micro")])
 def test_micro_presets_run(name: str) -> None:
     config = preset(name)
-    inputs = torch.randn(2, 1, 8, 8) if config.input == "patches" else torch.randint(config.vocab_size, (2, 9))
+    inputs = (
+        torch.randn(2, 1, 8, 8) if config.input == "patches" else torch.randint(config.vocab_size, (2, 9))
+    )
     source = torch.randint(config.vocab_size, (2, 7)) if config.family == "encoder-decoder" else None
     assert Transformer(config)(inputs, source=source).logits.isfinite().all()
 
@@ -92,11 +111,20 @@ def test_micro_presets_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["transformer-base", "transformer-big"])
 def test_the_original_is_the_original(name: str) -> None:
     config = preset(name)
-    assert (config.norm_position, config.activation, config.positions, config.init) == ("post", "relu", "sinusoidal", "xavier")
+    assert (config.norm_position, config.activation, config.positions, config.init) == (
+        "post",
+        "relu",
+        "sinusoidal",
+        "xavier",
+    )
     assert config.embedding_scale == pytest.approx(config.d_model**0.5)
     assert (config.d_ff, config.d_head) == (4 * config.d_model, 64)
     model = Transformer(config.replace(n_layers=1, vocab_size=50))
-    tables = {id(model.encoder.embedding.front.tokens.weight), id(model.decoder.embedding.front.tokens.weight), id(model.head.out.weight)}
+    tables = {
+        id(model.encoder.embedding.front.tokens.weight),
+        id(model.decoder.embedding.front.tokens.weight),
+        id(model.head.out.weight),
+    }
     assert len(tables) == 1  # all three embeddings are one
 
 
@@ -105,7 +133,9 @@ def test_the_parallel_block_has_one_norm_one_key_head_and_no_biases() -> None:
     config = preset("palm-like").replace(d_model=32, n_layers=1, n_heads=4, d_head=8, vocab_size=20)
     names = dict(Transformer(config).named_parameters())
     assert not [name for name in names if name.endswith("bias")]
-    assert [name for name in names if "residual" in name] == ["decoder.blocks.0.attention_residual.before.weight"]
+    assert [name for name in names if "residual" in name] == [
+        "decoder.blocks.0.attention_residual.before.weight"
+    ]
     assert names["decoder.blocks.0.attention.k.weight"].shape == (8, 32)
 
 

@@ -33,7 +33,9 @@ def attend_by_loops(q, k, v, mask=None, bias=None, scale=None, softcap=None):
                 continue
             score = sum(float(q[b, h, t, e]) * float(k[b, shared, s, e]) for e in range(E)) * scale
             score = softcap * math.tanh(score / softcap) if softcap else score
-            scores[s] = score + (float(bias[b % bias.shape[0], h % bias.shape[1], t, s]) if bias is not None else 0.0)
+            scores[s] = score + (
+                float(bias[b % bias.shape[0], h % bias.shape[1], t, s]) if bias is not None else 0.0
+            )
         total = sum(math.exp(score) for score in scores.values())
         for s, score in scores.items():
             out[b, h, t] += math.exp(score) / total * v[b, shared, s].double()
@@ -42,7 +44,9 @@ def attend_by_loops(q, k, v, mask=None, bias=None, scale=None, softcap=None):
 
 @pytest.mark.ledger("C1", "C3", "C4", "C5")
 @pytest.mark.parametrize("kernel", list(KERNELS))
-@pytest.mark.parametrize(("kv_heads", "length", "causal"), itertools.product((4, 2, 1), (1, 3, 5), (False, True)))
+@pytest.mark.parametrize(
+    ("kv_heads", "length", "causal"), itertools.product((4, 2, 1), (1, 3, 5), (False, True))
+)
 def test_attend_equals_loops_in_float64(kernel, kv_heads, length, causal):
     q, k, v = torch.randn(2, 4, length, 6), torch.randn(2, kv_heads, 5, 6), torch.randn(2, kv_heads, 5, 3)
     tril = torch.ones(length, 5, dtype=torch.bool).tril()[None, None]
@@ -60,15 +64,23 @@ def test_attend_equals_loops_in_float64(kernel, kv_heads, length, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_eager_equals_scaled_dot_product_attention(causal):
     q, k, v = torch.randn(2, H, 7, 5), torch.randn(2, H, 7, 5), torch.randn(2, H, 7, 5)
-    assert worst(eager(q, k, v, causal=causal), nnf.scaled_dot_product_attention(q, k, v, is_causal=causal)) <= 1e-6
+    assert (
+        worst(eager(q, k, v, causal=causal), nnf.scaled_dot_product_attention(q, k, v, is_causal=causal))
+        <= 1e-6
+    )
     mask = torch.rand(2, 1, 7, 7) > 0.4
     mask[..., 0] = True
-    assert worst(eager(q, k, v, mask, scale=0.7), nnf.scaled_dot_product_attention(q, k, v, mask, scale=0.7)) <= 1e-6
+    assert (
+        worst(eager(q, k, v, mask, scale=0.7), nnf.scaled_dot_product_attention(q, k, v, mask, scale=0.7))
+        <= 1e-6
+    )
 
 
 def carry(attention: Attention, theirs: nn.MultiheadAttention) -> None:
     """PyTorch's packed projections, cut in three."""
-    for part, weight, bias in zip((attention.q, attention.k, attention.v), theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)):
+    for part, weight, bias in zip(
+        (attention.q, attention.k, attention.v), theirs.in_proj_weight.chunk(3), theirs.in_proj_bias.chunk(3)
+    ):
         part.weight.data, part.bias.data = weight.clone(), bias.clone()
     attention.out.load_state_dict(theirs.out_proj.state_dict())
 
@@ -88,8 +100,14 @@ def test_attention_equals_multi_head_attention(kernel):
         expected, weights = theirs(x, x, x, average_attn_weights=False)
         assert worst(block.attention(x, View()), expected) <= 1e-6
         expected, _ = theirs(x, memory, memory, key_padding_mask=padding)
-        assert worst(block.cross(x, View(mask=~padding[:, None, None].expand(2, 1, 5, 7)), memory), expected) <= 1e-6
-    q, k = (project(x).unflatten(-1, (H, D // H)).transpose(1, 2) for project in (block.attention.q, block.attention.k))
+        assert (
+            worst(block.cross(x, View(mask=~padding[:, None, None].expand(2, 1, 5, 7)), memory), expected)
+            <= 1e-6
+        )
+    q, k = (
+        project(x).unflatten(-1, (H, D // H)).transpose(1, 2)
+        for project in (block.attention.q, block.attention.k)
+    )
     assert worst((q @ k.transpose(-1, -2) / 2).softmax(-1), weights) <= 1e-6
 
 
@@ -100,7 +118,10 @@ def carry_block(block: Block, theirs: nn.Module) -> None:
     residuals, norms = [block.attention_residual, block.feedforward_residual], [theirs.norm1, theirs.norm2]
     if block.cross is not None:
         carry(block.cross, theirs.multihead_attn)
-        residuals, norms = [block.attention_residual, block.cross_residual, block.feedforward_residual], [*norms, theirs.norm3]
+        residuals, norms = (
+            [block.attention_residual, block.cross_residual, block.feedforward_residual],
+            [*norms, theirs.norm3],
+        )
     for residual, norm in zip(residuals, norms):
         (residual.before or residual.after).load_state_dict(norm.state_dict())
 
@@ -110,7 +131,9 @@ def carry_block(block: Block, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("place", ["pre", "post"])
 def test_block_equals_transformer_encoder_layer(place, activation, kernel):
-    theirs = nn.TransformerEncoderLayer(D, H, 24, dropout=0.1, activation=activation, batch_first=True, norm_first=place == "pre")
+    theirs = nn.TransformerEncoderLayer(
+        D, H, 24, dropout=0.1, activation=activation, batch_first=True, norm_first=place == "pre"
+    )
     theirs = scramble(theirs, spread=0.1).eval()
     model = ch.Transformer(config(family="encoder", activation=activation, norm_position=place)).eval()
     block = model.encoder.blocks[0]
@@ -130,9 +153,13 @@ def test_block_equals_transformer_encoder_layer(place, activation, kernel):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("place", ["pre", "post"])
 def test_block_equals_transformer_decoder_layer(place, activation, kernel):
-    theirs = nn.TransformerDecoderLayer(D, H, 24, dropout=0.1, activation=activation, batch_first=True, norm_first=place == "pre")
+    theirs = nn.TransformerDecoderLayer(
+        D, H, 24, dropout=0.1, activation=activation, batch_first=True, norm_first=place == "pre"
+    )
     theirs = scramble(theirs, spread=0.1).eval()
-    model = ch.Transformer(config(family="encoder-decoder", activation=activation, norm_position=place)).eval()
+    model = ch.Transformer(
+        config(family="encoder-decoder", activation=activation, norm_position=place)
+    ).eval()
     block = model.decoder.blocks[0]
     carry_block(block, theirs)
     x, memory, real = torch.randn(2, 6, D), torch.randn(2, 5, D), torch.ones(2, 5, dtype=torch.bool)
@@ -145,7 +172,13 @@ def test_block_equals_transformer_decoder_layer(place, activation, kernel):
         assert worst(ours, expected) <= 1e-6
         block, theirs = block.double(), theirs.double()
         ours = block(x.double(), View(causal=True), memory.double(), cross)
-        expected = theirs(x.double(), memory.double(), tgt_mask=causal.double(), tgt_is_causal=True, memory_key_padding_mask=~real)
+        expected = theirs(
+            x.double(),
+            memory.double(),
+            tgt_mask=causal.double(),
+            tgt_is_causal=True,
+            memory_key_padding_mask=~real,
+        )
         assert worst(ours, expected) <= 1e-12
 
 
@@ -174,7 +207,9 @@ def test_residual_layouts_equal_their_formulas():
 @pytest.mark.ledger("B7")
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 def test_without_positions_an_encoder_is_permutation_equivariant(norm_position):
-    model = scramble(ch.Transformer(config(family="encoder", positions="none", norm_position=norm_position))).eval()
+    model = scramble(
+        ch.Transformer(config(family="encoder", positions="none", norm_position=norm_position))
+    ).eval()
     ids, order = some_ids(2, 8), torch.randperm(8)
     with torch.no_grad():
         assert worst(model(ids[:, order]).logits, model(ids).logits[:, order]) <= 5e-6

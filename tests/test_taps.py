@@ -95,13 +95,27 @@ def test_what_is_recorded_is_what_the_names_say(family):
     for layer in range(2):
         at, block = f"blocks.{layer}.", model.main.blocks[layer]
         cross = seen[at + "cross.out"] if family == "encoder-decoder" else 0
-        assert worst(seen[at + "resid_pre"] + seen[at + "attention.out"] + cross, seen[at + "resid_mid"]) <= 1e-6
+        assert (
+            worst(seen[at + "resid_pre"] + seen[at + "attention.out"] + cross, seen[at + "resid_mid"]) <= 1e-6
+        )
         assert worst(seen[at + "resid_mid"] + seen[at + "feedforward.out"], seen[at + "resid_post"]) <= 1e-6
-        assert worst(torch.nn.functional.gelu(seen[at + "feedforward.pre"]), seen[at + "feedforward.post"]) <= 1e-6
-        assert worst(block.attention.out(seen[at + "attention.z"].transpose(1, 2).flatten(2)), seen[at + "attention.out"]) <= 1e-6
+        assert (
+            worst(torch.nn.functional.gelu(seen[at + "feedforward.pre"]), seen[at + "feedforward.post"])
+            <= 1e-6
+        )
+        assert (
+            worst(
+                block.attention.out(seen[at + "attention.z"].transpose(1, 2).flatten(2)),
+                seen[at + "attention.out"],
+            )
+            <= 1e-6
+        )
         keys = seen[at + "attention.k"].repeat_interleave(2, dim=1)
         values = seen[at + "attention.v"].repeat_interleave(2, dim=1)
-        scores, pattern = seen[at + "attention.q"] @ keys.transpose(-1, -2) / 2, seen[at + "attention.pattern"]
+        scores, pattern = (
+            seen[at + "attention.q"] @ keys.transpose(-1, -2) / 2,
+            seen[at + "attention.pattern"],
+        )
         allowed = pattern > 0
         assert worst(scores[allowed], seen[at + "attention.scores"][allowed]) <= 1e-5
         assert pattern.shape == (2, 4, 8, 8)
@@ -228,7 +242,10 @@ def test_listeners_nest_in_the_order_they_came():
 @pytest.mark.ledger("K1")
 def test_recording_can_keep_the_graph():
     model, ids = build(), some_ids()
-    with ch.record(model, "blocks.0.resid_post") as cut, ch.record(model, "blocks.0.resid_post", detach=False) as kept:
+    with (
+        ch.record(model, "blocks.0.resid_post") as cut,
+        ch.record(model, "blocks.0.resid_post", detach=False) as kept,
+    ):
         logits = model(ids).logits
     assert not cut["blocks.0.resid_post"].requires_grad
     assert torch.autograd.grad(logits.sum(), kept["blocks.0.resid_post"])[0].any()
@@ -252,13 +269,25 @@ def test_other_threads_and_other_models_do_not_notice():
 @pytest.mark.ledger("K1")
 def test_mistakes_in_names_and_shapes():
     model, ids = build(), some_ids()
-    with pytest.raises(ch.InputError, match=r'did you mean "blocks.1.attention.pattern"'), ch.record(model, "blocks.1.attention.patern"):
+    with (
+        pytest.raises(ch.InputError, match=r'did you mean "blocks.1.attention.pattern"'),
+        ch.record(model, "blocks.1.attention.patern"),
+    ):
         pass
-    with pytest.raises(ch.InputError, match="no activation is called"), ch.edit(model, {"blocks.7.*": lambda x: x}):
+    with (
+        pytest.raises(ch.InputError, match="no activation is called"),
+        ch.edit(model, {"blocks.7.*": lambda x: x}),
+    ):
         pass
-    with pytest.raises(ch.InputError, match=r"edit of hidden gave .* shape"), ch.edit(model, {"hidden": lambda x: x[:, :1]}):
+    with (
+        pytest.raises(ch.InputError, match=r"edit of hidden gave .* shape"),
+        ch.edit(model, {"hidden": lambda x: x[:, :1]}),
+    ):
         model(ids)
-    with pytest.raises(ch.InputError, match="shape and dtype must stay"), ch.edit(model, {"hidden": lambda x: x.double()}):
+    with (
+        pytest.raises(ch.InputError, match="shape and dtype must stay"),
+        ch.edit(model, {"hidden": lambda x: x.double()}),
+    ):
         model(ids)
     assert tap_for(model) is SILENT  # the listener is gone although the forward failed
     with ch.record(model, "hidden") as seen:
@@ -300,7 +329,9 @@ def test_silence_costs_at_most_one_per_cent():
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("clearhead.model.transformer.tap_for", lambda model: Counting(()))
         model(ids)
-    assert calls["call"] == len(ch.tap_names(model.config)) - 2 * 4  # scores and pattern stay inside the fused kernel
+    assert (
+        calls["call"] == len(ch.tap_names(model.config)) - 2 * 4
+    )  # scores and pattern stay inside the fused kernel
     with torch.no_grad():
         forward = fastest(lambda: model(ids), 30)
 

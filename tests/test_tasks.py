@@ -10,7 +10,16 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import clearhead as ch
 from clearhead.tasks import Word, spans_of, tag_all
@@ -33,8 +42,19 @@ TEXTS = [
 def wordpiece() -> Tokenizer:
     """A small WordPiece tokenizer: some words are whole, others come in pieces."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *".,!", *WORDS[::2], "##s", "##ing", "##ar"]
-    tokenizer = Tokenizer(models.WordPiece({token: n for n, token in enumerate(dict.fromkeys(tokens))}, unk_token="[UNK]"))
+    tokens = [
+        *SPECIAL,
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        *".,!",
+        *WORDS[::2],
+        "##s",
+        "##ing",
+        "##ar",
+    ]
+    tokenizer = Tokenizer(
+        models.WordPiece({token: n for n, token in enumerate(dict.fromkeys(tokens))}, unk_token="[UNK]")
+    )
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -78,13 +98,19 @@ def pipeline(task: str, folder: pathlib.Path, **options):
 @pytest.mark.ledger("E1")
 @pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
 def test_classes_are_transformers(tmp_path, problem):
-    names = {"id2label": dict(enumerate(["bad", "fair", "good"])), "label2id": {"bad": 0, "fair": 1, "good": 2}}
+    names = {
+        "id2label": dict(enumerate(["bad", "fair", "good"])),
+        "label2id": {"bad": 0, "fair": 1, "good": 2},
+    }
     folder = saved(tmp_path, "BertForSequenceClassification", problem_type=problem, **names)
     m = ch.load(folder)
     theirs = pipeline("text-classification", folder, top_k=None)(TEXTS)
     for ours, wanted in zip(m.classify(TEXTS), theirs):
         assert ours.scores == pytest.approx({row["label"]: row["score"] for row in wanted}, abs=1e-5)
-        assert (ours.label, ours.probability) == (wanted[0]["label"], pytest.approx(wanted[0]["score"], abs=1e-5))
+        assert (ours.label, ours.probability) == (
+            wanted[0]["label"],
+            pytest.approx(wanted[0]["score"], abs=1e-5),
+        )
     assert len({one.scores["bad"] for one in m.classify(TEXTS)}) == len(TEXTS)
 
 
@@ -93,7 +119,9 @@ def test_pairs_and_batches(tmp_path):
     folder = saved(tmp_path, "BertForSequenceClassification", num_labels=4)
     m = ch.load(folder)
     pairs = [("Anna lives near Berlin", "two dogs"), ("rain", "rain, rain and trains"), (TEXTS[3], TEXTS[0])]
-    theirs = pipeline("text-classification", folder, top_k=None)([{"text": a, "text_pair": b} for a, b in pairs])
+    theirs = pipeline("text-classification", folder, top_k=None)(
+        [{"text": a, "text_pair": b} for a, b in pairs]
+    )
     together = m.classify(pairs, batch_size=2)
     for pair, ours, wanted in zip(pairs, together, theirs):
         assert ours.scores == pytest.approx({row["label"]: row["score"] for row in wanted}, abs=1e-5)
@@ -107,7 +135,10 @@ def test_a_long_text_is_cut_as_transformers_cuts_it(tmp_path):
     long = " ".join(WORDS * 3)
     theirs = pipeline("text-classification", folder, top_k=None)
     m = ch.load(folder)
-    for ours, given in ((m.classify(long), long), (m.classify((long, "two dogs")), {"text": long, "text_pair": "two dogs"})):
+    for ours, given in (
+        (m.classify(long), long),
+        (m.classify((long, "two dogs")), {"text": long, "text_pair": "two dogs"}),
+    ):
         wanted = theirs([given], truncation=True)[0]
         assert ours.scores == pytest.approx({row["label"]: row["score"] for row in wanted}, abs=1e-5)
 
@@ -126,8 +157,15 @@ def vit(tmp_path):
         initializer_range=0.5,
     )
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    settings = {"do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.5], "size": {"height": 28, "width": 28}}
-    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ViTImageProcessor", **settings}))
+    settings = {
+        "do_normalize": True,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.5],
+        "size": {"height": 28, "width": 28},
+    }
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "ViTImageProcessor", **settings})
+    )
     return tmp_path / "vit"
 
 
@@ -141,14 +179,22 @@ def test_images_are_transformers(vit, tmp_path):
         wanted = {row["label"]: row["score"] for row in theirs(Image.fromarray(image))}
         assert made.scores == pytest.approx(wanted, abs=1e-5)
         assert m.classify(image).scores == pytest.approx(made.scores, abs=1e-5)
-        assert m.classify(torch.from_numpy(image).permute(2, 0, 1)).scores == pytest.approx(made.scores, abs=1e-5)
+        assert m.classify(torch.from_numpy(image).permute(2, 0, 1)).scores == pytest.approx(
+            made.scores, abs=1e-5
+        )
     assert len({one.probability for one in ours}) == 4
-    smooth = np.clip(np.add.outer(np.arange(40) * 3, np.arange(50) * 2)[..., None] + [0, 20, 40], 0, 255).astype(np.uint8)
+    smooth = np.clip(
+        np.add.outer(np.arange(40) * 3, np.arange(50) * 2)[..., None] + [0, 20, 40], 0, 255
+    ).astype(np.uint8)
     Image.fromarray(smooth).save(tmp_path / "image.png")
     wanted = {row["label"]: row["score"] for row in theirs(Image.fromarray(smooth))}
-    assert m.classify(str(tmp_path / "image.png")).scores == pytest.approx(wanted, abs=0.02)  # resized, to one level of 256
+    assert m.classify(str(tmp_path / "image.png")).scores == pytest.approx(
+        wanted, abs=0.02
+    )  # resized, to one level of 256
     m.save(tmp_path / "again")
-    assert ch.load(tmp_path / "again").classify(smooth).scores == pytest.approx(m.classify(smooth).scores, abs=1e-5)
+    assert ch.load(tmp_path / "again").classify(smooth).scores == pytest.approx(
+        m.classify(smooth).scores, abs=1e-5
+    )
 
 
 def test_images_that_do_not_fit(vit, tmp_path):
@@ -171,7 +217,12 @@ def test_images_that_do_not_fit(vit, tmp_path):
 
 @pytest.fixture
 def tagger(tmp_path):
-    return saved(tmp_path, "BertForTokenClassification", id2label=dict(enumerate(LABELS)), label2id={n: i for i, n in enumerate(LABELS)})
+    return saved(
+        tmp_path,
+        "BertForTokenClassification",
+        id2label=dict(enumerate(LABELS)),
+        label2id={n: i for i, n in enumerate(LABELS)},
+    )
 
 
 @pytest.mark.ledger("E1")
@@ -185,7 +236,9 @@ def test_spans_are_transformers(tagger):
         assert [(span.label, span.start, span.end) for span in made.spans] == [
             (row["entity_group"], row["start"], row["end"]) for row in wanted
         ]
-        assert [span.score for span in made.spans] == pytest.approx([float(row["score"]) for row in wanted], abs=1e-5)
+        assert [span.score for span in made.spans] == pytest.approx(
+            [float(row["score"]) for row in wanted], abs=1e-5
+        )
         assert all(span.text == text[span.start : span.end] for span in made.spans)
         assert all(word.text == text[word.start : word.end] for word in made.words)
         count += len(made.spans)
@@ -196,13 +249,17 @@ def test_spans_are_transformers(tagger):
 def test_words_and_batches(tagger):
     m = ch.load(tagger)
     words = ["Peter", "writes", "unfamiliar", "letters"]
-    assert [(word.text, word.label) for word in m.tag(words).words] == [(word.text, word.label) for word in m.tag(" ".join(words)).words]
+    assert [(word.text, word.label) for word in m.tag(words).words] == [
+        (word.text, word.label) for word in m.tag(" ".join(words)).words
+    ]
     assert [(word.start, word.end) for word in m.tag(words).words] == [(0, 5), (6, 12), (13, 23), (24, 31)]
     assert [word.label for word in m.tag(["Peter", "\u200b\x00", "writes"]).words][1] == "O"
     for together, text in zip(tag_all(m, TEXTS, batch_size=3), TEXTS):
         alone = m.tag(text)
         assert [word.label for word in together.words] == [word.label for word in alone.words]
-        assert [word.score for word in together.words] == pytest.approx([word.score for word in alone.words], abs=1e-5)
+        assert [word.score for word in together.words] == pytest.approx(
+            [word.score for word in alone.words], abs=1e-5
+        )
     assert m.tag([["rain"], ["old", "boats"]])[1].words[0].text == "old"
 
 
@@ -221,7 +278,9 @@ def test_a_long_text_is_tagged_to_its_end(tmp_path):
 
 
 def test_classes_without_names():
-    config = ch.ModelConfig(family="encoder", head="tagger", n_classes=3, vocab_size=200, d_model=16, n_layers=1, n_heads=2)
+    config = ch.ModelConfig(
+        family="encoder", head="tagger", n_classes=3, vocab_size=200, d_model=16, n_layers=1, n_heads=2
+    )
     m = ch.Loaded(ch.Transformer(config), wordpiece())
     assert m.tag("rain").words[0].label in ("LABEL_0", "LABEL_1", "LABEL_2")
 
@@ -230,7 +289,12 @@ def test_spans_from_tags():
     text = "a b c d e f"
     tags = ["B-X", "I-X", "B-X", "O", "I-Y", "I-X"]
     words = [Word(text[2 * i], tag, 2 * i, 2 * i + 1, 0.5) for i, tag in enumerate(tags)]
-    assert [(span.label, span.text) for span in spans_of(words, text)] == [("X", "a b"), ("X", "c"), ("Y", "e"), ("X", "f")]
+    assert [(span.label, span.text) for span in spans_of(words, text)] == [
+        ("X", "a b"),
+        ("X", "c"),
+        ("Y", "e"),
+        ("X", "f"),
+    ]
 
 
 # Fill -----------------------------------------------------------------------------------------------------------------
@@ -240,12 +304,19 @@ def test_spans_from_tags():
 def test_masks_are_filled_as_transformers_fills_them(tmp_path):
     folder = saved(tmp_path, "BertForMaskedLM")
     theirs, m = pipeline("fill-mask", folder), ch.load(folder)
-    texts = ["the [MASK] boats wait", "[MASK] lives near berlin", "two dogs and [MASK]", "the river [MASK] past a quiet old town in autumn"]
+    texts = [
+        "the [MASK] boats wait",
+        "[MASK] lives near berlin",
+        "two dogs and [MASK]",
+        "the river [MASK] past a quiet old town in autumn",
+    ]
     for text, together in zip(texts, m.fill(texts, k=7, batch_size=3)):
         wanted, made = theirs(text, top_k=7), m.fill(text, k=7)
         assert [one.id for one in made] == [row["token"] for row in wanted] == [one.id for one in together]
         assert [one.probability for one in made] == pytest.approx([row["score"] for row in wanted], abs=1e-5)
-        assert [one.probability for one in together] == pytest.approx([one.probability for one in made], abs=1e-5)
+        assert [one.probability for one in together] == pytest.approx(
+            [one.probability for one in made], abs=1e-5
+        )
         plain = [(one, row) for one, row in zip(made, wanted) if one.token.isalpha()]
         assert all(one.text == row["sequence"] for one, row in plain)
         assert plain
@@ -262,11 +333,17 @@ def test_a_mask_that_takes_the_space_before_it(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)] * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
+    )
     tokenizer.add_special_tokens(["<pad>", AddedToken("<mask>", lstrip=True)])
-    config = ch.ModelConfig(family="encoder", head="mlm", vocab_size=tokenizer.get_vocab_size(), d_model=16, n_layers=1, n_heads=2)
+    config = ch.ModelConfig(
+        family="encoder", head="mlm", vocab_size=tokenizer.get_vocab_size(), d_model=16, n_layers=1, n_heads=2
+    )
     torch.manual_seed(0)
-    m = ch.Loaded(ch.Transformer(config), tokenizer, special={"mask": tokenizer.token_to_id("<mask>"), "pad": 0})
+    m = ch.Loaded(
+        ch.Transformer(config), tokenizer, special={"mask": tokenizer.token_to_id("<mask>"), "pad": 0}
+    )
     words = {one.token: one.text for one in m.fill("the <mask> wait", k=config.vocab_size)}
     assert words["Ġriver"] == "the river wait"
     assert words["s"] == "thes wait"
@@ -296,12 +373,19 @@ def reference_answer(
             out = model(torch.tensor([ids]), token_type_ids=torch.tensor([batch["token_type_ids"][number]]))
         inside = [part == 1 for part in batch.sequence_ids(number)]
         seen = [0] + [i for i, yes in enumerate(inside) if yes]
-        start, end = (dict(zip(seen, scores[0, seen].softmax(-1).tolist())) for scores in (out.start_logits, out.end_logits))
+        start, end = (
+            dict(zip(seen, scores[0, seen].softmax(-1).tolist()))
+            for scores in (out.start_logits, out.end_logits)
+        )
         nothing = min(nothing, start[0] * end[0])
         for i in seen[1:]:
             for j in seen[1:]:
                 if i <= j < i + most and start[i] * end[j] > best[2]:
-                    best = (batch["offset_mapping"][number][i][0], batch["offset_mapping"][number][j][1], start[i] * end[j])
+                    best = (
+                        batch["offset_mapping"][number][i][0],
+                        batch["offset_mapping"][number][j][1],
+                        start[i] * end[j],
+                    )
     return *best, nothing
 
 
@@ -343,20 +427,26 @@ def two_stacks():
     tokenizer = wordpiece()
     config = ch.preset("micro-encoder-decoder").replace(vocab_size=tokenizer.get_vocab_size(), init_std=0.4)
     torch.manual_seed(0)
-    return ch.Loaded(ch.Transformer(config).eval(), tokenizer, special={"decoder_start": 2, "eos": 3, "pad": 0})
+    return ch.Loaded(
+        ch.Transformer(config).eval(), tokenizer, special={"decoder_start": 2, "eos": 3, "pad": 0}
+    )
 
 
 @pytest.mark.ledger("E3")
 def test_translate_is_generate_with_beams(two_stacks):
     m = two_stacks
     made = m.translate(TEXTS[:2], max_new_tokens=8)
-    assert [one.ids for one in made] == [m.generate(text, 8, num_beams=4, length_penalty=1.0).ids for text in TEXTS[:2]]
+    assert [one.ids for one in made] == [
+        m.generate(text, 8, num_beams=4, length_penalty=1.0).ids for text in TEXTS[:2]
+    ]
     m.generation = {"num_beams": 1, "max_length": 6}
     assert m.translate("rain").ids == m.generate("rain", 5).ids
     assert m.translate("rain", max_new_tokens=3).ids == m.generate("rain", 3).ids
     m.generation = {"num_beams": 3, "length_penalty": 0.2, "max_new_tokens": 7}
     assert m.translate("rain").ids == m.generate("rain", 7, num_beams=3, length_penalty=0.2).ids
-    assert m.translate("rain", temperature=1.0, seed=4).ids == m.generate("rain", 7, temperature=1.0, seed=4).ids
+    assert (
+        m.translate("rain", temperature=1.0, seed=4).ids == m.generate("rain", 7, temperature=1.0, seed=4).ids
+    )
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

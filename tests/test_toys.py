@@ -9,7 +9,11 @@ from clearhead.lab.toys import TASKS, accuracy, draw, learn
 
 LEARNERS = [
     ("majority", "encoder"),
-    *((task, family) for family in ("decoder", "encoder-decoder") for task in ("copy", "reverse", "sort", "add")),
+    *(
+        (task, family)
+        for family in ("decoder", "encoder-decoder")
+        for task in ("copy", "reverse", "sort", "add")
+    ),
 ]
 
 

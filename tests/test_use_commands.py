@@ -46,7 +46,9 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
     tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer
 
@@ -74,11 +76,16 @@ def readers(tmp_path_factory) -> dict[str, pathlib.Path]:
     """One model for each command that reads."""
     kinds = {
         "classify": ("BertForSequenceClassification", {"num_labels": 3}),
-        "tag": ("BertForTokenClassification", {"id2label": dict(enumerate(LABELS)), "label2id": {n: i for i, n in enumerate(LABELS)}}),
+        "tag": (
+            "BertForTokenClassification",
+            {"id2label": dict(enumerate(LABELS)), "label2id": {n: i for i, n in enumerate(LABELS)}},
+        ),
         "fill": ("BertForMaskedLM", {}),
         "answer": ("BertForQuestionAnswering", {}),
     }
-    made = {name: saved(tmp_path_factory.mktemp(name), kind, **changes) for name, (kind, changes) in kinds.items()}
+    made = {
+        name: saved(tmp_path_factory.mktemp(name), kind, **changes) for name, (kind, changes) in kinds.items()
+    }
     return {**made, "embed": made["fill"]}
 
 
@@ -90,9 +97,31 @@ def test_every_option_of_generate_reaches_the_model(decoder, capsys):
     m = ch.load(decoder)
     drawn = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
     for options, flags in (
-        ({**drawn, "seed": 3}, ["--temperature", 1.3, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--typical-p", 0.9, "--seed", 3]),
-        ({"repetition_penalty": 1.5, "presence_penalty": 0.4}, ["--repetition-penalty", 1.5, "--presence-penalty", 0.4]),
-        ({"frequency_penalty": 0.7, "no_repeat_ngram": 2}, ["--frequency-penalty", 0.7, "--no-repeat-ngram", 2]),
+        (
+            {**drawn, "seed": 3},
+            [
+                "--temperature",
+                1.3,
+                "--top-k",
+                40,
+                "--top-p",
+                0.9,
+                "--min-p",
+                0.01,
+                "--typical-p",
+                0.9,
+                "--seed",
+                3,
+            ],
+        ),
+        (
+            {"repetition_penalty": 1.5, "presence_penalty": 0.4},
+            ["--repetition-penalty", 1.5, "--presence-penalty", 0.4],
+        ),
+        (
+            {"frequency_penalty": 0.7, "no_repeat_ngram": 2},
+            ["--frequency-penalty", 0.7, "--no-repeat-ngram", 2],
+        ),
         ({"num_beams": 3, "length_penalty": 0.3}, ["--beams", 3, "--length-penalty", 0.3]),
         ({"stop": "e"}, ["--stop", "e"]),
         ({"lookup": 3}, ["--lookup", 3]),
@@ -102,21 +131,41 @@ def test_every_option_of_generate_reaches_the_model(decoder, capsys):
             ["--stop-token", "<|end|>", "--seconds", 60, "--device", "cpu", "--dtype", "float32"],
         ),
     ):
-        code, out, err = run("generate", decoder, "hello", "--max-new-tokens", 20, "--json", *flags, capsys=capsys)
+        code, out, err = run(
+            "generate", decoder, "hello", "--max-new-tokens", 20, "--json", *flags, capsys=capsys
+        )
         assert (code, err) == (0, "")
         wanted = m.generate("hello", 20, **options)
         body = json.loads(out)
         assert body["ids"] == wanted.ids, flags
-        assert (body["text"], body["stop_reason"], body["prompt"]) == (wanted.text, wanted.stop_reason, "hello")
+        assert (body["text"], body["stop_reason"], body["prompt"]) == (
+            wanted.text,
+            wanted.stop_reason,
+            "hello",
+        )
 
 
 @pytest.mark.ledger("G1", "G5")
 def test_several_beams_and_logprobs(decoder, capsys):
     m = ch.load(decoder)
-    _, out, _ = run("generate", decoder, "hello", "--max-new-tokens", 8, "--beams", 3, "--num-return", 2, "--json", capsys=capsys)
+    _, out, _ = run(
+        "generate",
+        decoder,
+        "hello",
+        "--max-new-tokens",
+        8,
+        "--beams",
+        3,
+        "--num-return",
+        2,
+        "--json",
+        capsys=capsys,
+    )
     wanted = m.generate("hello", 8, num_beams=3, num_return=2)
     assert [one["ids"] for one in json.loads(out)["results"]] == [one.ids for one in wanted]
-    _, out, _ = run("generate", decoder, "hello", "--max-new-tokens", 4, "--logprobs", 2, "--json", capsys=capsys)
+    _, out, _ = run(
+        "generate", decoder, "hello", "--max-new-tokens", 4, "--logprobs", 2, "--json", capsys=capsys
+    )
     wanted = m.generate("hello", 4, logprobs=True, alternatives=2)
     assert json.loads(out)["logprobs"] == pytest.approx(wanted.logprobs)
     assert [[token for token, _ in step] for step in json.loads(out)["alternatives"]] == [
@@ -132,10 +181,21 @@ def test_a_file_stdin_and_arguments_agree(decoder, capsys, stdin, tmp_path):
     lines = "".join(f"{prompt}\n" for prompt in prompts).encode()
     (tmp_path / "prompts.txt").write_bytes(lines)
     (tmp_path / "prompts.txt.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in prompts)
+    )
     for name in ("prompts.txt", "prompts.txt.gz", "prompts.jsonl"):
         code, out, _ = run(
-            "generate", decoder, "--file", tmp_path / name, "--max-new-tokens", 6, "--json", "--batch-size", 2, capsys=capsys
+            "generate",
+            decoder,
+            "--file",
+            tmp_path / name,
+            "--max-new-tokens",
+            6,
+            "--json",
+            "--batch-size",
+            2,
+            capsys=capsys,
         )
         rows = [json.loads(line) for line in out.splitlines()]
         assert code == 0
@@ -143,15 +203,31 @@ def test_a_file_stdin_and_arguments_agree(decoder, capsys, stdin, tmp_path):
         assert [row["text"] for row in rows] == wanted
     for arguments in ([], ["-"]):
         stdin(lines)
-        _, out, _ = run("generate", decoder, *arguments, "--max-new-tokens", 6, "--json", "--batch-size", 4, capsys=capsys)
+        _, out, _ = run(
+            "generate", decoder, *arguments, "--max-new-tokens", 6, "--json", "--batch-size", 4, capsys=capsys
+        )
         assert [json.loads(line)["text"] for line in out.splitlines()] == wanted
     target = tmp_path / "out.jsonl"
     code, out, _ = run(
-        "generate", decoder, "--file", tmp_path / "prompts.txt", "--max-new-tokens", 6, "--json", "--output", target, capsys=capsys
+        "generate",
+        decoder,
+        "--file",
+        tmp_path / "prompts.txt",
+        "--max-new-tokens",
+        6,
+        "--json",
+        "--output",
+        target,
+        capsys=capsys,
     )
     assert (code, out) == (0, "")
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == wanted
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl", "prompts.txt", "prompts.txt.gz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "prompts.jsonl",
+        "prompts.txt",
+        "prompts.txt.gz",
+    ]
 
 
 @pytest.mark.ledger("E3")
@@ -159,7 +235,9 @@ def test_translate(both, capsys, tmp_path):
     m = ch.load(both)
     (tmp_path / "in.txt").write_text("ein Hund\nzwei\n")
     wanted = [m.translate(text, 9) for text in ("ein Hund", "zwei")]
-    _, out, _ = run("translate", both, "--file", tmp_path / "in.txt", "--max-new-tokens", 9, "--json", capsys=capsys)
+    _, out, _ = run(
+        "translate", both, "--file", tmp_path / "in.txt", "--max-new-tokens", 9, "--json", capsys=capsys
+    )
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["text"] for row in rows] == [one.text for one in wanted]
     assert [row["source"] for row in rows] == ["ein Hund", "zwei"]
@@ -173,7 +251,9 @@ def test_score_lines(decoder, both, capsys, stdin):
     stdin(b"hello\nworld\n")
     _, out, _ = run("score", decoder, "--json", capsys=capsys)
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["total"] for row in rows] == pytest.approx([m.score(text).total for text in ("hello", "world")], rel=1e-6)
+    assert [row["total"] for row in rows] == pytest.approx(
+        [m.score(text).total for text in ("hello", "world")], rel=1e-6
+    )
     _, out, _ = run("score", both, "hello", "--source", "hallo", "--json", capsys=capsys)
     assert json.loads(out)["total"] == pytest.approx(ch.load(both).score("hello", "hallo").total, rel=1e-6)
     _, out, _ = run("score", decoder, "hello", capsys=capsys)
@@ -216,12 +296,20 @@ def test_readers_say_what_the_methods_say(readers, capsys, tmp_path):
         assert (row["label"], row["scores"]) == (wanted.label, pytest.approx(wanted.scores, abs=1e-5))
     for row, wanted in zip(rows["tag"], tag_all(m["tag"], TEXTS)):
         assert [word["label"] for word in row["words"]] == [word.label for word in wanted.words]
-        assert [(span["start"], span["text"]) for span in row["spans"]] == [(span.start, span.text) for span in wanted.spans]
-    assert torch.allclose(torch.tensor([row["embedding"] for row in rows["embed"]]), m["embed"].embed(TEXTS), atol=1e-5)
+        assert [(span["start"], span["text"]) for span in row["spans"]] == [
+            (span.start, span.text) for span in wanted.spans
+        ]
+    assert torch.allclose(
+        torch.tensor([row["embedding"] for row in rows["embed"]]), m["embed"].embed(TEXTS), atol=1e-5
+    )
     _, out, _ = run("classify", readers["classify"], "rain", "--pair", "two dogs", "--json", capsys=capsys)
-    assert json.loads(out)["scores"] == pytest.approx(m["classify"].classify(("rain", "two dogs")).scores, abs=1e-5)
+    assert json.loads(out)["scores"] == pytest.approx(
+        m["classify"].classify(("rain", "two dogs")).scores, abs=1e-5
+    )
     _, out, _ = run("fill", readers["fill"], "the [MASK] wait", "--k", 3, "--json", capsys=capsys)
-    assert [one["id"] for one in json.loads(out)["masks"][0]] == [one.id for one in m["fill"].fill("the [MASK] wait", 3)]
+    assert [one["id"] for one in json.loads(out)["masks"][0]] == [
+        one.id for one in m["fill"].fill("the [MASK] wait", 3)
+    ]
     (tmp_path / "asked.txt").write_text(f"who lives\t{TEXTS[0]}\nwhat waits\t{TEXTS[1]}\n")
     _, out, _ = run("answer", readers["answer"], "--file", tmp_path / "asked.txt", capsys=capsys)
     wanted = m["answer"].answer(["who lives", "what waits"], TEXTS[:2])
@@ -232,7 +320,9 @@ def test_readers_say_what_the_methods_say(readers, capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["classify", "tag", "fill", "answer", "embed"])
 def test_plain_output(name, readers, capsys, stdin):
-    given = {"fill": ["the [MASK] wait"], "answer": ["who", "Anna lives"]}.get(name, ["Anna lives near Berlin."])
+    given = {"fill": ["the [MASK] wait"], "answer": ["who", "Anna lives"]}.get(
+        name, ["Anna lives near Berlin."]
+    )
     code, out, err = run(name, readers[name], *given, capsys=capsys)
     assert (code, err) == (0, "")
     assert out.strip()
@@ -253,7 +343,10 @@ def test_plain_output(name, readers, capsys, stdin):
         (["generate", "DECODER", "a", "--top-p", "1.5"], "top_p 1.5"),
         (["generate", "DECODER", "a", "--top-p", "0"], "top_p 0"),
         (["generate", "DECODER", "a", "--temperature", "-1"], "temperature -1"),
-        (["generate", "DECODER", "a", "--beams", "3", "--temperature", "1"], "temperature 1.0 with num_beams 3"),
+        (
+            ["generate", "DECODER", "a", "--beams", "3", "--temperature", "1"],
+            "temperature 1.0 with num_beams 3",
+        ),
         (["generate", "DECODER", "a", "--num-return", "2"], "num_return 2"),
         (["generate", "DECODER", "a", "--stop-token", "<|ende|>"], "<|ende|>"),
         (["generate", "DECODER", "a", "--max-new-tokens", "0"], "max_new_tokens 0"),
@@ -291,7 +384,9 @@ def test_a_mistake_is_one_line_and_code_2(arguments, words, decoder, readers, ca
         ("in.jsonl", ['{"text": "one"}'], 1, "no prompt"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_before_it_is_lost(name, lines, number, words, decoder, capsys, tmp_path):
+def test_a_bad_line_is_named_and_nothing_before_it_is_lost(
+    name, lines, number, words, decoder, capsys, tmp_path
+):
     path, target = tmp_path / name, tmp_path / "out.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
     flags = ["--file", path, "--json", "--max-new-tokens", 4]
@@ -306,7 +401,9 @@ def test_a_bad_line_is_named_and_nothing_before_it_is_lost(name, lines, number, 
 def test_a_file_cut_short(decoder, capsys, tmp_path):
     packed = gzip.compress("".join(f"prompt {n}\n" for n in range(40)).encode())
     (tmp_path / "in.txt.gz").write_bytes(packed[:-10])
-    code, _, err = run("score", decoder, "--file", tmp_path / "in.txt.gz", "--output", tmp_path / "out.txt", capsys=capsys)
+    code, _, err = run(
+        "score", decoder, "--file", tmp_path / "in.txt.gz", "--output", tmp_path / "out.txt", capsys=capsys
+    )
     assert code == 2
     assert "cannot be read after line" in err
     (tmp_path / "bad.gz").write_bytes(b"no gzip\n")
@@ -314,7 +411,12 @@ def test_a_file_cut_short(decoder, capsys, tmp_path):
 
 
 def test_a_damaged_tokenizer_file(decoder, capsys, tmp_path):
-    for name, data in (("a.bin", b"\x07\0\0\0abc"), ("b.model", b"\xff\xff"), ("c.json", b"{}"), ("d.txt", b"")):
+    for name, data in (
+        ("a.bin", b"\x07\0\0\0abc"),
+        ("b.model", b"\xff\xff"),
+        ("c.json", b"{}"),
+        ("d.txt", b""),
+    ):
         (tmp_path / name).write_bytes(data)
         code, _, err = run("generate", decoder, "a", "--tokenizer", tmp_path / name, capsys=capsys)
         assert (code, err.count("\n")) == (2, 1)
@@ -357,9 +459,22 @@ def test_an_output_file_is_whole_or_absent(tmp_path):
 
 def test_a_pipe(decoder):
     """A real process between two pipes: the first results are there before the input ends."""
-    command = [sys.executable, "-m", "clearhead.cli", "generate", str(decoder), "--max-new-tokens", "3", "--json", "--batch-size", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "clearhead.cli",
+        "generate",
+        str(decoder),
+        "--max-new-tokens",
+        "3",
+        "--json",
+        "--batch-size",
+        "1",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         process.stdin.write("one\ntwo\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["prompt"] == "one"

@@ -48,7 +48,13 @@ def holds(model: ch.Transformer, **given) -> torch.Tensor:
 def test_attention_equals_its_formula(kv_heads, qk_norm, softcap):
     """Norms on queries and keys, cap, scale, values of another width: all in one formula, one head at a time."""
     shape = config(
-        n_kv_heads=kv_heads, qk_norm=qk_norm, attention_softcap=softcap, attention_scale=0.9, d_head=6, d_value=5, norm="rmsnorm"
+        n_kv_heads=kv_heads,
+        qk_norm=qk_norm,
+        attention_softcap=softcap,
+        attention_scale=0.9,
+        d_head=6,
+        d_value=5,
+        norm="rmsnorm",
     )
     part = scramble(Attention(shape, shape.decoder, "blocks.0.attention")).eval()
     x = torch.randn(2, 7, 16)
@@ -105,7 +111,12 @@ def test_the_default_scale_is_one_over_the_root_of_the_head_width():
 @pytest.mark.ledger("E3")
 def test_stacks_of_different_shapes():
     model = build(
-        family="encoder-decoder", n_encoder_layers=3, n_encoder_heads=2, d_encoder_ff=10, source_vocab_size=7, share_embeddings=False
+        family="encoder-decoder",
+        n_encoder_layers=3,
+        n_encoder_heads=2,
+        d_encoder_ff=10,
+        source_vocab_size=7,
+        share_embeddings=False,
     )
     assert len(model.encoder.blocks) == 3
     assert model.encoder.blocks[0].attention.n_heads == 2
@@ -147,7 +158,14 @@ def test_tied_but_not_shared():
 @every_family
 def test_embedding_equals_its_formula(family):
     """Narrow table, scale, segments, positions, norm, projection: in that order."""
-    model = build(family=family, d_embedding=6, embedding_scale=3.0, n_types=2, embedding_norm=True, tie_embeddings=False)
+    model = build(
+        family=family,
+        d_embedding=6,
+        embedding_scale=3.0,
+        n_types=2,
+        embedding_norm=True,
+        tie_embeddings=False,
+    )
     ids, types, given = some_ids(), some_ids(vocab=2), given_for(family)
     part, where = model.main.embedding, model.main.positions
     with ch.record(model, "embedding") as seen, torch.no_grad():
@@ -155,7 +173,9 @@ def test_embedding_equals_its_formula(family):
         x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[types] + where.table.weight[:8]
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
         model(ids, **given)
-        x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]  # no types: all zero
+        x = (
+            part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]
+        )  # no types: all zero
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
     holds(model, **given)
 
@@ -242,11 +262,20 @@ def test_pruned_equals_masked(family, kv_heads, positions):
 @pytest.mark.ledger("C7", "D4")
 @every_family
 @pytest.mark.parametrize("kernel", ["eager", "fused"])
-@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"])
+@pytest.mark.parametrize(
+    "name", ["dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"]
+)
 def test_dropout_in_training_only(family, kernel, name):
-    model, twin, ids, given = build(family=family, **{name: 0.5}), build(family=family), some_ids(), given_for(family)
+    model, twin, ids, given = (
+        build(family=family, **{name: 0.5}),
+        build(family=family),
+        some_ids(),
+        given_for(family),
+    )
     with ch.attending(model, kernel):
-        assert worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE  # nothing in evaluation
+        assert (
+            worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE
+        )  # nothing in evaluation
         model.train()
         torch.manual_seed(1)
         first = model(ids, **given).logits
@@ -280,7 +309,9 @@ def test_attention_dropout_drops_weights_not_values():
     model = build(attention_dropout=0.5, n_layers=1, positions="none").train()
     with ch.record(model, "*.pattern", "*.v", "*.z") as seen:
         model(some_ids())
-    assert worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6  # what is shown is before dropout
+    assert (
+        worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6
+    )  # what is shown is before dropout
     undropped = seen["blocks.0.attention.pattern"] @ seen["blocks.0.attention.v"]
     assert worst(undropped, seen["blocks.0.attention.z"]) > 1e-2
 
@@ -293,7 +324,15 @@ def test_attention_dropout_drops_weights_not_values():
 def test_initialisation_statistics(init):
     torch.manual_seed(0)
     model = ch.Transformer(
-        ch.ModelConfig(vocab_size=500, d_model=256, n_layers=4, n_heads=4, init=init, max_positions=128, tie_embeddings=False)
+        ch.ModelConfig(
+            vocab_size=500,
+            d_model=256,
+            n_layers=4,
+            n_heads=4,
+            init=init,
+            max_positions=128,
+            tie_embeddings=False,
+        )
     )
     for name, parameter in model.named_parameters():
         values = parameter.detach()
@@ -320,12 +359,21 @@ def test_seeds_decide_the_weights():
         torch.manual_seed(seed)
         models.append(ch.Transformer(config()).state_dict())
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-    assert not torch.equal(models[0]["decoder.blocks.0.attention.q.weight"], models[2]["decoder.blocks.0.attention.q.weight"])
+    assert not torch.equal(
+        models[0]["decoder.blocks.0.attention.q.weight"], models[2]["decoder.blocks.0.attention.q.weight"]
+    )
 
 
 # Fronts ---------------------------------------------------------------------------------------------------------------
 
-PATCHES = {"family": "encoder", "input": "patches", "image_size": (12, 8), "patch_size": 4, "n_channels": 3, "n_classes": 5}
+PATCHES = {
+    "family": "encoder",
+    "input": "patches",
+    "image_size": (12, 8),
+    "patch_size": 4,
+    "n_channels": 3,
+    "n_classes": 5,
+}
 
 
 @pytest.mark.ledger("E4")
@@ -333,7 +381,11 @@ PATCHES = {"family": "encoder", "input": "patches", "image_size": (12, 8), "patc
 def test_patches_equal_a_convolution(class_token):
     model, pixels = build(**PATCHES, class_token=class_token, positions="none"), torch.randn(2, 3, 12, 8)
     front = model.encoder.embedding.front
-    convolved = nnf.conv2d(pixels, front.project.weight.view(16, 3, 4, 4), front.project.bias, stride=4).flatten(2).transpose(1, 2)
+    convolved = (
+        nnf.conv2d(pixels, front.project.weight.view(16, 3, 4, 4), front.project.bias, stride=4)
+        .flatten(2)
+        .transpose(1, 2)
+    )
     found = front(pixels)
     if class_token:
         assert torch.equal(found[:, 0], front.class_token.expand(2, -1))
@@ -381,7 +433,15 @@ def test_frames_equal_two_convolutions():
 @pytest.mark.parametrize("length", [5, 6, 7, 8])
 def test_frames_padded_on_the_right(length, stride, head):
     """Each row of a batch of recordings of unequal length equals itself alone, whatever the padding holds."""
-    model = build(family="encoder", input="frames", d_input=5, n_classes=3, conv_stride=stride, head=head, pooling="mean")
+    model = build(
+        family="encoder",
+        input="frames",
+        d_input=5,
+        n_classes=3,
+        conv_stride=stride,
+        head=head,
+        pooling="mean",
+    )
     x = torch.randn(2, 12, 5)
     mask = torch.arange(12)[None] < torch.tensor([[12], [length]])
     with torch.no_grad():
@@ -413,7 +473,9 @@ def test_vectors_padded_and_cached(family):
         assert worst(model(x, mask=mask).logits[:, mask[0]], alone) <= TOLERANCE
         if family == "decoder":
             cache = ch.Cache()
-            pieces = [model(x[:, a:b], mask=mask[:, a:b], cache=cache).logits for a, b in ((0, 5), (5, 6), (6, 10))]
+            pieces = [
+                model(x[:, a:b], mask=mask[:, a:b], cache=cache).logits for a, b in ((0, 5), (5, 6), (6, 10))
+            ]
             assert worst(torch.cat(pieces, 1)[:, mask[0]], alone) <= TOLERANCE
 
 
@@ -446,13 +508,20 @@ def test_pooling_by_hand(family, head, pooling, pooler):
 def test_masked_language_head_by_hand():
     model = build(family="encoder")
     head, hidden = model.head, torch.randn(1, 3, 16)
-    expected = nnf.linear(head.norm(nnf.gelu(head.transform(hidden))), model.encoder.embedding.front.tokens.weight, head.out.bias)
+    expected = nnf.linear(
+        head.norm(nnf.gelu(head.transform(hidden))),
+        model.encoder.embedding.front.tokens.weight,
+        head.out.bias,
+    )
     assert worst(head(hidden, None), expected) <= 1e-6
 
 
 @pytest.mark.ledger("E2", "C4")
 def test_logit_scale_and_softcap():
-    plain, scaled = build(tie_embeddings=False), build(tie_embeddings=False, logit_scale=0.5, logit_softcap=2.0)
+    plain, scaled = (
+        build(tie_embeddings=False),
+        build(tie_embeddings=False, logit_scale=0.5, logit_softcap=2.0),
+    )
     ids = some_ids()
     assert worst(scaled(ids).logits, 2.0 * torch.tanh(plain(ids).logits * 0.5 / 2.0)) <= 1e-6
 

@@ -26,7 +26,9 @@ def test_three_tokens_of_width_four() -> None:
     weights = attend(q, k, torch.eye(3))  # the identity as values shows the weights
     third = 1 / 3
     low, high = (math.exp(score) / (2 * math.exp(0.5) + math.exp(1)) for score in (0.5, 1))
-    torch.testing.assert_close(weights, torch.tensor([[third] * 3, [third] * 3, [low, low, high]], dtype=torch.float64))
+    torch.testing.assert_close(
+        weights, torch.tensor([[third] * 3, [third] * 3, [low, low, high]], dtype=torch.float64)
+    )
     assert [round(x, 3) for x in weights[2].tolist()] == [0.274, 0.274, 0.452]
 
 
@@ -35,7 +37,9 @@ def test_two_tokens_of_width_two() -> None:
     x = torch.eye(2)  # queries and keys under identity projections
     weights = attend(x, x, torch.eye(2))
     share = math.exp(2**-0.5) / (math.exp(2**-0.5) + 1)
-    torch.testing.assert_close(weights, torch.tensor([[share, 1 - share], [1 - share, share]], dtype=torch.float64))
+    torch.testing.assert_close(
+        weights, torch.tensor([[share, 1 - share], [1 - share, share]], dtype=torch.float64)
+    )
     assert round(share, 2) == 0.67
     same = torch.tensor([[3.0, -1.0], [3.0, -1.0]])
     torch.testing.assert_close(attend(x, x, same), same.double())  # equal values make the weights irrelevant
@@ -44,7 +48,9 @@ def test_two_tokens_of_width_two() -> None:
 @pytest.mark.ledger("M3", "B2")
 def test_sinusoid_of_width_four() -> None:
     at_one = sinusoid(torch.tensor([1]), 4)[0]
-    torch.testing.assert_close(at_one, torch.tensor([math.sin(1), math.cos(1), math.sin(0.01), math.cos(0.01)], dtype=torch.float64))
+    torch.testing.assert_close(
+        at_one, torch.tensor([math.sin(1), math.cos(1), math.sin(0.01), math.cos(0.01)], dtype=torch.float64)
+    )
     assert [round(x, 3) for x in at_one.tolist()] == [0.841, 0.540, 0.010, 1.000]
 
 
@@ -69,7 +75,9 @@ def test_bytes_of_the_key_value_cache() -> None:
     assert full / 1e9 == pytest.approx(10.7, abs=0.05)
     assert full / 2 / 1e9 == pytest.approx(5.4, abs=0.05)  # values, not bytes
     held = FixedCache(config, 1, 4096, torch.float16, "meta")
-    assert grouped == sum(x.numel() * x.element_size() for keys in held.layers.values() for x in (keys.k, keys.v))
+    assert grouped == sum(
+        x.numel() * x.element_size() for keys in held.layers.values() for x in (keys.k, keys.v)
+    )
 
 
 @pytest.mark.ledger("M6", "I1")
@@ -108,7 +116,13 @@ def test_why_scores_are_scaled() -> None:
 @pytest.mark.ledger("M8")
 def test_the_original_base_model() -> None:
     config = preset("transformer-base")
-    assert (config.d_model, config.n_heads, config.d_ff, config.n_layers, config.n_encoder_layers) == (512, 8, 2048, 6, 6)
+    assert (config.d_model, config.n_heads, config.d_ff, config.n_layers, config.n_encoder_layers) == (
+        512,
+        8,
+        2048,
+        6,
+        6,
+    )
     d, f, v = 512, 2048, 37_000
     norms, feedforward, attention = 2 * d, 2 * d * f + f + d, 4 * d * d
     encoder, decoder = attention + feedforward + 2 * norms, 2 * attention + feedforward + 3 * norms

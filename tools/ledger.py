@@ -29,7 +29,12 @@ def sections(text: str) -> dict[str, dict[str, str]]:
 
 def rows_named(source: str) -> set[str]:
     """The rows that the text of a test file names."""
-    return {row for pattern in (MARK, COMMENT) for match in pattern.finditer(source) for row in ID.findall(match[1])}
+    return {
+        row
+        for pattern in (MARK, COMMENT)
+        for match in pattern.finditer(source)
+        for row in ID.findall(match[1])
+    }
 
 
 def coverage(tests: pathlib.Path) -> dict[str, list[str]]:

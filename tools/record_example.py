@@ -29,7 +29,13 @@ SETTINGS = [
 def main() -> None:
     """Train, record, write."""
     with tempfile.TemporaryDirectory() as folder:
-        m = ch.train("stdlib-docs", recipe="char-gpt-cpu", out=Path(folder) / "example", settings=SETTINGS, overwrite=True).model
+        m = ch.train(
+            "stdlib-docs",
+            recipe="char-gpt-cpu",
+            out=Path(folder) / "example",
+            settings=SETTINGS,
+            overwrite=True,
+        ).model
     body = record(m, "an example: a GPT of characters", TEXT, roles=named_roles(m))
     body["says"] = "A recorded example, while the model loads"
     TARGET.write_text(json.dumps(body, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -94,7 +94,9 @@ def save(shot: bytes, path: Path) -> None:
     image = Image.open(io.BytesIO(shot)).convert("RGB")
     for colours in (256, 128, 64, 32):
         buffer = io.BytesIO()
-        image.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+        image.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+            buffer, "PNG", optimize=True
+        )
         if buffer.tell() < LARGEST:
             break
     path.write_bytes(buffer.getvalue())

@@ -2,7 +2,14 @@
 
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.cost import Cost, cost
-from clearhead.errors import CheckpointError, ClearheadError, ConfigError, InputError, MissingExtraError, TrainingError
+from clearhead.errors import (
+    CheckpointError,
+    ClearheadError,
+    ConfigError,
+    InputError,
+    MissingExtraError,
+    TrainingError,
+)
 from clearhead.explorer.notebook import Shown, show
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score

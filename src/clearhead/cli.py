@@ -69,7 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"clearhead {version('clearhead')}")
         return
     if first and not first[0].startswith("-") and first[0] not in COMMANDS:
-        _stop(f'no command is called "{first[0]}"{nearest(first[0], COMMANDS)}: choose one of {", ".join(COMMANDS)}')
+        _stop(
+            f'no command is called "{first[0]}"{nearest(first[0], COMMANDS)}: choose one of {", ".join(COMMANDS)}'
+        )
     listing = not first or first[0].startswith("-")
     try:
         tyro.extras.subcommand_cli_from_dict(
@@ -85,7 +87,11 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: say no more
         sys.exit(0)
     except OSError as error:  # no permission, no room, a name too long
-        _stop(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else " ".join(str(error).split()))
+        _stop(
+            f"{error.filename}: {error.strerror}"
+            if error.filename and error.strerror
+            else " ".join(str(error).split())
+        )
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)

@@ -52,7 +52,9 @@ class RopeScaling:
         if self.factor <= 0:
             raise ConfigError(f"rope scaling factor {self.factor} must be positive")
         if self.kind == "longrope" and (self.short_factor is None or self.long_factor is None):
-            raise ConfigError("rope scaling longrope needs short_factor and long_factor, one number per rotated pair")
+            raise ConfigError(
+                "rope scaling longrope needs short_factor and long_factor, one number per rotated pair"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,28 @@ class ModelConfig:
     n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
     n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
     d_head: int | None = None  # None: d_model / n_heads
-    d_encoder_head: int | None = None  # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
+    d_encoder_head: int | None = (
+        None  # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
+    )
     d_value: int | None = None  # width of a value head; None: d_head
     d_ff: int | None = None  # None: 4 * d_model
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
-    layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets of weights
-    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # {"blocks.3.attention": (0, 5)}
+    layer_groups: int | None = (
+        None  # None: every layer its own weights; k: runs of layers share k sets of weights
+    )
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict, hash=False
+    )  # {"blocks.3.attention": (0, 5)}
 
     # Embedding
-    input: Input = "tokens"  # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
+    input: Input = (
+        "tokens"  # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
+    )
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
     d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
-    embedding_projection: bool | None = None  # a linear layer after the tables; None: where d_embedding is not d_model
+    embedding_projection: bool | None = (
+        None  # a linear layer after the tables; None: where d_embedding is not d_model
+    )
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
     embedding_norm: bool = False
     n_types: int = 0  # segment (token type) embeddings
@@ -118,10 +130,16 @@ class ModelConfig:
     positions: PositionName = "learned"
     max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
     position_offset: int = 0  # learned: rows skipped at the start of the table
-    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"  # sin, cos, sin, cos ... or all sin, then all cos
-    sinusoid_ends: bool = False  # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    sinusoid_layout: Literal["interleaved", "half"] = (
+        "interleaved"  # sin, cos, sin, cos ... or all sin, then all cos
+    )
+    sinusoid_ends: bool = (
+        False  # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    )
     rope_base: float = 10_000.0
-    rope_local_base: float | None = None  # base in layers that have a window; None: rope_base, with the scaling
+    rope_local_base: float | None = (
+        None  # base in layers that have a window; None: rope_base, with the scaling
+    )
     rope_fraction: float = 1.0  # part of each head that is rotated
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None
@@ -130,7 +148,9 @@ class ModelConfig:
     relative_max_distance: int = 128
 
     # Attention
-    window: int | tuple[int | None, ...] | None = None  # keys nearer than this are seen; a tuple sets it per layer
+    window: int | tuple[int | None, ...] | None = (
+        None  # keys nearer than this are seen; a tuple sets it per layer
+    )
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
@@ -144,7 +164,9 @@ class ModelConfig:
     feedforward_bias: bool | None = None
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
-    router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"  # softmax over the chosen, or over all
+    router_order: Literal["topk_softmax", "softmax_topk"] = (
+        "topk_softmax"  # softmax over the chosen, or over all
+    )
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
 
     # Norm
@@ -204,16 +226,24 @@ class ModelConfig:
         usual_head = "classifier" if self.n_classes else "mlm" if self.family == "encoder" else "lm"
         usual_d_head, usual_d_ff = self.d_model // self.n_heads, 4 * self.d_model
         # Where the decoder's heads divide d_model among them, the encoder's do too.
-        divided = self.n_encoder_heads is not None and self.d_head in (None, usual_d_head) and self.d_model % self.n_heads == 0
+        divided = (
+            self.n_encoder_heads is not None
+            and self.d_head in (None, usual_d_head)
+            and self.d_model % self.n_heads == 0
+        )
         if divided and self.d_encoder_head is None and self.d_model % (self.n_encoder_heads or 1):
-            raise ConfigError(f"d_model {self.d_model} is not divisible by n_encoder_heads {self.n_encoder_heads}: set d_encoder_head")
+            raise ConfigError(
+                f"d_model {self.d_model} is not divisible by n_encoder_heads {self.n_encoder_heads}: set d_encoder_head"
+            )
         head, d_head, d_ff = self.head or usual_head, self.d_head or usual_d_head, self.d_ff or usual_d_ff
         return {
             "n_encoder_layers": self.n_layers if both else None,
             "n_kv_heads": self.n_heads,
             "n_encoder_heads": self.n_heads if both else None,
             "d_head": usual_d_head,
-            "d_encoder_head": (self.d_model // (self.n_encoder_heads or 1) if divided else d_head) if both else None,
+            "d_encoder_head": (self.d_model // (self.n_encoder_heads or 1) if divided else d_head)
+            if both
+            else None,
             "d_value": d_head,
             "d_ff": usual_d_ff,
             "d_encoder_ff": d_ff if both else None,
@@ -249,7 +279,16 @@ class ModelConfig:
         if self.family == "decoder":
             return None
         if self.family == "encoder":
-            return self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, self.input, self.vocab_size, self.d_head)
+            return self._plan(
+                "",
+                self.n_layers,
+                self.n_heads,
+                self.n_kv_heads,
+                self.d_ff,
+                self.input,
+                self.vocab_size,
+                self.d_head,
+            )
         kv_heads = self.n_encoder_heads if self.n_kv_heads == self.n_heads else self.n_kv_heads
         return self._plan(
             "encoder.",
@@ -269,7 +308,9 @@ class ModelConfig:
             return None
         both = self.family == "encoder-decoder"
         kind: Input = "tokens" if both else self.input
-        plan = self._plan("", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, kind, self.vocab_size, self.d_head)
+        plan = self._plan(
+            "", self.n_layers, self.n_heads, self.n_kv_heads, self.d_ff, kind, self.vocab_size, self.d_head
+        )
         return dataclasses.replace(plan, causal=True, cross=both)
 
     def _plan(
@@ -284,13 +325,40 @@ class ModelConfig:
         d_head: int | None,
     ) -> StackPlan:
         width = self.d_embedding if kind == "tokens" else self.d_model
-        assert width is not None and layers is not None and heads is not None and kv is not None and d_ff is not None and vocab is not None
-        assert d_head is not None and self.d_head is not None and self.d_value is not None and self.attention_scale is not None
+        assert (
+            width is not None
+            and layers is not None
+            and heads is not None
+            and kv is not None
+            and d_ff is not None
+            and vocab is not None
+        )
+        assert (
+            d_head is not None
+            and self.d_head is not None
+            and self.d_value is not None
+            and self.attention_scale is not None
+        )
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * layers
         # What follows from the width of a head follows from this stack's.
         d_value = d_head if self.d_value == self.d_head else self.d_value
         scale = d_head**-0.5 if self.attention_scale == self.d_head**-0.5 else self.attention_scale
-        return StackPlan(prefix, kind, vocab, width, layers, heads, kv, d_head, d_value, scale, d_ff, windows, causal=False, cross=False)
+        return StackPlan(
+            prefix,
+            kind,
+            vocab,
+            width,
+            layers,
+            heads,
+            kv,
+            d_head,
+            d_value,
+            scale,
+            d_ff,
+            windows,
+            causal=False,
+            cross=False,
+        )
 
     @property
     def n_patches(self) -> int:
@@ -312,26 +380,53 @@ class ModelConfig:
     # Cross-checks -----------------------------------------------------------------------------------------------------
 
     def _check_sizes(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride"):
+        for name in (
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "max_positions",
+            "patch_size",
+            "n_channels",
+            "conv_kernel",
+            "conv_stride",
+        ):
             _positive(name, getattr(self, name))
         widths = ("d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
         for name in ("n_encoder_layers", "n_kv_heads", "n_encoder_heads", *widths):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("n_layers", "n_encoder_layers", "d_model", "n_heads", "n_kv_heads", "n_encoder_heads", *widths):
+        for name in (
+            "n_layers",
+            "n_encoder_layers",
+            "d_model",
+            "n_heads",
+            "n_kv_heads",
+            "n_encoder_heads",
+            *widths,
+        ):
             most = MOST_LAYERS if name.endswith("layers") else MOST_WIDE
             if (getattr(self, name) or 0) > most:
-                raise ConfigError(f"{name} {getattr(self, name):,} is more than any model has: {most:,} is the most")
+                raise ConfigError(
+                    f"{name} {getattr(self, name):,} is more than any model has: {most:,} is the most"
+                )
         for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be 0 or more")
         for name in ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must be above 0")
-        for name in ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"):
+        for name in (
+            "dropout",
+            "attention_dropout",
+            "embedding_dropout",
+            "feedforward_dropout",
+            "layer_drop",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
-                raise ConfigError(f"{name} {value} is not a probability: choose 0 (off) up to, but not including, 1")
+                raise ConfigError(
+                    f"{name} {value} is not a probability: choose 0 (off) up to, but not including, 1"
+                )
         if self.init_std < 0:
             raise ConfigError(f"init_std {self.init_std} must be 0 or more: 0.02 is usual")
         if self.norm_eps <= 0:
@@ -339,13 +434,25 @@ class ModelConfig:
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ConfigError("rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm")
         if self.layer_groups is not None and not 1 <= self.layer_groups <= self.n_layers:
-            raise ConfigError(f"layer_groups {self.layer_groups} must lie between 1 and n_layers {self.n_layers}")
+            raise ConfigError(
+                f"layer_groups {self.layer_groups} must lie between 1 and n_layers {self.n_layers}"
+            )
         if self.family != "encoder-decoder":
-            for name in ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size"):
+            for name in (
+                "n_encoder_layers",
+                "n_encoder_heads",
+                "d_encoder_head",
+                "d_encoder_ff",
+                "source_vocab_size",
+            ):
                 if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} belongs to family encoder-decoder, and this is {self.family}: leave it out")
+                    raise ConfigError(
+                        f"{name} belongs to family encoder-decoder, and this is {self.family}: leave it out"
+                    )
         if self.parallel and self.family == "encoder-decoder":
-            raise ConfigError("parallel has no place for cross-attention: choose family decoder or encoder, or parallel false")
+            raise ConfigError(
+                "parallel has no place for cross-attention: choose family decoder or encoder, or parallel false"
+            )
         if self.parallel and self.norm_position not in ("pre", "sandwich"):
             raise ConfigError(f"parallel needs norm_position pre or sandwich, not {self.norm_position}")
 
@@ -353,9 +460,17 @@ class ModelConfig:
         assert self.n_kv_heads is not None and self.d_head is not None
         if self.n_heads % self.n_kv_heads:
             fitting = ", ".join(str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0)
-            raise ConfigError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: choose n_kv_heads from {fitting}")
-        if self.n_encoder_heads is not None and self.n_kv_heads != self.n_heads and self.n_encoder_heads % self.n_kv_heads:
-            raise ConfigError(f"n_encoder_heads {self.n_encoder_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+            raise ConfigError(
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}: choose n_kv_heads from {fitting}"
+            )
+        if (
+            self.n_encoder_heads is not None
+            and self.n_kv_heads != self.n_heads
+            and self.n_encoder_heads % self.n_kv_heads
+        ):
+            raise ConfigError(
+                f"n_encoder_heads {self.n_encoder_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+            )
         if isinstance(self.window, tuple):
             for layers, name in ((self.n_layers, "n_layers"), (self.n_encoder_layers, "n_encoder_layers")):
                 if layers is not None and len(self.window) != layers:
@@ -368,7 +483,9 @@ class ModelConfig:
         for d_head in {self.d_head, self.d_encoder_head or self.d_head} if self.positions == "rope" else ():
             rotated = rotated_width(d_head, self.rope_fraction)
             if not 0 < self.rope_fraction <= 1 or rotated < 2:
-                raise ConfigError(f"rope_fraction {self.rope_fraction} of d_head {d_head} rotates no pair: choose above 0, up to 1")
+                raise ConfigError(
+                    f"rope_fraction {self.rope_fraction} of d_head {d_head} rotates no pair: choose above 0, up to 1"
+                )
             if rotated % 2:
                 raise ConfigError(
                     f"rope rotates pairs, and {rotated} of d_head {d_head} is odd: choose an even d_head or another rope_fraction"
@@ -376,12 +493,18 @@ class ModelConfig:
             self._check_scaling(rotated // 2)
         for layer in self.rope_skips:
             if not 0 <= layer < self.n_layers:
-                raise ConfigError(f"rope_skips names layer {layer}, and there are layers 0 to {self.n_layers - 1}")
+                raise ConfigError(
+                    f"rope_skips names layer {layer}, and there are layers 0 to {self.n_layers - 1}"
+                )
         if self.positions == "relative" and not 4 <= self.relative_buckets < 2 * self.relative_max_distance:
             most = 2 * self.relative_max_distance - 1
-            raise ConfigError(f"relative_buckets {self.relative_buckets} must lie between 4 and {most}, or relative_max_distance rise")
+            raise ConfigError(
+                f"relative_buckets {self.relative_buckets} must lie between 4 and {most}, or relative_max_distance rise"
+            )
         if self.n_experts and not 1 <= self.n_active_experts <= self.n_experts:
-            raise ConfigError(f"n_active_experts {self.n_active_experts} must lie between 1 and n_experts {self.n_experts}")
+            raise ConfigError(
+                f"n_active_experts {self.n_active_experts} must lie between 1 and n_experts {self.n_experts}"
+            )
         self._check_pruned()
 
     def _check_scaling(self, pairs: int) -> None:
@@ -389,10 +512,14 @@ class ModelConfig:
         if scaling is None:
             return
         if scaling.kind == "dynamic" and pairs < 2:
-            raise ConfigError("rope scaling dynamic needs two rotated pairs at least: choose a wider d_head or another kind")
+            raise ConfigError(
+                "rope scaling dynamic needs two rotated pairs at least: choose a wider d_head or another kind"
+            )
         for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
             if scaling.kind == "longrope" and factors is not None and len(factors) != pairs:
-                raise ConfigError(f"rope scaling {name} lists {len(factors)} numbers, and {pairs} pairs are rotated: give one for each")
+                raise ConfigError(
+                    f"rope scaling {name} lists {len(factors)} numbers, and {pairs} pairs are rotated: give one for each"
+                )
 
     def _check_pruned(self) -> None:
         plans = [plan for plan in (self.encoder, self.decoder) if plan is not None]
@@ -404,21 +531,33 @@ class ModelConfig:
         }
         for name, heads in self.pruned_heads.items():
             if name not in sizes:
-                raise ConfigError(f'pruned_heads names "{name}", which this model has not{nearest(name, sizes)}')
+                raise ConfigError(
+                    f'pruned_heads names "{name}", which this model has not{nearest(name, sizes)}'
+                )
             n_heads, group = sizes[name]
             if any(not 0 <= head < n_heads for head in heads) or len(set(heads)) != len(heads):
-                raise ConfigError(f"pruned_heads of {name} are {list(heads)}: name each of the heads 0 to {n_heads - 1} once at most")
+                raise ConfigError(
+                    f"pruned_heads of {name} are {list(heads)}: name each of the heads 0 to {n_heads - 1} once at most"
+                )
             if len(heads) == n_heads:
-                raise ConfigError(f"pruned_heads of {name} leaves no head: keep one at least, or drop the layer")
+                raise ConfigError(
+                    f"pruned_heads of {name} leaves no head: keep one at least, or drop the layer"
+                )
             members = {head // group for head in heads}
             if len(heads) != len(members) * group:
-                raise ConfigError(f"pruned_heads of {name} splits a key/value group: heads go by whole groups of {group}")
+                raise ConfigError(
+                    f"pruned_heads of {name} splits a key/value group: heads go by whole groups of {group}"
+                )
         if self.pruned_heads and self.qk_norm == "full":
-            raise ConfigError("pruned_heads would change the norm that qk_norm full takes over all heads: choose qk_norm head or none")
+            raise ConfigError(
+                "pruned_heads would change the norm that qk_norm full takes over all heads: choose qk_norm head or none"
+            )
         for plan in plans if self.pruned_heads and self.layer_groups is not None else ():
             for layer, part in itertools.product(range(plan.n_layers), ("attention", "cross")):
                 first = self.first_sharing(layer, plan.n_layers)
-                one, other = (set(self.pruned_heads.get(f"{plan.prefix}blocks.{n}.{part}", ())) for n in (first, layer))
+                one, other = (
+                    set(self.pruned_heads.get(f"{plan.prefix}blocks.{n}.{part}", ())) for n in (first, layer)
+                )
                 if one != other:
                     raise ConfigError(
                         f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between them: "
@@ -427,9 +566,13 @@ class ModelConfig:
 
     def _check_embedding(self) -> None:
         if self.d_embedding != self.d_model and not self.embedding_projection:
-            raise ConfigError(f"d_embedding {self.d_embedding} must be projected to d_model {self.d_model}: leave embedding_projection out")
+            raise ConfigError(
+                f"d_embedding {self.d_embedding} must be projected to d_model {self.d_model}: leave embedding_projection out"
+            )
         if self.input != "tokens" and self.family != "encoder-decoder" and self.head in ("lm", "mlm"):
-            raise ConfigError(f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none")
+            raise ConfigError(
+                f"head {self.head} predicts ids and input is {self.input}: choose head classifier, tagger, embedding or none"
+            )
         texts = self.input == "tokens" or self.family == "encoder-decoder" or self.head in ("lm", "mlm")
         if texts and self.vocab_size < 1:
             raise ConfigError("vocab_size is not set: give the number of tokens of the tokenizer, 1 at least")
@@ -446,26 +589,37 @@ class ModelConfig:
         if self.input == "patches":
             if self.image_size is None:
                 raise ConfigError("input patches needs image_size, as (height, width)")
-            if any(side % self.patch_size for side in self.image_size) or min(self.image_size) < self.patch_size:
+            if (
+                any(side % self.patch_size for side in self.image_size)
+                or min(self.image_size) < self.patch_size
+            ):
                 raise ConfigError(
                     f"image_size {self.image_size} is not a whole number of patches of {self.patch_size}: change one of the two"
                 )
         if self.input in ("vectors", "frames"):
             _positive("d_input", self.d_input)
         if self.conv_kernel % 2 == 0:
-            raise ConfigError(f"conv_kernel {self.conv_kernel} is even, and would shift the frames: choose an odd width")
+            raise ConfigError(
+                f"conv_kernel {self.conv_kernel} is even, and would shift the frames: choose an odd width"
+            )
         if self.class_token and self.input != "patches":
-            raise ConfigError(f"class_token belongs to input patches, and input is {self.input}: put a CLS id in the text instead")
+            raise ConfigError(
+                f"class_token belongs to input patches, and input is {self.input}: put a CLS id in the text instead"
+            )
         if self.positions == "learned" and self.input == "patches" and self.family != "encoder-decoder":
             needed = self.n_patches + self.class_token
             if self.max_positions < needed:
-                raise ConfigError(f"max_positions {self.max_positions} is below the {needed} positions of one image: raise it")
+                raise ConfigError(
+                    f"max_positions {self.max_positions} is below the {needed} positions of one image: raise it"
+                )
 
     def _check_head(self) -> None:
         if self.head in ("classifier", "tagger") and self.n_classes < 1:
             raise ConfigError(f"head {self.head} needs n_classes, 1 at least")
         if self.head == "mlm" and self.family != "encoder":
-            raise ConfigError(f"head mlm reads both sides of a mask and family is {self.family}: choose family encoder, or head lm")
+            raise ConfigError(
+                f"head mlm reads both sides of a mask and family is {self.family}: choose family encoder, or head lm"
+            )
 
     # JSON -------------------------------------------------------------------------------------------------------------
 
@@ -474,7 +628,9 @@ class ModelConfig:
         values: dict[str, Any] = {"family": self.family}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            default = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+            default = (
+                entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+            )
             if value != default:
                 values[entry.name] = plain(value)
         return values

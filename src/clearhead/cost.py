@@ -109,11 +109,19 @@ class Cost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, totals included; the steps are left out."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name != "steps"}
+        return {
+            entry.name: _plain(getattr(self, entry.name))
+            for entry in dataclasses.fields(self)
+            if entry.name != "steps"
+        }
 
 
 def cost(
-    config: ModelConfig | str, length: int | None = None, batch: int = 1, dtype: str = "float32", source_length: int | None = None
+    config: ModelConfig | str,
+    length: int | None = None,
+    batch: int = 1,
+    dtype: str = "float32",
+    source_length: int | None = None,
 ) -> Cost:
     """What `config`, or the preset of that name, takes for `batch` rows of `length` inputs.
 
@@ -140,19 +148,25 @@ def cost(
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
     steps = tuple(forward_steps(config, length, source_length or 0, batch, dtype))
-    parameters = Parameters(**_by_part(steps, "parameters"), active=sum(step.parameters - step.idle for step in steps))
+    parameters = Parameters(
+        **_by_part(steps, "parameters"), active=sum(step.parameters - step.idle for step in steps)
+    )
     out = steps[-1] if config.head in ("lm", "mlm", "classifier", "tagger", "span") else Step("", "head")
     decoder = config.decoder
     memory = Memory(
         weights=parameters.total * size,
         activations=Parts(**_by_part(steps, "kept")),
         loss=out.m * out.n * max(size, 4),
-        attention_matrix=max(step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")),
+        attention_matrix=max(
+            step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
+        ),
         kv_cache=_cache(config, decoder, "attention", tokens, batch) * size,
         window_cache=_cache(config, decoder, "attention", tokens, batch, ring=True) * size,
         cross_cache=_cache(config, decoder, "cross", source_tokens, batch) * size,
     )
-    flops = Flops(Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward")), tokens=batch * tokens)
+    flops = Flops(
+        Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward")), tokens=batch * tokens
+    )
     return Cost(config, length, source_length, batch, dtype, parameters, flops, memory, steps)
 
 
@@ -164,15 +178,21 @@ def attention_matrix_bytes(length: int, dtype: str = "float32", heads: int = 1, 
 def bytes_of(dtype: str) -> int:
     """Bytes of one value."""
     if dtype not in DTYPES:
-        raise ConfigError(f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {", ".join(DTYPES)}')
+        raise ConfigError(
+            f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {", ".join(DTYPES)}'
+        )
     return DTYPES[dtype]
 
 
-def _cache(config: ModelConfig, plan: StackPlan | None, kind: str, tokens: int, batch: int, ring: bool = False) -> int:
+def _cache(
+    config: ModelConfig, plan: StackPlan | None, kind: str, tokens: int, batch: int, ring: bool = False
+) -> int:
     """Values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if plan is None or (kind == "cross" and not plan.cross):
         return 0
-    heads = [heads_left(config, plan, f"{plan.prefix}blocks.{layer}.{kind}")[1] for layer in range(plan.n_layers)]
+    heads = [
+        heads_left(config, plan, f"{plan.prefix}blocks.{layer}.{kind}")[1] for layer in range(plan.n_layers)
+    ]
     slots = [tokens if window is None or not ring else window + 1 for window in plan.windows]
     return batch * (plan.d_head + plan.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
 
@@ -182,7 +202,9 @@ def _measure(config: ModelConfig, plan: StackPlan, length: int | None, name: str
     if plan.input == "patches":
         tokens = tokens_of(config, plan, 0)
         if length not in (None, tokens):
-            raise InputError(f"{name} {length} was given for an image, which has {tokens} tokens: leave it out")
+            raise InputError(
+                f"{name} {length} was given for an image, which has {tokens} tokens: leave it out"
+            )
         return tokens, tokens
     if length is None:
         length = config.max_positions * (config.conv_stride if plan.input == "frames" else 1)
@@ -190,12 +212,17 @@ def _measure(config: ModelConfig, plan: StackPlan, length: int | None, name: str
         raise InputError(f"{name} {length} must be 1 or more")
     tokens = tokens_of(config, plan, length)
     if config.positions == "learned" and tokens > config.max_positions:
-        raise InputError(f"{name} {length} makes {tokens} positions and the model has {config.max_positions}: raise max_positions")
+        raise InputError(
+            f"{name} {length} makes {tokens} positions and the model has {config.max_positions}: raise max_positions"
+        )
     return length, tokens
 
 
 def _by_part(steps: tuple[Step, ...], figure: str) -> dict[str, int]:
-    return {part.name: sum(getattr(step, figure) for step in steps if step.part == part.name) for part in dataclasses.fields(Parts)}
+    return {
+        part.name: sum(getattr(step, figure) for step in steps if step.part == part.name)
+        for part in dataclasses.fields(Parts)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,15 @@ from clearhead.hub.checkpoint import Description, describe, exported_config, loa
 from clearhead.hub.files import read_json, whole_folder, write_json
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, read_sentences, write_sentences
-from clearhead.hub.tokenizer import encode, load_tokenizer, open_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
+from clearhead.hub.tokenizer import (
+    encode,
+    load_tokenizer,
+    open_tokenizer,
+    read_settings,
+    save_tokenizer,
+    special_ids,
+    stop_ids,
+)
 from clearhead.model.attention import Attention
 from clearhead.model.heads import pool
 from clearhead.model.taps import SILENT, tap_for
@@ -47,7 +55,9 @@ class Loaded:
     generation: dict[str, Any] = field(default_factory=dict)  # defaults: special token ids, sampling
     description: Description | None = None  # the config.json it came with
     folder: Path | None = None
-    special: dict[str, int] = field(default_factory=dict)  # ids by role: pad, bos, eos, unk, cls, sep, mask, decoder_start, ...
+    special: dict[str, int] = field(
+        default_factory=dict
+    )  # ids by role: pad, bos, eos, unk, cls, sep, mask, decoder_start, ...
     settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
     labels: tuple[str, ...] = ()  # names of the classes, for a head that has them
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
@@ -64,12 +74,18 @@ class Loaded:
     @property
     def stops(self) -> tuple[int, ...]:
         """Every id that ends a generated text."""
-        return stop_ids(self.special, self.generation, self.description.theirs if self.description is not None else {})
+        return stop_ids(
+            self.special, self.generation, self.description.theirs if self.description is not None else {}
+        )
 
     @property
     def max_length(self) -> int:
         """The most tokens that a text given to the model may have."""
-        limits = (self.config.max_positions, self.settings.get("model_max_length"), self.sentences and self.sentences.max_length)
+        limits = (
+            self.config.max_positions,
+            self.settings.get("model_max_length"),
+            self.sentences and self.sentences.max_length,
+        )
         return min(limit for limit in limits if type(limit) is int and limit > 0)
 
     def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
@@ -86,7 +102,13 @@ class Loaded:
             )
         return self.tokenizer
 
-    classify, tag, fill, answer, translate = tasks.classify, tasks.tag, tasks.fill, tasks.answer, tasks.translate
+    classify, tag, fill, answer, translate = (
+        tasks.classify,
+        tasks.tag,
+        tasks.fill,
+        tasks.answer,
+        tasks.translate,
+    )
 
     @torch.inference_mode()
     def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
@@ -96,7 +118,9 @@ class Loaded:
         their mean. Texts longer than the model takes are cut. Those of like length share a batch, padded on the right.
         """
         if self.config.family == "encoder-decoder":
-            raise InputError("embed needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder")
+            raise InputError(
+                "embed needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder"
+            )
         texts = [texts] if isinstance(texts, str) else texts
         how = self.sentences or Sentences(normalise=self.config.head == "embedding" and self.config.normalise)
         rows = self.encode(list(texts), self.max_length)
@@ -163,8 +187,12 @@ class Loaded:
                 and `Beams`' fields: length_penalty, early_stopping, num_beam_groups, diversity_penalty.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array of ids
-        single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
-        prompts = self._fit([self._prompt(one) for one in ([given] if single else given)], overflow, max_new_tokens)
+        single = isinstance(given, str) or (
+            len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor)
+        )
+        prompts = self._fit(
+            [self._prompt(one) for one in ([given] if single else given)], overflow, max_new_tokens
+        )
         stop_ids = self._stop_ids(stop_tokens)
         if not isinstance(seed, int):
             raise InputError(f"seed {seed!r} must be a whole number")
@@ -172,10 +200,17 @@ class Loaded:
         beams = Beams(num_beams=num_beams, num_return=num_return, **more)
         if num_beams > 1:
             asked_for = {"stop": stop, "on_text": on_text, "logprobs": logprobs, "alternatives": alternatives}
-            asked_for |= {"cancel": cancel is not None, "reuse": reuse, "lookup": lookup, "draft": draft is not None}
+            asked_for |= {
+                "cancel": cancel is not None,
+                "reuse": reuse,
+                "lookup": lookup,
+                "draft": draft is not None,
+            }
             for name, asked in asked_for.items():
                 if asked:
-                    raise InputError(f"{name} with num_beams {num_beams}: beams are known only at the end, so leave one of them out")
+                    raise InputError(
+                        f"{name} with num_beams {num_beams}: beams are known only at the end, so leave one of them out"
+                    )
             with evaluating(self.model):
                 found = search(
                     self._runner(),
@@ -192,9 +227,13 @@ class Loaded:
             return best[0] if single else best
         both = (self.tokenizer, draft.tokenizer) if draft is not None else (None, None)
         if both[0] is not None and both[1] is not None and both[0].get_vocab() != both[1].get_vocab():
-            raise InputError("the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it")
+            raise InputError(
+                "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it"
+            )
         if reuse and (len(prompts) != 1 or self.config.family != "decoder"):
-            raise InputError(f"reuse with {len(prompts)} prompts of a {self.config.family}: it takes one prompt of a decoder at a time")
+            raise InputError(
+                f"reuse with {len(prompts)} prompts of a {self.config.family}: it takes one prompt of a decoder at a time"
+            )
         with evaluating(self.model), evaluating(draft.model if draft is not None else self.model):
             runner = self._runner()
             prefix = self._reused(runner) if reuse else None
@@ -227,7 +266,11 @@ class Loaded:
         """Log-probability of each token of a text, and its perplexity; given `source`, where there is an encoder."""
         both = self.config.family == "encoder-decoder"
         if both != (source is not None):
-            raise InputError("score needs a source for this encoder-decoder" if both else "score takes a source only with an encoder")
+            raise InputError(
+                "score needs a source for this encoder-decoder"
+                if both
+                else "score takes a source only with an encoder"
+            )
         ids, start = self._prompt(text), self._start()
         if len(start) > 1 and ids[:1] != start[1:]:
             ids = [*start[1:], *ids]  # what every answer begins with is part of it
@@ -239,7 +282,9 @@ class Loaded:
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
             if not all(isinstance(token, int) for token in ids):
-                raise InputError(f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers")
+                raise InputError(
+                    f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers"
+                )
             return ids
         ids = self.encode([prompt])[0]
         if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
@@ -256,7 +301,9 @@ class Loaded:
         if overflow == "refuse":
             return prompts
         if room < 1:
-            raise InputError(f"{max_new_tokens} new tokens leave no room for a prompt: the model reads {self.max_length} at most")
+            raise InputError(
+                f"{max_new_tokens} new tokens leave no room for a prompt: the model reads {self.max_length} at most"
+            )
         return [prompt[-room:] for prompt in prompts]
 
     def _stop_ids(self, tokens: Sequence[int | str]) -> tuple[int, ...]:
@@ -265,9 +312,15 @@ class Loaded:
         for token in tokens:
             found = self.text_tokenizer.token_to_id(token) if isinstance(token, str) else token
             if type(found) is not int or not 0 <= found < size:
-                special = [] if self.tokenizer is None else [str(one) for one in self.tokenizer.get_added_tokens_decoder().values()]
+                special = (
+                    []
+                    if self.tokenizer is None
+                    else [str(one) for one in self.tokenizer.get_added_tokens_decoder().values()]
+                )
                 near = nearest(token, special) if isinstance(token, str) else f": ids go from 0 to {size - 1}"
-                raise InputError(f"stop token {token!r} is not in the vocabulary{near}; text that is no token goes into stop")
+                raise InputError(
+                    f"stop token {token!r} is not in the vocabulary{near}; text that is no token goes into stop"
+                )
             ids.append(found)
         return (*(token for token in self.stops if token < size), *ids)
 
@@ -283,13 +336,19 @@ class Loaded:
     def _reused(self, runner: Transformer) -> Prefix:
         """What the last call has read, if the model is still the same; taken out, so that no two calls have it at once."""
         prefix, self._prefix = self._prefix, None
-        return prefix if prefix is not None and prefix.model is runner and runner is not self.model else Prefix(runner)
+        return (
+            prefix
+            if prefix is not None and prefix.model is runner and runner is not self.model
+            else Prefix(runner)
+        )
 
     def _start(self) -> list[int]:
         """What the decoder of an encoder-decoder begins with."""
         if self.config.family != "encoder-decoder":
             return []
-        start = next((self.special[role] for role in ("decoder_start", "bos", "pad") if role in self.special), 0)
+        start = next(
+            (self.special[role] for role in ("decoder_start", "bos", "pad") if role in self.special), 0
+        )
         return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
 
     def _runner(self) -> Transformer:
@@ -300,12 +359,18 @@ class Loaded:
         if hooked or chosen or tap_for(self.model) is not SILENT:
             return self.model
         weights = list(self.model.parameters())
-        state = [(id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version) for w in weights]
-        if self._copy is None or self._copy[0] != state:  # made when first needed, and again when the weights have changed
+        state = [
+            (id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version) for w in weights
+        ]
+        if (
+            self._copy is None or self._copy[0] != state
+        ):  # made when first needed, and again when the weights have changed
             self._copy = (state, prepared(self.model))
         return self._copy[1]
 
-    def save(self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE) -> None:
+    def save(
+        self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE
+    ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
         target = Path(folder)
         architecture, theirs = exported_config(self.config, self.description)
@@ -341,7 +406,9 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     known = sorted(fields[0] | fields[1])
     for name in options:
         if name not in known:
-            raise InputError(f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}')
+            raise InputError(
+                f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}'
+            )
     sampling, beams = ({name: value for name, value in options.items() if name in names} for names in fields)
     return sampling, beams
 
@@ -350,7 +417,9 @@ def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids and mask [B, T] of rows of unequal length, padded on the right; a row without tokens gets one padding token."""
     length = max(1, *map(len, rows))
     ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])  # B T
-    mask = torch.tensor([[True] * max(1, len(row)) + [False] * (length - max(1, len(row))) for row in rows])  # B T
+    mask = torch.tensor(
+        [[True] * max(1, len(row)) + [False] * (length - max(1, len(row))) for row in rows]
+    )  # B T
     return ids, mask
 
 
@@ -377,7 +446,11 @@ def load(
     model, description = load_model(path, description, dtype)
     defaults = path / "generation_config.json"
     generation = read_json(defaults) if defaults.exists() else {}
-    found, settings = open_tokenizer(Path(tokenizer), path) if tokenizer is not None else (load_tokenizer(path), read_settings(path))
+    found, settings = (
+        open_tokenizer(Path(tokenizer), path)
+        if tokenizer is not None
+        else (load_tokenizer(path), read_settings(path))
+    )
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:

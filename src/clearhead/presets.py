@@ -155,14 +155,25 @@ _palm = ModelConfig(
 )
 
 # nanoGPT's character model
-_nano = ModelConfig(family="decoder", vocab_size=65, d_model=384, n_layers=6, n_heads=6, max_positions=256, bias=False, dropout=0.2)
+_nano = ModelConfig(
+    family="decoder",
+    vocab_size=65,
+    d_model=384,
+    n_layers=6,
+    n_heads=6,
+    max_positions=256,
+    bias=False,
+    dropout=0.2,
+)
 
 # For tests: milliseconds on a CPU
 _micro = ModelConfig(family="decoder", vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_positions=64)
 
 PRESETS: dict[str, ModelConfig] = {
     "transformer-base": _original,
-    "transformer-big": _original.replace(d_model=1024, n_heads=16, d_ff=4096, embedding_scale=1024**0.5, dropout=0.3),
+    "transformer-big": _original.replace(
+        d_model=1024, n_heads=16, d_ff=4096, embedding_scale=1024**0.5, dropout=0.3
+    ),
     "gpt2": _gpt2,
     "gpt2-medium": _gpt2.replace(d_model=1024, n_layers=24, n_heads=16),
     "gpt2-large": _gpt2.replace(d_model=1280, n_layers=36, n_heads=20),
@@ -183,7 +194,14 @@ PRESETS: dict[str, ModelConfig] = {
     "micro-encoder": _micro.replace(family="encoder"),
     "micro-encoder-decoder": _micro.replace(family="encoder-decoder"),
     "micro-vit": _micro.replace(
-        family="encoder", input="patches", vocab_size=0, image_size=(8, 8), patch_size=2, n_channels=1, class_token=True, n_classes=10
+        family="encoder",
+        input="patches",
+        vocab_size=0,
+        image_size=(8, 8),
+        patch_size=2,
+        n_channels=1,
+        class_token=True,
+        n_classes=10,
     ),
 }
 
@@ -191,5 +209,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str) -> ModelConfig:
     """The config of this name; an unknown name is an error that suggests the nearest known one."""
     if name not in PRESETS:
-        raise ConfigError(f'no preset is called "{name}"{nearest(name, PRESETS)}: choose from {", ".join(PRESETS)}')
+        raise ConfigError(
+            f'no preset is called "{name}"{nearest(name, PRESETS)}: choose from {", ".join(PRESETS)}'
+        )
     return PRESETS[name]

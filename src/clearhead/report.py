@@ -47,7 +47,9 @@ def cost_table(figures: Cost, name: str) -> Table:
             table.add_row(part, f"{parameters:,}", count(forward), count(forward + backward), size(kept))
     table.add_section()
     memory = figures.memory
-    table.add_row("per token", "", count(figures.flops.forward_per_token), count(figures.flops.training_per_token), "")
+    table.add_row(
+        "per token", "", count(figures.flops.forward_per_token), count(figures.flops.training_per_token), ""
+    )
     table.add_row("weights", size(memory.weights), "", "", "")
     if memory.kv_cache:
         table.add_row("KV cache", size(memory.kv_cache), "", "", "")
@@ -74,13 +76,22 @@ def check_table(rows: Sequence[Check]) -> Table:
         words, style = VERDICTS[row.verdict]
         said = Text(f"{row.compared}\n{row.note}" if row.note else row.compared)
         difference = "" if row.difference is None else f"{row.difference:.1e}"
-        table.add_row(row.name, said, difference, f"{row.tolerance:.0e}", Text(words, style=style), f"{row.seconds * 1000:.0f}")
+        table.add_row(
+            row.name,
+            said,
+            difference,
+            f"{row.tolerance:.0e}",
+            Text(words, style=style),
+            f"{row.seconds * 1000:.0f}",
+        )
     return table
 
 
 def score_table(result: Score, words: Sequence[str]) -> Table:
     """One line per token with its log-probability, then the total and the perplexity."""
-    table = Table(title=f"log-probability {result.total:.3f}, perplexity {result.perplexity:.3f}", title_justify="left")
+    table = Table(
+        title=f"log-probability {result.total:.3f}, perplexity {result.perplexity:.3f}", title_justify="left"
+    )
     table.add_column("token")
     table.add_column("id", justify="right")
     table.add_column("log-probability", justify="right")
@@ -127,5 +138,7 @@ def attention_map(pattern: Tensor, rows: Sequence[str], columns: Sequence[str]) 
     """One head's pattern [T, S] as characters, darker for more: a row per query, a column per key."""
     lines = ["    " + " ".join(f"{label:>1}" for label in columns)]
     for label, weights in zip(rows, pattern.tolist()):
-        lines.append(f"  {label:>1} " + " ".join(SHADES[min(int(w * len(SHADES)), len(SHADES) - 1)] for w in weights))
+        lines.append(
+            f"  {label:>1} " + " ".join(SHADES[min(int(w * len(SHADES)), len(SHADES) - 1)] for w in weights)
+        )
     return "\n".join(lines)

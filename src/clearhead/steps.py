@@ -46,7 +46,9 @@ class Step:
         return self.gradients * self.forward
 
 
-def forward_steps(config: ModelConfig, length: int, source_length: int, batch: int, dtype: str) -> Iterator[Step]:
+def forward_steps(
+    config: ModelConfig, length: int, source_length: int, batch: int, dtype: str
+) -> Iterator[Step]:
     """Every step of one forward pass, in order."""
     walk = _Walk(config, batch, DTYPES[dtype])
     encoder, decoder = config.encoder, config.decoder
@@ -69,19 +71,27 @@ class _Walk:
         self.config, self.batch, self.size = config, batch, size
         self.wide = max(size, 4)  # bytes of one value where half precision is widened
 
-    def linear(self, name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool | None, **more: int) -> Step:
+    def linear(
+        self, name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool | None, **more: int
+    ) -> Step:
         return Step(name, part, d_in * d_out + bool(bias) * d_out, m=rows, n=d_out, k=d_in, **more)
 
     def norm(self, name: str, rows: int, width: int, groups: int = 1, input_kept: bool = False) -> Step:
         """`groups` norms of `width` in each row, one set of weights; is the input kept by an earlier step?"""
         parameters, values = width * (1 + bool(self.config.norm_bias)), rows * groups * width
         if self.config.norm == "layernorm":
-            return Step(name, "norms", parameters, kept=values * self.size * (not input_kept) + 2 * rows * groups * 4)
+            return Step(
+                name, "norms", parameters, kept=values * self.size * (not input_kept) + 2 * rows * groups * 4
+            )
         if self.size < self.wide:  # the input is widened, and what is kept is the copy
             return Step(name, "norms", parameters, kept=2 * values * self.wide + rows * groups * self.wide)
-        return Step(name, "norms", parameters, kept=values * self.size * (2 - input_kept) + rows * groups * self.size)
+        return Step(
+            name, "norms", parameters, kept=values * self.size * (2 - input_kept) + rows * groups * self.size
+        )
 
-    def stack(self, plan: StackPlan, length: int, memory: int = 0, shared_front: bool = False) -> Iterator[Step]:
+    def stack(
+        self, plan: StackPlan, length: int, memory: int = 0, shared_front: bool = False
+    ) -> Iterator[Step]:
         config, prefix, D, B = self.config, plan.prefix, self.config.d_model, self.batch
         tokens = tokens_of(config, plan, length)
         for step in self.front(plan, length):
@@ -93,7 +103,9 @@ class _Walk:
             yield self.norm(f"{prefix}embedding.norm", B * tokens, plan.d_embedding)
         if config.embedding_projection and plan.input == "tokens":
             kept = B * tokens * plan.d_embedding * self.size
-            yield self.linear(f"{prefix}embedding.project", "embedding", B * tokens, plan.d_embedding, D, True, kept=kept)
+            yield self.linear(
+                f"{prefix}embedding.project", "embedding", B * tokens, plan.d_embedding, D, True, kept=kept
+            )
         if config.embedding_dropout:
             yield Step(f"{prefix}embedding.dropout", "embedding", kept=B * tokens * D)
         groups = min(config.layer_groups or plan.n_layers, plan.n_layers)
@@ -112,20 +124,43 @@ class _Walk:
         config, B, D, size = self.config, self.batch, self.config.d_model, self.size
         name = f"{plan.prefix}embedding.front"
         if plan.input == "tokens":
-            yield Step(f"{name}.tokens", "embedding", plan.vocab_size * plan.d_embedding, kept=B * length * INDEX)
+            yield Step(
+                f"{name}.tokens", "embedding", plan.vocab_size * plan.d_embedding, kept=B * length * INDEX
+            )
         elif plan.input == "patches":
             rows, width = B * config.n_patches, config.n_channels * config.patch_size**2
-            yield self.linear(f"{name}.project", "embedding", rows, width, D, True, gradients=1, kept=rows * width * size)
+            yield self.linear(
+                f"{name}.project", "embedding", rows, width, D, True, gradients=1, kept=rows * width * size
+            )
             if config.class_token:
                 yield Step(f"{name}.class_token", "embedding", D)
         elif plan.input == "vectors":
             kept = B * length * config.d_input * size
-            yield self.linear(f"{name}.project", "embedding", B * length, config.d_input, D, True, gradients=1, kept=kept)
+            yield self.linear(
+                f"{name}.project", "embedding", B * length, config.d_input, D, True, gradients=1, kept=kept
+            )
         else:  # each convolution is a product with the window laid out as a row, and keeps what it reads and what gelu reads
             kernel, after = config.conv_kernel, B * tokens_of(config, plan, length)
             kept = B * length * (config.d_input + D) * size
-            yield self.linear(f"{name}.first", "embedding", B * length, config.d_input * kernel, D, True, gradients=1, kept=kept)
-            yield self.linear(f"{name}.second", "embedding", after, D * kernel, D, True, kept=(B * length + after) * D * size)
+            yield self.linear(
+                f"{name}.first",
+                "embedding",
+                B * length,
+                config.d_input * kernel,
+                D,
+                True,
+                gradients=1,
+                kept=kept,
+            )
+            yield self.linear(
+                f"{name}.second",
+                "embedding",
+                after,
+                D * kernel,
+                D,
+                True,
+                kept=(B * length + after) * D * size,
+            )
 
     def positions(self, plan: StackPlan, tokens: int) -> Iterator[Step]:
         config, name = self.config, f"{plan.prefix}positions"
@@ -135,8 +170,15 @@ class _Walk:
         elif config.positions == "relative":
             kept = tokens**2 * INDEX * len(set(plan.windows))  # the buckets
             yield Step(f"{name}.table", "positions", config.relative_buckets * plan.n_heads, kept=kept)
-        elif config.positions == "alibi" and not plan.causal:  # one for all layers, where no mask is put into it
-            kept = plan.n_heads * tokens**2 * self.size * any(window is None or window >= tokens for window in plan.windows)
+        elif (
+            config.positions == "alibi" and not plan.causal
+        ):  # one for all layers, where no mask is put into it
+            kept = (
+                plan.n_heads
+                * tokens**2
+                * self.size
+                * any(window is None or window >= tokens for window in plan.windows)
+            )
             yield Step(f"{name}.bias", "positions", kept=kept)
         elif config.positions == "rope":
             rotated = rotated_width(plan.d_head, config.rope_fraction)
@@ -144,15 +186,21 @@ class _Walk:
 
     def block(self, plan: StackPlan, layer: int, tokens: int, memory: int) -> Iterator[Step]:
         name = f"{plan.prefix}blocks.{layer}"
-        attention = self.attention(f"{name}.attention", "attention", plan, tokens, tokens, plan.windows[layer])
+        attention = self.attention(
+            f"{name}.attention", "attention", plan, tokens, tokens, plan.windows[layer]
+        )
         yield from self.residual(f"{name}.attention_residual", "attention", tokens, attention)
         if plan.cross:
             cross = self.attention(f"{name}.cross", "cross", plan, tokens, memory, None)
             yield from self.residual(f"{name}.cross_residual", "cross", tokens, cross)
         feedforward = self.feedforward(f"{name}.feedforward", plan.d_ff, tokens)
-        yield from self.residual(f"{name}.feedforward_residual", "feedforward", tokens, feedforward, second=self.config.parallel)
+        yield from self.residual(
+            f"{name}.feedforward_residual", "feedforward", tokens, feedforward, second=self.config.parallel
+        )
 
-    def residual(self, name: str, part: Part, tokens: int, inner: Iterator[Step], second: bool = False) -> Iterator[Step]:
+    def residual(
+        self, name: str, part: Part, tokens: int, inner: Iterator[Step], second: bool = False
+    ) -> Iterator[Step]:
         """A sublayer and how it joins the stream; `second`: in parallel to one that has read the same stream."""
         config, rows = self.config, self.batch * tokens
         D, one_norm = config.d_model, second and config.parallel_norms == 1
@@ -168,33 +216,49 @@ class _Walk:
         if config.norm_position == "post":
             yield self.norm(f"{name}.after", rows, D)
 
-    def attention(self, name: str, part: Part, plan: StackPlan, T: int, S: int, window: int | None) -> Iterator[Step]:
+    def attention(
+        self, name: str, part: Part, plan: StackPlan, T: int, S: int, window: int | None
+    ) -> Iterator[Step]:
         config, B, D, size = self.config, self.batch, self.config.d_model, self.size
         H, K = heads_left(config, plan, name)
         E, Ev = plan.d_head, plan.d_value
         own = part == "attention"  # cross-attention has neither positions nor causality
         fused = config.attention_softcap is None and Ev == E and not (own and config.positions == "relative")
-        repeated = not fused and config.attention_softcap is None  # PyTorch's unfused path repeats keys and values for each head
+        repeated = (
+            not fused and config.attention_softcap is None
+        )  # PyTorch's unfused path repeats keys and values for each head
         for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
             kept = rows * (H if repeated else heads) * width * size
-            yield self.linear(f"{name}.{projection}", part, rows, D, heads * width, config.qkv_bias, kept=kept)
+            yield self.linear(
+                f"{name}.{projection}", part, rows, D, heads * width, config.qkv_bias, kept=kept
+            )
             if projection != "v" and config.qk_norm != "none":
                 whole = config.qk_norm == "full"
-                yield self.norm(f"{name}.{projection}_norm", rows, heads * E if whole else E, 1 if whole else heads)
+                yield self.norm(
+                    f"{name}.{projection}_norm", rows, heads * E if whole else E, 1 if whole else heads
+                )
         kept = self.attending(own, own and plan.causal, H, T, S, window, fused)
         yield Step(f"{name}.scores", part, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
         partly_rotated = own and config.positions == "rope" and rotated_width(E, config.rope_fraction) < E
-        copies = 2 if fused and partly_rotated else 1  # joined queries have another layout, which the kernel's answer takes on
-        yield Step(f"{name}.z", part, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * size)
+        copies = (
+            2 if fused and partly_rotated else 1
+        )  # joined queries have another layout, which the kernel's answer takes on
+        yield Step(
+            f"{name}.z", part, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * size
+        )
         yield self.linear(f"{name}.out", part, B * T, H * Ev, D, config.attention_out_bias)
 
-    def attending(self, own: bool, causal: bool, H: int, T: int, S: int, window: int | None, fused: bool) -> int:
+    def attending(
+        self, own: bool, causal: bool, H: int, T: int, S: int, window: int | None, fused: bool
+    ) -> int:
         """Bytes kept between scores and values, by the kernel that this attention gets."""
         config, size, square = self.config, self.size, T * S
         values = self.batch * H * square  # of the pattern
         windowed = window is not None and window < S
         masked = windowed or causal
-        if config.attention_softcap is not None:  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
+        if (
+            config.attention_softcap is not None
+        ):  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
             copied = masked or size < self.wide
             return values * (size + self.wide + copied * size) + 2 * masked * square
         if not fused:
@@ -205,15 +269,30 @@ class _Walk:
         return log_sums + windowed * square * size
 
     def feedforward(self, name: str, d_ff: int, tokens: int) -> Iterator[Step]:
-        config, D, size, rows, copies, idle = self.config, self.config.d_model, self.size, self.batch * tokens, 1, 0
+        config, D, size, rows, copies, idle = (
+            self.config,
+            self.config.d_model,
+            self.size,
+            self.batch * tokens,
+            1,
+            0,
+        )
         bias = config.feedforward_bias
         if config.n_experts:
-            copies, idle, active = config.n_experts, config.n_experts - config.n_active_experts, config.n_active_experts
-            softmax = active if config.router_order == "topk_softmax" else copies + active + 1  # the chosen; or all, the chosen, their sum
+            copies, idle, active = (
+                config.n_experts,
+                config.n_experts - config.n_active_experts,
+                config.n_active_experts,
+            )
+            softmax = (
+                active if config.router_order == "topk_softmax" else copies + active + 1
+            )  # the chosen; or all, the chosen, their sum
             kept = rows * (softmax * self.wide + active * (size + 3 * INDEX))  # and which, in which order
             yield self.linear(f"{name}.router", "feedforward", rows, D, copies, False, kept=kept)
             rows *= active
-            yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * D * size)  # what experts read, say, and say weighted
+            yield Step(
+                f"{name}.sorted", "feedforward", kept=3 * rows * D * size
+            )  # what experts read, say, and say weighted
             name = f"{name}.experts"
         bent = config.activation != "relu"  # which keeps its answer; the others keep what they read as well
         for projection in ("gate", "up") if config.gated else ("up",):
@@ -227,7 +306,13 @@ class _Walk:
         yield dataclasses.replace(step, parameters=copies * step.parameters, idle=idle * step.parameters)
 
     def head(self, tokens: int) -> Iterator[Step]:
-        config, D, B, size, rows = self.config, self.config.d_model, self.batch, self.size, self.batch * tokens
+        config, D, B, size, rows = (
+            self.config,
+            self.config.d_model,
+            self.batch,
+            self.size,
+            self.batch * tokens,
+        )
         if config.head in ("lm", "mlm"):
             width = config.d_embedding or D
             if config.head_transform or width != D:
@@ -237,14 +322,28 @@ class _Walk:
                     yield Step("head.activation", "head", kept=rows * width * size)
                 yield self.norm("head.norm", rows, width)
             kept = rows * (width + config.vocab_size * (config.logit_softcap is not None)) * size
-            step = self.linear("head.out", "head", rows, width, config.vocab_size, config.head_bias, kept=kept)
-            yield dataclasses.replace(step, parameters=step.parameters - width * config.vocab_size * config.tie_embeddings)
+            step = self.linear(
+                "head.out", "head", rows, width, config.vocab_size, config.head_bias, kept=kept
+            )
+            yield dataclasses.replace(
+                step, parameters=step.parameters - width * config.vocab_size * config.tie_embeddings
+            )
         elif config.head in ("tagger", "span"):
             classes = 2 if config.head == "span" else config.n_classes
-            yield self.linear("head.out", "head", rows, D, classes, config.head_bias, kept=rows * D * (size + bool(config.dropout)))
+            yield self.linear(
+                "head.out",
+                "head",
+                rows,
+                D,
+                classes,
+                config.head_bias,
+                kept=rows * D * (size + bool(config.dropout)),
+            )
         elif config.head in ("classifier", "embedding"):
             copied = config.pooling == "mean" or (config.dropout and config.pooler == "none")
-            read = (B if copied else rows) * D * size  # one token's state is a view, and holds on to all of them
+            read = (
+                (B if copied else rows) * D * size
+            )  # one token's state is a view, and holds on to all of them
             if config.pooler != "none":
                 yield self.linear("head.pooler", "head", B, D, D, True, kept=read)
                 read = B * D * size

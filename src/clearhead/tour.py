@@ -37,8 +37,18 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     console = Console(highlight=False)
     place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
     longer = steps * 3 // 2
-    prose = [*PROSE, f"train.steps={steps}", f"train.validate_every={max(1, steps // 2)}", f"train.seed={seed}"]
-    dates = [*DATES, f"train.steps={longer}", f"train.validate_every={max(1, longer // 2)}", f"train.seed={seed}"]
+    prose = [
+        *PROSE,
+        f"train.steps={steps}",
+        f"train.validate_every={max(1, steps // 2)}",
+        f"train.seed={seed}",
+    ]
+    dates = [
+        *DATES,
+        f"train.steps={longer}",
+        f"train.validate_every={max(1, longer // 2)}",
+        f"train.seed={seed}",
+    ]
     console.rule("1. A small GPT learns the prose of Python's own documentation")
     writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", prose)
     made: Any = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
@@ -57,10 +67,18 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     failed = sum(not row.passed for row in rows)
     console.print(f"{len(rows) - failed} of {len(rows)} equal.\n")
     console.rule("Next")
-    console.print(f"clearhead generate {place / 'writer'} 'Return the ' --temperature 0.7 --stream", soft_wrap=True)
+    console.print(
+        f"clearhead generate {place / 'writer'} 'Return the ' --temperature 0.7 --stream", soft_wrap=True
+    )
     console.print(f"clearhead translate {place / 'reader'} '24 December 1999'", soft_wrap=True)
-    console.print(f"clearhead explore {place / 'reader'} --text '3 May 2011' --export page.html    see it think", soft_wrap=True)
-    console.print(f"clearhead trace {place / 'reader'} '3 May 2011' --depth 3    the forward pass, step by step", soft_wrap=True)
+    console.print(
+        f"clearhead explore {place / 'reader'} --text '3 May 2011' --export page.html    see it think",
+        soft_wrap=True,
+    )
+    console.print(
+        f"clearhead trace {place / 'reader'} '3 May 2011' --depth 3    the forward pass, step by step",
+        soft_wrap=True,
+    )
     console.print("clearhead train my.txt                     your own text, pairs, labels, tags or images")
     console.print("clearhead tokens 'any text'                the stages of tokenization")
     console.print("clearhead check DIR --reference            against transformers")
@@ -69,7 +87,11 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
 def _train(console: Console, data: str, recipe: str, out: Path, settings: list[str]) -> Loaded:
     """A run with one live line, or, without a terminal, a line at each validation."""
     start = time.perf_counter()
-    live = Live(Text("reading"), console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+    live = (
+        Live(Text("reading"), console=console, refresh_per_second=8, transient=True)
+        if console.is_terminal
+        else None
+    )
 
     def show(event: Event) -> None:
         took = f"{time.perf_counter() - start:4.0f} s"
@@ -78,7 +100,9 @@ def _train(console: Console, data: str, recipe: str, out: Path, settings: list[s
         if isinstance(event, Stepped) and live is not None:
             bar = "█" * round(30 * event.step / event.steps)
             live.update(
-                Text(f"step {event.step:>4}/{event.steps}  loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s  {bar:<30} {took}")
+                Text(
+                    f"step {event.step:>4}/{event.steps}  loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s  {bar:<30} {took}"
+                )
             )
         if isinstance(event, Validated):
             figures = "  ".join(f"{name} {value:.3f}" for name, value in event.metrics.items())
@@ -97,9 +121,19 @@ def _show_attention(console: Console, reader: Loaded, source: str, answer: list[
     fed = [reader.special["decoder_start"], *answer[:-1]]
     with torch.no_grad(), record(reader.model, "blocks.*.cross.pattern") as seen:
         reader.model(torch.tensor([fed]), source=torch.tensor([read]))
-    heads = [(name, head, pattern[0, head]) for name, pattern in seen.items() for head in range(pattern.shape[1])]
+    heads = [
+        (name, head, pattern[0, head]) for name, pattern in seen.items() for head in range(pattern.shape[1])
+    ]
     name, head, pattern = max(heads, key=lambda entry: float(entry[2].amax(-1).mean()))
-    written, letters = ([reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read))
-    console.print(f"{name}, head {head}. A row for each character it writes, a column for each it has read; darker is more.\n")
-    console.print(attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters]))
-    console.print(f"\nOn average {float(pattern.amax(-1).mean()):.0%} of a row lies on one character of {len(read)}.\n")
+    written, letters = (
+        [reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read)
+    )
+    console.print(
+        f"{name}, head {head}. A row for each character it writes, a column for each it has read; darker is more.\n"
+    )
+    console.print(
+        attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters])
+    )
+    console.print(
+        f"\nOn average {float(pattern.amax(-1).mean()):.0%} of a row lies on one character of {len(read)}.\n"
+    )

@@ -21,7 +21,11 @@ Table = TypeVar("Table")
 def plain(value: Any) -> Any:
     """A value as JSON and TOML know it; fields of a nested dataclass that are at their default are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+        return {
+            f.name: plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) != f.default
+        }
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -44,7 +48,9 @@ def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> 
     known = hints_of(cls)
     for name in values:
         if name not in known:
-            raise ConfigError(f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}')
+            raise ConfigError(
+                f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}'
+            )
 
 
 def shaped(value: Any, hint: Any) -> Any:
@@ -68,7 +74,9 @@ def check_types(table: Any) -> None:
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Hold one value against an annotation."""
     if not _fits(value, hint):
-        raise ConfigError(f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}")
+        raise ConfigError(
+            f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} {value} is not a finite number")
 
@@ -96,10 +104,16 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in arguments)
     if origin is tuple:
-        kinds = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is Ellipsis else arguments
+        kinds = (
+            arguments[:1] * len(value)
+            if isinstance(value, tuple) and arguments[-1] is Ellipsis
+            else arguments
+        )
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
+        return isinstance(value, Mapping) and all(
+            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
+        )
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -116,11 +130,19 @@ def _describe(hint: Any) -> str:
     if origin is tuple:
         inner = [_describe(argument) for argument in arguments if argument is not Ellipsis]
         return f"a list of {inner[0]}" if Ellipsis in arguments else f"{len(inner)} values of {inner[0]}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "unset",
+    }
     return names.get(hint, "a table" if origin is Mapping else str(getattr(hint, "__name__", hint)))
 
 
 def _suggest(value: Any, hint: Any) -> str:
     options = [hint, *get_args(hint)]
-    choices = [str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    choices = [
+        str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)
+    ]
     return nearest(value, choices) if isinstance(value, str) else ""

@@ -27,7 +27,12 @@ class Watched:
         self.page.set_default_timeout(20_000)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.wrong.append(f"page error: {error}"))
-        self.page.on("console", lambda said: self.wrong.append(f"{said.type}: {said.text}") if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda said: (
+                self.wrong.append(f"{said.type}: {said.text}") if said.type in ("error", "warning") else None
+            ),
+        )
         self.page.on("dialog", self._dialog)
 
     def _dialog(self, dialog: Any) -> None:
@@ -66,7 +71,9 @@ class Watched:
 
     def values(self, selector: str, attribute: str = "data-value") -> list[float]:
         """Numbers that the page holds in an attribute."""
-        got = self.page.eval_on_selector_all(selector, "(nodes, name) => nodes.map((node) => node.getAttribute(name))", attribute)
+        got = self.page.eval_on_selector_all(
+            selector, "(nodes, name) => nodes.map((node) => node.getAttribute(name))", attribute
+        )
         return [float(value) for value in got]
 
     def texts(self, selector: str) -> list[str]:
@@ -77,7 +84,9 @@ class Watched:
         """Wait until a function of the page gives something true. The page's policy forbids it to be polled from within."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition, given):
-            assert time.monotonic() < end, f"never came true: {condition} of {given}; on the page: {self.wrong}"
+            assert time.monotonic() < end, (
+                f"never came true: {condition} of {given}; on the page: {self.wrong}"
+            )
             self.page.wait_for_timeout(15)
 
 
@@ -126,7 +135,9 @@ def live(chromium, served) -> Iterator[Any]:
 
         def of(family: str) -> Watched:
             if family not in open_pages:
-                context = stack.enter_context(contextlib.closing(chromium.new_context(viewport={"width": 1280, "height": 720})))
+                context = stack.enter_context(
+                    contextlib.closing(chromium.new_context(viewport={"width": 1280, "height": 720}))
+                )
                 open_pages[family] = Watched(context).open(served(family).url)
             return open_pages[family]
 

@@ -19,7 +19,9 @@ SECTIONS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_axe_finds_nothing_serious(watched, served, family):
     """All rules in light; those about colours again in dark. A short text, so that the page is one that axe soon has read."""
-    seen = watched(color_scheme="light", reduced_motion="reduce", bypass_csp=True).open(served(family).url)  # axe is put in as a script
+    seen = watched(color_scheme="light", reduced_motion="reduce", bypass_csp=True).open(
+        served(family).url
+    )  # axe is put in as a script
     if family != "vit":
         seen.read("speak of", *(["it"] if family == "encoder-decoder" else []))
     for section, ready in SECTIONS.items():
@@ -42,7 +44,11 @@ def test_axe_finds_nothing_serious(watched, served, family):
 
 def serious(seen, options=None):
     """What axe holds to be serious or worse."""
-    found = axe.Axe().run(seen.page, options={"resultTypes": ["violations"], **(options or {})}).response["violations"]
+    found = (
+        axe.Axe()
+        .run(seen.page, options={"resultTypes": ["violations"], **(options or {})})
+        .response["violations"]
+    )
     return [
         (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:4]])
         for one in found

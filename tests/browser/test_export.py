@@ -12,7 +12,13 @@ from clearhead.generate.sampling import Sampling, distribution
 from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
 from tests.explorer.toys import toy
 
-SECTIONS = {"flow": "[data-group]", "attention": ".head", "lens": "td[data-value]", "next": "tbody tr", "cost": "#cost-flops"}
+SECTIONS = {
+    "flow": "[data-group]",
+    "attention": ".head",
+    "lens": "td[data-value]",
+    "next": "tbody tr",
+    "cost": "#cost-flops",
+}
 VALUES = """() => {
   const all = {};
   for (const node of document.querySelectorAll("main [data-value], main [data-id], main [data-entropy], main [data-parameters]")) {
@@ -81,11 +87,20 @@ def test_sliders_and_steps_of_a_file(watched, tmp_path):
     logits = ch.trace(m, text).logits[0, -1]
     seen.look("next", "tbody tr")
     for temperature, top_k, top_p, min_p in SETTINGS[:5]:
-        for name, value in (("temperature", temperature), ("top-k", top_k), ("top-p", top_p), ("min-p", min_p)):
+        for name, value in (
+            ("temperature", temperature),
+            ("top-k", top_k),
+            ("top-p", top_p),
+            ("min-p", min_p),
+        ):
             seen.page.fill(f"#next-{name}", str(value))
-        expected = distribution(logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))[0]
+        expected = distribution(
+            logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        )[0]
         ids = [int(one) for one in seen.values("#next-table tbody tr", "data-id")]
-        assert seen.values("#next-table td.number:not(.soft)") == pytest.approx(expected[ids].tolist(), abs=1e-6)
+        assert seen.values("#next-table td.number:not(.soft)") == pytest.approx(
+            expected[ids].tolist(), abs=1e-6
+        )
     seen.look("flow", "[data-step]").first.click()
     seen.page.locator("#flow-numbers td").first.wait_for()
     seen.page.click("#tour")
@@ -115,7 +130,9 @@ def test_a_notebook_shows_the_same(watched, tmp_path):
     """The frame that a notebook gets has the same values, and its links stay in it."""
     m, text = toy("decoder"), INPUTS["decoder"][0]
     cell = show(m, text)
-    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>n</title><body>{cell._repr_html_()}</body>", encoding="utf-8")
+    (tmp_path / "notebook.html").write_text(
+        f"<!doctype html><title>n</title><body>{cell._repr_html_()}</body>", encoding="utf-8"
+    )
     seen, tried = offline(watched)
     seen.page.goto((tmp_path / "notebook.html").as_uri())
     frame = seen.page.frame_locator("iframe")
@@ -123,7 +140,9 @@ def test_a_notebook_shows_the_same(watched, tmp_path):
     assert frame.locator("#input-tokens .chip > span").all_text_contents() == list(ch.trace(m, text).tokens)
     frame.locator("#sections a", has_text="Next token").click()
     frame.locator("#next-table tbody tr").first.wait_for()
-    shown = frame.locator("#next-table td.number:not(.soft)").evaluate_all("nodes => nodes.map((node) => Number(node.dataset.value))")
+    shown = frame.locator("#next-table td.number:not(.soft)").evaluate_all(
+        "nodes => nodes.map((node) => Number(node.dataset.value))"
+    )
     best = ch.trace(m, text).logits[0, -1].double().softmax(-1).topk(20).values
     assert shown == pytest.approx(best.tolist(), abs=1e-6)
     assert frame.locator("main > section").count() == 8

@@ -42,6 +42,8 @@ def test_an_example_until_the_model_is_there(watched):
         assert seen.texts("#input-tokens .chip > span") == list(prepare(toy("decoder"), given).tokens.labels)
         assert not seen.page.is_disabled("#input-run")
         seen.read("speak")
-        assert seen.page.get_attribute("#export", "href").endswith(seen.page.evaluate("clearhead.store.get('run').run"))
+        assert seen.page.get_attribute("#export", "href").endswith(
+            seen.page.evaluate("clearhead.store.get('run').run")
+        )
         assert seen.wrong == []
         assert took < 10, "one second on a quiet machine: benchmarks/explorer.py measures it"

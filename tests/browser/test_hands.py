@@ -89,7 +89,9 @@ def test_keys_alone(watched, served):
     keys.press("Enter")
     place = seen.page.evaluate("clearhead.store.get('position')")
     expected = effect(m, text, heads=["0.0"], position=place).kl
-    seen.wait("kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected)
+    seen.wait(
+        "kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected
+    )
     assert focused(seen, "data-heads") == "0.0"
 
     seen.page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
@@ -129,11 +131,14 @@ def test_append_and_step_back(watched, served, family):
             probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
         seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
         seen.wait(
-            "p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6", float(probabilities.max())
+            "p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6",
+            float(probabilities.max()),
         )
         seen.page.click("#next-greedy")
         ids.append(int(probabilities.argmax()))
-        seen.wait("ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids", str(ids).replace(" ", ""))
+        seen.wait(
+            "ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids", str(ids).replace(" ", "")
+        )
         assert seen.values("#next-history small")[step] == pytest.approx(float(probabilities.max()), abs=1e-6)
     seen.page.click("#next-sample")
     seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids) + 1)
@@ -154,7 +159,9 @@ def test_another_source_gets_its_own_answer(watched, served):
         assert seen.texts("#input-tokens .chip > span") == list(prepare(m, text).tokens.labels)
     seen.read("Ein Hund", "speak of it")
     tokens = prepare(m, "Ein Hund", "speak of it").tokens
-    seen.wait("async () => (await clearhead.source.get(`run/${clearhead.store.get('run').run}/stages`)).target")
+    seen.wait(
+        "async () => (await clearhead.source.get(`run/${clearhead.store.get('run').run}/stages`)).target"
+    )
     for place, token in enumerate(tokens.ids):
         seen.page.locator("#input-tokens .chip").nth(place).click()
         assert seen.texts("#input-stages li")[-1] in (f"as a number: {token}", f"id {token}")
@@ -170,7 +177,9 @@ def test_wrong_is_said_in_words(watched, served):
     seen.read("speak")
     assert seen.texts("#input .problem") == [""]
     vit = watched().open(served("vit").url)
-    vit.page.set_input_files("#input-image", {"name": "no.png", "mimeType": "image/png", "buffer": b"not an image"})
+    vit.page.set_input_files(
+        "#input-image", {"name": "no.png", "mimeType": "image/png", "buffer": b"not an image"}
+    )
     vit.page.locator("#input .problem", has_text="cannot be read").wait_for()
 
     def fails():

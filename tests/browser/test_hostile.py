@@ -80,12 +80,16 @@ def test_inert_live_and_in_a_file(watched, head, tmp_path):
 
 @pytest.mark.ledger("F2")
 def test_inert_in_a_notebook(watched, tmp_path):
-    (tmp_path / "n.html").write_text(f"<!doctype html><title>n</title><body>{show(hostile(), TEXT)._repr_html_()}</body>", encoding="utf-8")
+    (tmp_path / "n.html").write_text(
+        f"<!doctype html><title>n</title><body>{show(hostile(), TEXT)._repr_html_()}</body>", encoding="utf-8"
+    )
     seen, tried = offline(watched)
     seen.page.goto((tmp_path / "n.html").as_uri())
     frame = seen.page.frame_locator("iframe")
     frame.locator("#next-table tbody tr").first.wait_for()
-    assert frame.locator("#input-tokens .chip > span").all_text_contents() == [visible(token) for token in HOSTILE]
+    assert frame.locator("#input-tokens .chip > span").all_text_contents() == [
+        visible(token) for token in HOSTILE
+    ]
     assert frame.locator("main").evaluate("() => window.pwned") is None
     assert seen.page.evaluate("() => document.querySelectorAll('body > *').length") == 1
     inert(seen)

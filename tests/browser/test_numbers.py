@@ -27,7 +27,15 @@ INPUTS = {
     "classifier": ("Москва и люди; they shall",),
     "vit": (picture(3),),
 }
-SETTINGS = [(0.7, 0, 1, 0), (1.5, 7, 1, 0), (1, 0, 0.35, 0), (1, 0, 1, 0.2), (0.85, 40, 0.8, 0.05), (0, 0, 1, 0), (2, 1, 0.01, 1)]
+SETTINGS = [
+    (0.7, 0, 1, 0),
+    (1.5, 7, 1, 0),
+    (1, 0, 0.35, 0),
+    (1, 0, 1, 0.2),
+    (0.85, 40, 0.8, 0.05),
+    (0, 0, 1, 0),
+    (2, 1, 0.01, 1),
+]
 
 
 def shown(live, family):
@@ -85,7 +93,10 @@ def test_tokens(live, family):
 def test_flow(live, family):
     watched, prepared, given = shown(live, family)
     seen = trace(prepared.m, *given)
-    lengths = [None if family == "vit" else len(prepared.tokens), None if prepared.source is None else prepared.source.shape[1]]
+    lengths = [
+        None if family == "vit" else len(prepared.tokens),
+        None if prepared.source is None else prepared.source.shape[1],
+    ]
     price = ch.cost(prepared.m.config, lengths[0], source_length=lengths[1])
     watched.look("flow", "[data-group]")
     assert watched.values("#flow-totals", "data-parameters") == [price.parameters.total]
@@ -93,13 +104,19 @@ def test_flow(live, family):
     closed = watched.page.locator("#flow-lane [aria-expanded=false]")
     while closed.count():
         closed.first.click()
-    names = watched.page.eval_on_selector_all("#flow-lane [data-step]", "nodes => nodes.map((node) => node.dataset.step)")
+    names = watched.page.eval_on_selector_all(
+        "#flow-lane [data-step]", "nodes => nodes.map((node) => node.dataset.step)"
+    )
     assert names == [step.name for step in seen.steps]
     shapes = watched.texts("#flow-lane .step .shape .soft")
     assert shapes == [" × ".join(map(str, step.shape)) for step in seen.steps]
     for step in [
         seen.steps[-1],
-        *(step for step in seen.steps if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid"))),
+        *(
+            step
+            for step in seen.steps
+            if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid"))
+        ),
     ]:
         watched.page.locator(f'#flow-lane [data-step="{step.name}"]').click()
         watched.page.locator(f'#flow-step h3[data-step="{step.name}"]').wait_for()
@@ -125,7 +142,12 @@ def test_attention(live, family):
         layers = maps.of(kind)
         names = [f"{prefix}{each.layer}.{number}" for each in layers for number in range(len(each.pattern))]
         watched.page.wait_for_selector(f'#attention-grid [data-head="{names[-1]}"]')
-        assert watched.page.eval_on_selector_all("#attention-grid .head", "nodes => nodes.map((node) => node.dataset.head)") == names
+        assert (
+            watched.page.eval_on_selector_all(
+                "#attention-grid .head", "nodes => nodes.map((node) => node.dataset.head)"
+            )
+            == names
+        )
         entropies = [head.entropy for each in layers for head in each.heads()]
         assert watched.values("#attention-grid .head", "data-entropy") == pytest.approx(entropies, abs=1e-5)
         head, pattern = names[-1], layers[-1].pattern[-1]
@@ -134,7 +156,10 @@ def test_attention(live, family):
         assert off_by(watched, pattern) <= 1 / 510 + 1e-6
         row = 2
         watched.page.select_option("#attention-query", str(row))
-        said = [float(re.match(r"[\d.e+-]+", text)[0]) / 100 for text in watched.texts("#attention-large .looks .chip small")]
+        said = [
+            float(re.match(r"[\d.e+-]+", text)[0]) / 100
+            for text in watched.texts("#attention-large .looks .chip small")
+        ]
         assert said == pytest.approx(pattern[row].tolist(), abs=1 / 510 + 6e-4)
         assert watched.texts("#attention-large .looks .chip > span") == list(layers[-1].keys.labels)
 
@@ -171,11 +196,17 @@ def test_lens(live, family):
     assert watched.texts("#lens-grid td .token") == [cell[0] for layer in seen.top_names for cell in layer]
     column = len(seen.columns) - 1
     watched.page.click(f'#lens-grid td[data-layer="1"][data-column="{column}"]')
-    assert watched.values("#lens-detail .candidates td") == pytest.approx(seen.top_probabilities[1, column].tolist(), abs=1e-6)
+    assert watched.values("#lens-detail .candidates td") == pytest.approx(
+        seen.top_probabilities[1, column].tolist(), abs=1e-6
+    )
     found = contributions(prepared.m, given[0], position=column, target=given[1] if given[1:] else None)
-    watched.wait("logit => Math.abs(Number(document.querySelector('#lens-logit')?.dataset.value) - logit) < 1e-5", found.logit)
+    watched.wait(
+        "logit => Math.abs(Number(document.querySelector('#lens-logit')?.dataset.value) - logit) < 1e-5",
+        found.logit,
+    )
     terms = watched.page.eval_on_selector_all(
-        "#lens-parts [data-term]", "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])"
+        "#lens-parts [data-term]",
+        "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])",
     )
     assert sum(value for _, value in terms) == pytest.approx(found.logit, abs=1e-4)
     listed = {term.name: term.value for term in found.terms}
@@ -197,9 +228,12 @@ def test_next(live, family):
         best = probabilities.topk(min(20, len(probabilities)))
         wanted = ",".join(map(str, best.indices.tolist()))
         watched.wait(
-            "wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted", wanted
+            "wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted",
+            wanted,
         )
-        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(best.values.tolist(), abs=1e-6)
+        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
+            best.values.tolist(), abs=1e-6
+        )
         choices = choices_of(prepared)
         assert watched.texts("#next-table tbody th") == [choices.name(one) for one in best.indices.tolist()]
 
@@ -214,12 +248,23 @@ def test_sliders_are_the_sampling_functions(live, family):
         watched.page.select_option("#next-position", str(column_of(family, prepared)))
     asked = len(watched.requests)
     for temperature, top_k, top_p, min_p in SETTINGS:
-        for name, value in (("temperature", temperature), ("top-k", top_k), ("top-p", top_p), ("min-p", min_p)):
+        for name, value in (
+            ("temperature", temperature),
+            ("top-k", top_k),
+            ("top-p", top_p),
+            ("min-p", min_p),
+        ):
             watched.page.fill(f"#next-{name}", str(value))
-        expected = distribution(logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))[0]
+        expected = distribution(
+            logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        )[0]
         ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
-        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(expected[ids].tolist(), abs=1e-9)
-        gone = watched.page.eval_on_selector_all("#next-table tbody tr", "rows => rows.map((row) => 'gone' in row.dataset)")
+        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
+            expected[ids].tolist(), abs=1e-9
+        )
+        gone = watched.page.eval_on_selector_all(
+            "#next-table tbody tr", "rows => rows.map((row) => 'gone' in row.dataset)"
+        )
         assert gone == [float(expected[one]) == 0 for one in ids]
         assert watched.values("#next-kept") == [int((expected > 0).sum())]
     watched.page.click("#next-reset")
@@ -239,8 +284,13 @@ def test_ablation(live, family):
         off[kind].append(name)
         watched.page.select_option("#ablate-how", how)
         watched.page.click(f'#ablate-grid [data-{kind}="{name}"]')
-        expected = effect(prepared.m, given, **off, how=how, target=target[0] if target else None, position=position)
-        watched.wait("kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected.kl)
+        expected = effect(
+            prepared.m, given, **off, how=how, target=target[0] if target else None, position=position
+        )
+        watched.wait(
+            "kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6",
+            expected.kl,
+        )
         ids = [int(one) for one in watched.values("#ablate-table tbody tr", "data-id")]
         for side, logits in (("before", expected.before), ("after", expected.after)):
             assert watched.values(f"#ablate-table td[data-{side}]", f"data-{side}") == pytest.approx(
@@ -261,7 +311,10 @@ def test_cost(live, family):
             watched.page.fill(f"#cost-{name}", str(value))
             watched.page.dispatch_event(f"#cost-{name}", "change")
         price = ch.cost(config, None if family == "vit" else length, batch, dtype)
-        watched.wait("flops => Number(document.querySelector('#cost-flops')?.dataset.value) === flops", price.flops.forward.total)
+        watched.wait(
+            "flops => Number(document.querySelector('#cost-flops')?.dataset.value) === flops",
+            price.flops.forward.total,
+        )
         assert watched.values("#cost-parameters") == [price.parameters.total]
         assert price.memory.weights in watched.values("#cost .cost-memory td")
 
@@ -276,11 +329,15 @@ def test_compare(live, family):
     watched.page.click("#compare-run")
     second = prepare(prepared.m, other)
     p, q = (
-        scores_of(each)[column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1].double()
+        scores_of(each)[
+            column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1
+        ].double()
         for each in (prepared, second)
     )
     kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
-    watched.wait("kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl)
+    watched.wait(
+        "kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl
+    )
     assert abs(watched.values("#compare-kl")[0] - kl) < 1e-6
     assert (kl > 1e-6) == (family != "vit")  # the picture is compared with itself
 
@@ -292,6 +349,8 @@ def test_nothing_was_wrong_and_nothing_left_this_machine(live, family):
         watched.look(section, "h2")
     assert watched.wrong == []
     assert watched.requests
-    assert {address.split("/")[2].split(":")[0] for address in watched.requests if not address.startswith(("data:", "blob:"))} == {
-        "127.0.0.1"
-    }
+    assert {
+        address.split("/")[2].split(":")[0]
+        for address in watched.requests
+        if not address.startswith(("data:", "blob:"))
+    } == {"127.0.0.1"}

@@ -23,7 +23,9 @@ def test_the_same_each_time(name):
 
 def test_library_docs_are_english_prose():
     corpus = open_data(DataPlan(paths=("stdlib-docs",)))
-    train, validation = (["".join(chunk.text for chunk in side)] for side in (corpus.train, corpus.validation))
+    train, validation = (
+        ["".join(chunk.text for chunk in side)] for side in (corpus.train, corpus.validation)
+    )
     text = train[0] + validation[0]
     assert 1_000_000 < len(text) < 4_000_000
     assert len(validation[0]) < 0.25 * len(text)
@@ -61,7 +63,12 @@ def test_dates_read_back():
         "22nd",
         "30th",
     ]
-    days = [datetime.date(1999, 12, 31), datetime.date(2000, 2, 29), datetime.date(2011, 5, 3), datetime.date(2011, 3, 5)]
+    days = [
+        datetime.date(1999, 12, 31),
+        datetime.date(2000, 2, 29),
+        datetime.date(2011, 5, 3),
+        datetime.date(2011, 3, 5),
+    ]
     forms = {form: {write_date(day, form) for day in days} for form in _FORMS}
     assert all(len(own) == len(days) for own in forms.values()), "a form must tell days apart"
     assert len(_FORMS) >= 20 and len(set().union(*forms.values())) >= len(_FORMS) * len(days) - 4

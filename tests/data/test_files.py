@@ -49,7 +49,10 @@ def test_runs_and_hidden_files_are_left_out(tmp_path):
     assert expand([str(tmp_path)]) == [tmp_path / "a" / "1.txt", tmp_path / "b" / "2.txt"]
     assert expand([str(tmp_path / "**")]) == expand([str(tmp_path / "**/*.txt")]) == expand([str(tmp_path)])
     assert expand([str(tmp_path / "run" / "deep" / "*.txt")]) == [tmp_path / "run" / "deep" / "data.txt"]
-    assert expand([str(tmp_path / "run")]) == [tmp_path / "run" / "deep" / "data.txt", tmp_path / "run" / RECIPE]
+    assert expand([str(tmp_path / "run")]) == [
+        tmp_path / "run" / "deep" / "data.txt",
+        tmp_path / "run" / RECIPE,
+    ]
 
 
 @pytest.mark.parametrize("target", ["link", "nowhere"])
@@ -64,7 +67,10 @@ def test_broken_links(tmp_path, target, name):
     ("names", "why"),
     [
         (("a.en", "a.de", "a.fr"), "there are 3 of them: name the two that go together"),
-        (("a.en", "b.de"), "their names differ before the language: if they go together, --set data.format=parallel"),
+        (
+            ("a.en", "b.de"),
+            "their names differ before the language: if they go together, --set data.format=parallel",
+        ),
         (("a.en", "b.en"), None),
         (("a.log", "b.cfg"), None),
     ],
@@ -73,7 +79,9 @@ def test_files_that_look_parallel_and_are_not_taken_so(tmp_path, names, why):
     for name in names:
         (tmp_path / name).write_text("a line of text\n")
     said = open_data(DataPlan(paths=tuple(str(tmp_path / name) for name in names)), split=False).said
-    assert [line for line in said if "parallel" in line] == ([f"not taken as parallel files, because {why}"] if why else [])
+    assert [line for line in said if "parallel" in line] == (
+        [f"not taken as parallel files, because {why}"] if why else []
+    )
 
 
 def test_a_fault_of_the_disk_is_one_line(monkeypatch, capsys):

@@ -34,7 +34,9 @@ def test_a_file_is_one_document(tmp_path):
     assert [tuple(chunk) for chunk in corpus.validation] == [(text, True), ("Other", True)]
     assert task_of(DataPlan(), corpus) == "lm"
     assert task_of(DataPlan(task="mlm"), corpus) == "mlm"
-    assert [chunk.text for chunk in everything(tmp_path, "*.txt", lowercase=True).validation] == [text.lower()]
+    assert [chunk.text for chunk in everything(tmp_path, "*.txt", lowercase=True).validation] == [
+        text.lower()
+    ]
 
 
 @pytest.mark.parametrize("header", [True, False])
@@ -42,7 +44,12 @@ def test_labels_in_tsv(tmp_path, header):
     rows = ['a "good" one\t1', "bad, bad\t0", "so so\t0", "fine\t1"]
     write(tmp_path / "x.tsv", "\r\n".join(["sentence\tlabel"] * header + rows) + "\r\n")
     corpus = everything(tmp_path, "x.tsv")
-    assert corpus.validation == [Labelled('a "good" one', "1"), Labelled("bad, bad", "0"), Labelled("so so", "0"), Labelled("fine", "1")]
+    assert corpus.validation == [
+        Labelled('a "good" one', "1"),
+        Labelled("bad, bad", "0"),
+        Labelled("so so", "0"),
+        Labelled("fine", "1"),
+    ]
     assert corpus.labels == ("0", "1")
     said = "2 columns with a header: text from `sentence`, label from `label`"
     assert (said if header else "2 columns without a header: text from `1`, label from `2`") in corpus.said
@@ -51,31 +58,48 @@ def test_labels_in_tsv(tmp_path, header):
 def test_csv_follows_quotes(tmp_path):
     write(tmp_path / "x.csv", 'id;stars;text\n1;5;"two\nlines; and ""quotes"""\n2;1;plain\n3;5;more\n')
     corpus = everything(tmp_path, "x.csv", columns={"label": "stars"})
-    assert corpus.validation == [Labelled('two\nlines; and "quotes"', "5"), Labelled("plain", "1"), Labelled("more", "5")]
+    assert corpus.validation == [
+        Labelled('two\nlines; and "quotes"', "5"),
+        Labelled("plain", "1"),
+        Labelled("more", "5"),
+    ]
 
 
 def test_pairs_of_sentences_with_a_label(tmp_path):
-    rows = [{"premise": "It rains.", "hypothesis": "It is wet.", "label": 1}, {"premise": "Sun.", "hypothesis": "Rain.", "label": 0}]
+    rows = [
+        {"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
+        {"premise": "Sun.", "hypothesis": "Rain.", "label": 0},
+    ]
     write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
-    assert everything(tmp_path, "x.jsonl").validation == [Labelled("It rains.", "1", "It is wet."), Labelled("Sun.", "0", "Rain.")]
+    assert everything(tmp_path, "x.jsonl").validation == [
+        Labelled("It rains.", "1", "It is wet."),
+        Labelled("Sun.", "0", "Rain."),
+    ]
 
 
 def test_columns_without_names(tmp_path):
     write(tmp_path / "x.tsv", "7\tGo.\tGeh.\n8\tRun!\tLauf!\n9\tStop.\tHalt.\n")
     assert everything(tmp_path, "x.tsv").validation[0] == Pair("Go.", "Geh.")
-    assert everything(tmp_path, "x.tsv", columns={"source": "3", "target": "2"}).validation[0] == Pair("Geh.", "Go.")
+    assert everything(tmp_path, "x.tsv", columns={"source": "3", "target": "2"}).validation[0] == Pair(
+        "Geh.", "Go."
+    )
 
 
 def test_text_in_jsonl_is_a_document_a_line(tmp_path):
     write(tmp_path / "x.jsonl", '{"text": "One\\n\\ntwo", "id": 1}\n\n{"text": "Three", "id": 2}\n')
-    assert [tuple(chunk) for chunk in everything(tmp_path, "x.jsonl").validation] == [("One\n\ntwo", True), ("Three", True)]
+    assert [tuple(chunk) for chunk in everything(tmp_path, "x.jsonl").validation] == [
+        ("One\n\ntwo", True),
+        ("Three", True),
+    ]
 
 
 def test_nested_translations(tmp_path):
     rows = [{"translation": {"en": f"word {i}", "de": f"Wort {i}"}} for i in range(3)]
     write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
     assert everything(tmp_path, "x.jsonl").validation[2] == Pair("word 2", "Wort 2")
-    assert everything(tmp_path, "x.jsonl", columns={"source": "de", "target": "en"}).validation[2] == Pair("Wort 2", "word 2")
+    assert everything(tmp_path, "x.jsonl", columns={"source": "de", "target": "en"}).validation[2] == Pair(
+        "Wort 2", "word 2"
+    )
 
 
 def test_one_side_lowered(tmp_path):
@@ -91,16 +115,25 @@ def test_parallel_files(tmp_path):
     two = everything(tmp_path, "train.en", "train.de")
     assert two.validation == [Pair("one", "eins"), Pair("two", "zwei")]
     assert "1 row with an empty text left out" in two.said
-    assert everything(tmp_path, "train", columns={"source": "fr", "target": "de"}).validation[1] == Pair("deux", "zwei")
-    assert everything(tmp_path, "train.fr", "train.de", columns={"source": "de", "target": "fr"}).validation[0] == Pair("eins", "un")
+    assert everything(tmp_path, "train", columns={"source": "fr", "target": "de"}).validation[1] == Pair(
+        "deux", "zwei"
+    )
+    assert everything(tmp_path, "train.fr", "train.de", columns={"source": "de", "target": "fr"}).validation[
+        0
+    ] == Pair("eins", "un")
     assert everything(tmp_path, "train.en", "train.de", task="lm").shape == "text"
 
 
 def test_lines_with_a_pattern(tmp_path):
     write(tmp_path / "x", "IN: jump twice OUT: J J\nIN: look OUT: L\n")
     pattern = "IN: (?P<source>.*) OUT: (?P<target>.*)"
-    assert everything(tmp_path, "x", pattern=pattern).validation == [Pair("jump twice", "J J"), Pair("look", "L")]
-    named = everything(tmp_path, "x", pattern="IN: (?P<a>.*) OUT: (?P<b>.*)", columns={"source": "b", "target": "a"})
+    assert everything(tmp_path, "x", pattern=pattern).validation == [
+        Pair("jump twice", "J J"),
+        Pair("look", "L"),
+    ]
+    named = everything(
+        tmp_path, "x", pattern="IN: (?P<a>.*) OUT: (?P<b>.*)", columns={"source": "b", "target": "a"}
+    )
     assert named.validation[1] == Pair("L", "look")
 
 
@@ -119,16 +152,25 @@ CONLLU = """# sent_id = 1
 def test_conllu(tmp_path):
     write(tmp_path / "x.conllu", CONLLU)
     corpus = everything(tmp_path, "x.conllu")
-    assert corpus.validation == [Tagged(("Do", "n't", "go"), ("AUX", "PART", "VERB")), Tagged(("Hello",), ("INTJ",))]
+    assert corpus.validation == [
+        Tagged(("Do", "n't", "go"), ("AUX", "PART", "VERB")),
+        Tagged(("Hello",), ("INTJ",)),
+    ]
     assert corpus.labels == ("AUX", "INTJ", "PART", "VERB")
     other = everything(tmp_path, "x.conllu", columns={"words": "lemma", "tags": "deprel"})
     assert other.validation[0] == Tagged(("do", "not", "go"), ("aux", "advmod", "root"))
 
 
 def test_conll_with_spaces_and_document_marks(tmp_path):
-    write(tmp_path / "x.txt", "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\n# # O\n\n\nPeter NNP B-PER\nleft VBD O\nhome NN O\n")
+    write(
+        tmp_path / "x.txt",
+        "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\n# # O\n\n\nPeter NNP B-PER\nleft VBD O\nhome NN O\n",
+    )
     corpus = everything(tmp_path, "x.txt", lowercase=True)
-    assert corpus.validation == [Tagged(("u.n.", "#"), ("I-ORG", "O")), Tagged(("peter", "left", "home"), ("B-PER", "O", "O"))]
+    assert corpus.validation == [
+        Tagged(("u.n.", "#"), ("I-ORG", "O")),
+        Tagged(("peter", "left", "home"), ("B-PER", "O", "O")),
+    ]
     assert corpus.labels == ("O", "B-PER", "I-ORG")
     assert everything(tmp_path, "x.txt", columns={"tags": "2"}).validation[0].tags == ("NNP", "#")
 
@@ -148,11 +190,17 @@ UNANSWERED = Question("When?", "Ada wrote it.", "", 0)
         [{"answer": "Ada", "answer_start": 0}, {"answer": None}],
         [{"answer": "Ada"}, {"answer": ""}],
         [{"answers": [{"text": "Ada", "answer_start": 0}]}, {"answers": []}],
-        [{"answers": {"text": ["Ada", "Ada wrote"], "answer_start": [0, 0]}}, {"answers": {"text": [], "answer_start": []}}],
+        [
+            {"answers": {"text": ["Ada", "Ada wrote"], "answer_start": [0, 0]}},
+            {"answers": {"text": [], "answer_start": []}},
+        ],
     ],
 )
 def test_questions(tmp_path, answers):
-    rows = [{"question": row.question, "context": row.context} | own for row, own in zip((ANSWERED, UNANSWERED), answers)]
+    rows = [
+        {"question": row.question, "context": row.context} | own
+        for row, own in zip((ANSWERED, UNANSWERED), answers)
+    ]
     write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
     corpus = everything(tmp_path, "x.jsonl")
     assert corpus.validation == [ANSWERED, UNANSWERED]
@@ -160,7 +208,10 @@ def test_questions(tmp_path, answers):
 
 
 def test_a_start_that_a_table_wrote_as_a_fraction(tmp_path):
-    write(tmp_path / "x.csv", "question,context,answer,answer_start\nWho?,Ada wrote it.,Ada,0.0\nWhen?,Ada wrote it.,,\n")
+    write(
+        tmp_path / "x.csv",
+        "question,context,answer,answer_start\nWho?,Ada wrote it.,Ada,0.0\nWhen?,Ada wrote it.,,\n",
+    )
     assert everything(tmp_path, "x.csv").validation == [ANSWERED, UNANSWERED]
 
 
@@ -174,13 +225,21 @@ def test_questions_in_the_manner_of_squad(tmp_path):
     qas = [answered, {"question": "When?", "id": "2", "answers": [], "is_impossible": True}]
     write(
         tmp_path / "x.json",
-        json.dumps({"version": "2", "data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it.", "qas": qas}]}]}),
+        json.dumps(
+            {
+                "version": "2",
+                "data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it.", "qas": qas}]}],
+            }
+        ),
     )
     assert everything(tmp_path, "x.json").validation == [ANSWERED, UNANSWERED]
 
 
 def test_lowering_a_context_keeps_the_answer_in_place(tmp_path):
-    write(tmp_path / "x.jsonl", json.dumps({"question": "Q", "context": "İİ Ada", "answer": "Ada", "answer_start": 3}))
+    write(
+        tmp_path / "x.jsonl",
+        json.dumps({"question": "Q", "context": "İİ Ada", "answer": "Ada", "answer_start": 3}),
+    )
     (row,) = everything(tmp_path, "x.jsonl", lowercase=True).validation
     assert row.context[row.start :] == "ada" == row.answer
 
@@ -189,7 +248,9 @@ def test_lowering_a_context_keeps_the_answer_in_place(tmp_path):
 
 
 def idx(array: np.ndarray) -> bytes:
-    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+    return (
+        bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+    )
 
 
 def pixels(count: int, *shape: int) -> np.ndarray:
@@ -229,7 +290,13 @@ def test_idx_and_npz_agree(tmp_path):
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(drawn[cut])))
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels[cut]))
     (tmp_path / "npz").mkdir()
-    np.savez(tmp_path / "npz" / "x.npz", x_train=drawn[:30] / 255.0, y_train=labels[:30], x_test=drawn[30:], y_test=labels[30:, None])
+    np.savez(
+        tmp_path / "npz" / "x.npz",
+        x_train=drawn[:30] / 255.0,
+        y_train=labels[:30],
+        x_test=drawn[30:],
+        y_test=labels[30:, None],
+    )
     first = open_data(DataPlan(paths=(str(tmp_path / "*-ubyte*"),)))
     second = open_data(DataPlan(paths=(str(tmp_path / "npz"),)))
     for corpus in (first, second):

@@ -14,7 +14,19 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import ClearheadError
 
 NAMES = [
-    *("a.txt", "a.tsv", "a.csv", "a.jsonl", "a.json", "a.conll", "a.conllu", "a.unknown", "a.txt.gz", "a.npz", "a.tsv.gz"),
+    *(
+        "a.txt",
+        "a.tsv",
+        "a.csv",
+        "a.jsonl",
+        "a.json",
+        "a.conll",
+        "a.conllu",
+        "a.unknown",
+        "a.txt.gz",
+        "a.npz",
+        "a.tsv.gz",
+    ),
     *("c/a.png", "c/a.jpg", "c/a.gif", "train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
 ]
 # Pieces that formats are made of, so that random content gets past the first check.
@@ -88,9 +100,13 @@ def test_random_content(tmp_path: Path, name, content, other, split, zipped):
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=CONTENT,
-    format=st.sampled_from(["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", None]),
+    format=st.sampled_from(
+        ["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", None]
+    ),
     task=st.sampled_from(["lm", "seq2seq", "classify", "tag", "answer", "image", None]),
-    pattern=st.sampled_from([None, "(?P<text>.*)", r"(?P<source>\S*) ?(?P<target>.*)", "(?P<text>.)*(?P<label>x)?"]),
+    pattern=st.sampled_from(
+        [None, "(?P<text>.*)", r"(?P<source>\S*) ?(?P<target>.*)", "(?P<text>.)*(?P<label>x)?"]
+    ),
     header=st.sampled_from([None, True, False]),
 )
 def test_random_content_in_any_format(tmp_path, content, format, task, pattern, header):

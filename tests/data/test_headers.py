@@ -52,14 +52,19 @@ def test_names_that_say_nothing_are_asked_for(tmp_path):
 
 def test_a_name_given_twice_is_an_error(tmp_path):
     with pytest.raises(InputError, match="line 1 names a column twice: text, label, text; rename one"):
-        opened(tmp_path / "x.csv", [("text", "label", "text"), *((text, label, text) for text, label in FILMS)])
+        opened(
+            tmp_path / "x.csv", [("text", "label", "text"), *((text, label, text) for text, label in FILMS)]
+        )
 
 
 @pytest.mark.parametrize("text", ["strange film number x", "an odd one"])
 def test_a_rare_label_in_the_first_row_is_an_example(tmp_path, text):
     corpus = opened(tmp_path / "x.csv", [(text, "odd"), *FILMS])
     assert (corpus.validation[0].text, corpus.validation[0].label) == (text, "odd")
-    assert "no other row has the label 'odd' of the first: if that is a header, --set data.header=true" in corpus.said
+    assert (
+        "no other row has the label 'odd' of the first: if that is a header, --set data.header=true"
+        in corpus.said
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,9 @@ def test_examples_that_look_like_headers(rows):
 def test_whole_numbers_name_the_same_class_however_they_are_written(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nx,0.0\ny,1.0\nz,1\nw,2.5\n")
     labels = [0.0, 1.0, 1, 2.5]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in zip("xyzw", labels)))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"text": text, "label": label}) for text, label in zip("xyzw", labels))
+    )
     for name in ("a.csv", "a.jsonl"):
         corpus = open_data(DataPlan(paths=(str(tmp_path / name),)), split=False)
         assert [row.label for row in corpus.validation] == ["0", "1", "1", "2.5"]
@@ -89,7 +96,10 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
     """Also files to validate on; and the columns may be in another order where both files name them."""
     rows = [(str(i), *film)[-len(names) :] for i, film in enumerate(FILMS)]
     with_header, without = ([names, *rows[:40]], rows[40:])
-    for name, lines in (("a.csv", with_header if first else without), ("b.csv", without if first else with_header)):
+    for name, lines in (
+        ("a.csv", with_header if first else without),
+        ("b.csv", without if first else with_header),
+    ):
         with (tmp_path / name).open("w", newline="") as file:
             csv.writer(file).writerows(lines)
     paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
@@ -102,7 +112,11 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
 
 
 def test_another_header_is_refused_not_read_as_an_example(tmp_path):
-    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS))
-    (tmp_path / "b.tsv").write_text("film\tverdict\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS))
+    (tmp_path / "a.tsv").write_text(
+        "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS)
+    )
+    (tmp_path / "b.tsv").write_text(
+        "film\tverdict\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS)
+    )
     with pytest.raises(InputError, match=r"b.tsv: no column 'sentence'; there are film, verdict"):
         open_data(DataPlan(paths=(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv"))), split=False)

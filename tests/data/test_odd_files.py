@@ -75,7 +75,10 @@ def test_the_delimiter_is_none_of_those_in_quotes(tmp_path):
     ("text", "first"),
     [
         ("10\u00a0000 O\nb X\n\nc O\n", Tagged(("10\u00a0000", "b"), ("O", "X"))),
-        ("#begin document (x); part 000\na O\nb X\n\n#end document now\n\nc O\n", Tagged(("a", "b"), ("O", "X"))),
+        (
+            "#begin document (x); part 000\na O\nb X\n\n#end document now\n\nc O\n",
+            Tagged(("a", "b"), ("O", "X")),
+        ),
         ("#text = a\n1\ta\t_\tX\t_\t_\t0\troot\t_\t_\n", Tagged(("a",), ("X",))),
         ("#happy O\n#me X\n", Tagged(("#happy", "#me"), ("O", "X"))),
     ],
@@ -89,9 +92,15 @@ def test_what_is_left_out_or_not_used_is_said(tmp_path):
     write(tmp_path / "d" / "a.md", "some text")
     write(tmp_path / "d" / "b.npz", "none")
     assert "1 file of other formats left out" in everything(tmp_path, "d", format="text").said
-    assert "data.columns is not used for text, as the format is text" in everything(tmp_path, "d/a.md", columns={"text": "1"}).said
+    assert (
+        "data.columns is not used for text, as the format is text"
+        in everything(tmp_path, "d/a.md", columns={"text": "1"}).said
+    )
     write(tmp_path / "a.conll", SENTENCES)
-    assert "data.columns is not used for label, as the format is conll" in everything(tmp_path, "a.conll", columns={"label": "2"}).said
+    assert (
+        "data.columns is not used for label, as the format is conll"
+        in everything(tmp_path, "a.conll", columns={"label": "2"}).said
+    )
     write(tmp_path / "a.tsv", "\n".join(["text\tlabel", *FILMS]))
     write(tmp_path / "v.tsv", "text\tlabel\ngood\tyes\n\tno\n")
     said = open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation=(str(tmp_path / "v.tsv"),))).said
@@ -121,7 +130,12 @@ def test_a_plain_file_comes_before_its_gzip(tmp_path):
 def test_an_answer_in_no_window_is_said(tmp_path):
     said = batches_of("answer", tmp_path, length=16, stride=0).said
     number = sum(bool(row.answer) for row in corpus_of("answer").train)
-    lost = [line for line in said if "answers are in no window as a whole, and count as none: raise data.stride or data.max_length" in line]
+    lost = [
+        line
+        for line in said
+        if "answers are in no window as a whole, and count as none: raise data.stride or data.max_length"
+        in line
+    ]
     assert lost and 0 < int(lost[0].split()[0]) < number
     assert not any("no window" in line for line in batches_of("answer", tmp_path, length=512).said)
 
@@ -142,11 +156,15 @@ def test_pictures_of_sixteen_bits_keep_their_shades(tmp_path):
         (tmp_path / name).mkdir()
         image.fromarray(drawn).save(tmp_path / name / "1.png")
     assert np.array_equal(everything(tmp_path, "").validation.pixels[..., 0], deep >> 8)
-    vit = ch.preset("micro-encoder").replace(input="patches", image_size=(4, 4), n_channels=1, patch_size=2, head="none")
+    vit = ch.preset("micro-encoder").replace(
+        input="patches", image_size=(4, 4), n_channels=1, patch_size=2, head="none"
+    )
     used = to_pixels(tmp_path / "a" / "1.png", vit, {})[0]  # what a trained model is shown later
     assert np.array_equal((used * 255).round().numpy(), deep[0] >> 8)
     image.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "a" / "2.tiff")
-    with pytest.raises(InputError, match=r"a/2.tiff cannot be read as a picture: its numbers have 32 bits, .* convert it to"):
+    with pytest.raises(
+        InputError, match=r"a/2.tiff cannot be read as a picture: its numbers have 32 bits, .* convert it to"
+    ):
         everything(tmp_path, "")
 
 
@@ -164,11 +182,19 @@ def test_a_palette_with_transparency_is_read_without_a_warning(tmp_path):
 def test_pictures_on_both_sides_are_said(tmp_path):
     drawn = pixels(6, 4, 4)
     np.savez(tmp_path / "a.npz", x_train=drawn, y_train=[0, 1] * 3, x_test=drawn[:2], y_test=[0, 1])
-    assert "2 of 2 inputs to validate on are in the training data too" in open_data(DataPlan(paths=(str(tmp_path / "a.npz"),))).said
+    assert (
+        "2 of 2 inputs to validate on are in the training data too"
+        in open_data(DataPlan(paths=(str(tmp_path / "a.npz"),))).said
+    )
 
 
 @pytest.mark.parametrize(
-    ("labels", "names"), [(np.array([1.0, 2.0]), ("1", "2")), (np.array(["ä".encode(), b"b"]), ("b", "ä")), (np.array(["", "b"]), None)]
+    ("labels", "names"),
+    [
+        (np.array([1.0, 2.0]), ("1", "2")),
+        (np.array(["ä".encode(), b"b"]), ("b", "ä")),
+        (np.array(["", "b"]), None),
+    ],
 )
 def test_labels_of_arrays(tmp_path, labels, names):
     np.savez(tmp_path / "a.npz", x=pixels(2, 4, 4), y=labels)
@@ -181,11 +207,16 @@ def test_labels_of_arrays(tmp_path, labels, names):
 
 def test_arrays_of_other_channels_and_sets_of_one_name(tmp_path: Path):
     np.savez(tmp_path / "a.npz", x=pixels(4, 4, 8, 8), y=np.arange(4))
-    with pytest.raises(InputError, match=r"has the shape \(4, 4, 8, 8\): pictures are .* with or without 1 or 3 channels"):
+    with pytest.raises(
+        InputError, match=r"has the shape \(4, 4, 8, 8\): pictures are .* with or without 1 or 3 channels"
+    ):
         everything(tmp_path, "a.npz")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train-images-idx3-ubyte").write_bytes(idx(pixels(4, 2, 2)))
         (tmp_path / name / "train-labels-idx1-ubyte").write_bytes(idx(np.arange(4, dtype=np.uint8)))
-    with pytest.raises(InputError, match=r"one/train-images-idx3-ubyte and .*two/train-images.* are the same part of two sets"):
+    with pytest.raises(
+        InputError,
+        match=r"one/train-images-idx3-ubyte and .*two/train-images.* are the same part of two sets",
+    ):
         everything(tmp_path, "one", "two")

@@ -68,7 +68,9 @@ def test_sst2_with_and_without_a_header(sets, train, validation, counts, held):
 def test_wnut17(sets):
     corpus = opened(sets, "wnut17/wnut17train.conll", "wnut17/emerging.dev.conll")
     test = opened(sets, "wnut17/emerging.test.annotated", "wnut17/emerging.dev.conll").train
-    found = [(len(rows), sum(len(row.words) for row in rows)) for rows in (corpus.train, corpus.validation, test)]
+    found = [
+        (len(rows), sum(len(row.words) for row in rows)) for rows in (corpus.train, corpus.validation, test)
+    ]
     assert found == [(3_394, 62_730), (1_009, 15_733), (1_287, 23_394)]
     assert sum(tag.startswith("B-") for row in corpus.train for tag in row.tags) == 1_975
     assert corpus.labels[0] == "O" and len(corpus.labels) == 13
@@ -83,10 +85,15 @@ def test_universal_dependencies(sets):
     assert len(xpos.labels) == 49
 
 
-@pytest.mark.parametrize(("name", "counts"), [("simple", (16_728, 4_182)), ("length", (16_990, 3_920)), ("addprim_jump", (14_670, 7_706))])
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("simple", (16_728, 4_182)), ("length", (16_990, 3_920)), ("addprim_jump", (14_670, 7_706))],
+)
 def test_scan(sets, name, counts):
     pattern = "IN: (?P<source>.*) OUT: (?P<target>.*)"
-    corpus = opened(sets, f"scan/tasks_train_{name}.txt.gz", f"scan/tasks_test_{name}.txt.gz", pattern=pattern)
+    corpus = opened(
+        sets, f"scan/tasks_train_{name}.txt.gz", f"scan/tasks_test_{name}.txt.gz", pattern=pattern
+    )
     assert (len(corpus.train), len(corpus.validation)) == counts
     assert task_of(DataPlan(), corpus) == "seq2seq"
 

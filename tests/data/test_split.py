@@ -81,7 +81,11 @@ def test_rare_labels_train(tmp_path):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.text(st.sampled_from("ab \nü"), max_size=40), min_size=1, max_size=30), st.floats(0.05, 0.9), st.integers(1, 9))
+@given(
+    st.lists(st.text(st.sampled_from("ab \nü"), max_size=40), min_size=1, max_size=30),
+    st.floats(0.05, 0.9),
+    st.integers(1, 9),
+)
 def test_text_is_parted_without_loss(documents, share, size):
     """Every character on exactly one side, documents whole or cut once, whatever the size of chunks."""
     before, text_module.CHUNK = text_module.CHUNK, size
@@ -155,14 +159,24 @@ def test_the_fingerprint_follows_content_and_settings(tmp_path):
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "b.tsv").write_bytes(path.read_bytes())
     assert opened(tmp_path / "moved" / "b.tsv").fingerprint in seen, "nor does the name of the file"
-    for change in ({"lowercase": True}, {"validation_share": 0.2}, {"max_examples": 40}, {"columns": {"source": "1", "target": "2"}}):
+    for change in (
+        {"lowercase": True},
+        {"validation_share": 0.2},
+        {"max_examples": 40},
+        {"columns": {"source": "1", "target": "2"}},
+    ):
         seen.add(opened(path, **change).fingerprint)
     path.write_text(path.read_text() + "\nmore\t1\n")
     assert len({*seen, opened(path).fingerprint}) == 6
 
 
 def test_the_fingerprint_follows_the_format_and_the_side_of_a_file(tmp_path):
-    for name, text in (("1.txt", '{"text": "one"}\n'), ("2.txt", "two"), ("3.txt", "three"), ("1.jsonl", '{"text": "one"}\n')):
+    for name, text in (
+        ("1.txt", '{"text": "one"}\n'),
+        ("2.txt", "two"),
+        ("3.txt", "three"),
+        ("1.jsonl", '{"text": "one"}\n'),
+    ):
         (tmp_path / name).write_text(text)
 
     def named(*names: str) -> tuple[str, ...]:
@@ -204,7 +218,12 @@ def test_a_long_text_is_never_whole_in_memory(tmp_path):
     with (tmp_path / "long.txt").open("wb") as file:
         for _ in range(count // 10_000):
             file.write(line * 10_000)
-    run = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path / "long.txt")], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "long.txt")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     length, grown = map(int, run.stdout.split())
     assert length == count // 10_000 * 10_000 * len(line)
     assert grown < 100_000_000

@@ -38,7 +38,15 @@ def test_the_second_time_nothing_is_encoded(task, tmp_path, monkeypatch):
     first = encoded_of(task, tmp_path, corpus=corpus)
     monkeypatch.setattr(module, "_encode", None)  # would fail if it were called
     unread = dataclasses.replace(corpus, train=None)
-    again = encode_corpus(unread, "train", task, Described(tokenizer_for(task)), corpus.labels, tmp_path, special=special_of(task))
+    again = encode_corpus(
+        unread,
+        "train",
+        task,
+        Described(tokenizer_for(task)),
+        corpus.labels,
+        tmp_path,
+        special=special_of(task),
+    )
     assert first.arrays.keys() == again.arrays.keys()
     assert all((first[name] == again[name]).all() for name in first.arrays)
     for name in ("vocab_size", "specials", "sentinels", "frame", "pair_frame", "said", "task"):
@@ -51,15 +59,21 @@ def test_whatever_changes_the_ids_changes_the_cache(tmp_path):
     encoded_of("classify", tmp_path, corpus=dataclasses.replace(corpus, fingerprint="other"))
     encoded_of("classify", tmp_path, "validation", corpus=corpus)
     encoded_of("classify", tmp_path, kind="char", corpus=corpus)
-    turned = encode_corpus(corpus, "train", "classify", tokenizer_for("classify"), corpus.labels[::-1], tmp_path, special=special)
+    turned = encode_corpus(
+        corpus, "train", "classify", tokenizer_for("classify"), corpus.labels[::-1], tmp_path, special=special
+    )
     assert len(list(tmp_path.iterdir())) == 5
     assert (turned["labels"] == 1 - encoded_of("classify", tmp_path, corpus=corpus)["labels"]).all()
 
 
-@pytest.mark.parametrize("fault", ["cut", "changed", "longer", "missing", "no table", "half a table", "another key", "empty"])
+@pytest.mark.parametrize(
+    "fault", ["cut", "changed", "longer", "missing", "no table", "half a table", "another key", "empty"]
+)
 def test_a_damaged_cache_is_made_anew(fault, tmp_path):
     corpus = corpus_of("seq2seq")
-    good = {name: array.copy() for name, array in encoded_of("seq2seq", tmp_path, corpus=corpus).arrays.items()}
+    good = {
+        name: array.copy() for name, array in encoded_of("seq2seq", tmp_path, corpus=corpus).arrays.items()
+    }
     (place,) = tmp_path.iterdir()
     target, table = place / "target", place / "meta.json"
     data = target.read_bytes()
@@ -93,7 +107,9 @@ def test_a_fault_while_encoding_leaves_nothing_behind(tmp_path):
             raise InputError("the file ended early")
 
     with pytest.raises(InputError, match="ended early"):
-        encoded_of("lm", tmp_path, corpus=dataclasses.replace(text_corpus(), train=Broken(), fingerprint="broken"))
+        encoded_of(
+            "lm", tmp_path, corpus=dataclasses.replace(text_corpus(), train=Broken(), fingerprint="broken")
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -106,7 +122,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.Path, "open", full)
-    with pytest.raises(InputError, match=r"cannot write encoded data to .*: No space left on device; make room") as error:
+    with pytest.raises(
+        InputError, match=r"cannot write encoded data to .*: No space left on device; make room"
+    ) as error:
         encoded_of("lm", tmp_path / "full")
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "full").iterdir())
@@ -148,10 +166,15 @@ def test_a_long_document_is_cut_where_the_tokenizer_cuts_too(kind, tmp_path):
     assert len(text) > 6 * PIECE
     train = [Chunk(text[:50_000], False), Chunk(text[50_000:50_001], False), Chunk(text[50_001:], True)]
     corpus = dataclasses.replace(text_corpus(), train=train, fingerprint="long")
-    assert encoded_of("lm", tmp_path, kind=kind, corpus=corpus)["ids"].tolist() == tokenizer_for("lm", kind).encode(text).ids
+    assert (
+        encoded_of("lm", tmp_path, kind=kind, corpus=corpus)["ids"].tolist()
+        == tokenizer_for("lm", kind).encode(text).ids
+    )
 
 
-@pytest.mark.parametrize("text", ["x" * 100_000, "a\n" * 50_000, "word " * 20_000, " " * 70_000 + "x", "ab  cd\n\n" * 9_000])
+@pytest.mark.parametrize(
+    "text", ["x" * 100_000, "a\n" * 50_000, "word " * 20_000, " " * 70_000 + "x", "ab  cd\n\n" * 9_000]
+)
 def test_pieces_are_short_and_make_up_the_text(text):
     made = list(pieces([Chunk(text[:33_333], False), Chunk(text[33_333:], True), Chunk("next", True)]))
     assert "".join(piece.text for piece in made) == text + "next"
@@ -161,7 +184,9 @@ def test_pieces_are_short_and_make_up_the_text(text):
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0")
+    )
     corpus = corpus_of("seq2seq", 4)
     rare = dataclasses.replace(corpus, train=[row._replace(target="w69999") for row in corpus.train])
     encoded = encode_corpus(rare, "train", "seq2seq", tokenizer, (), tmp_path, special={})
@@ -176,7 +201,9 @@ def test_truncation_and_padding_of_the_tokenizer_are_not_applied(tmp_path):
     corpus = corpus_of("seq2seq")
     strict = encode_corpus(corpus, "train", "seq2seq", tokenizer, (), tmp_path, special={})
     assert all((plain[name] == strict[name]).all() for name in plain.arrays)
-    assert tokenizer.truncation is not None and tokenizer.padding is not None  # the user's own stays as it was
+    assert (
+        tokenizer.truncation is not None and tokenizer.padding is not None
+    )  # the user's own stays as it was
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
@@ -195,4 +222,6 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     corpus = dataclasses.replace(text_corpus(), train=Text(), fingerprint="endless")
     encoded = encoded_of("lm", tmp_path, kind="char", corpus=corpus)
     assert len(encoded["ids"]) > 2.5e6
-    assert max(taken) - taken[0] < 20  # while two more million tokens were encoded, which would take a hundred and more
+    assert (
+        max(taken) - taken[0] < 20
+    )  # while two more million tokens were encoded, which would take a hundred and more

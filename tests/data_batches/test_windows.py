@@ -78,7 +78,9 @@ def test_validation_asks_for_every_token_but_the_first_once(tmp_path):
     kept = torch.cat([real(batch.ids, batch.mask).reshape(-1) for batch in batches.all()])
     assert inputs[kept].tolist() == stream[:-1].tolist()
     last = list(batches.all())[-1]
-    assert last.mask is not None and not last.mask.all()  # the stream does not fill its last row: otherwise this test proves less
+    assert (
+        last.mask is not None and not last.mask.all()
+    )  # the stream does not fill its last row: otherwise this test proves less
 
 
 @pytest.mark.ledger("H6")
@@ -102,7 +104,9 @@ def test_an_epoch_covers_the_text_with_windows_side_by_side(rows, tmp_path):
         asked = np.zeros(len(stream), dtype=int)
         for start in chosen:
             asked[start + 1 : start + length + 1] += 1
-        assert (asked[chosen[0] + 1 : chosen[-1] + 1] == 1).all()  # no gap and no overlap up to the last window
+        assert (
+            asked[chosen[0] + 1 : chosen[-1] + 1] == 1
+        ).all()  # no gap and no overlap up to the last window
         assert (asked == 0).sum() <= length and (asked > 1).sum() < length
         offsets.add(chosen[0])
     assert len(offsets) > 1
@@ -148,7 +152,9 @@ def test_packed_documents_come_out_as_they_would_alone(tmp_path, differences):
         pieces = [sequence[at : at + length + 1] for at in range(0, len(document), length)]
         whole += len(pieces) == 1
         wanted += [(tuple(piece[:-1]), tuple(piece[1:])) for piece in pieces]
-    assert whole > 10 and len(wanted) > len(documents)  # both kinds are there: those that fit and those that do not
+    assert whole > 10 and len(wanted) > len(
+        documents
+    )  # both kinds are there: those that fit and those that do not
     found = []
     rows = math.ceil(batches.n_rows / 4)
     for index in range(rows):
@@ -198,7 +204,10 @@ def test_masking_hits_its_shares(tmp_path):
             replaced = asked & (ids != special["mask"]) & (ids != original)
             assert not torch.isin(ids[replaced], torch.tensor(list(special.values()))).any()
             chances, chosen = chances + int(ordinary.sum()), chosen + int(asked.sum())
-            masked, kept = masked + int((ids[asked] == special["mask"]).sum()), kept + int((ids == original)[asked].sum())
+            masked, kept = (
+                masked + int((ids[asked] == special["mask"]).sum()),
+                kept + int((ids == original)[asked].sum()),
+            )
 
     def within(count: int, of: int, share: float) -> bool:
         return abs(count - of * share) < 4 * math.sqrt(of * share * (1 - share))
@@ -207,7 +216,9 @@ def test_masking_hits_its_shares(tmp_path):
     assert within(chosen, chances, 0.15)
     assert within(masked, chosen, 0.8)
     vocabulary = encoded.vocab_size - len(set(special.values()))
-    assert within(kept, chosen, 0.1 + 0.1 / vocabulary)  # a token drawn at random may be the one that stood there
+    assert within(
+        kept, chosen, 0.1 + 0.1 / vocabulary
+    )  # a token drawn at random may be the one that stood there
 
 
 def test_each_row_has_a_target_and_special_tokens_are_never_hidden():
@@ -274,10 +285,17 @@ def test_denoise_batches(training, tmp_path):
             real = len(target)
             assert target[-1] == special["eos"]
             assert batch.ids[row, :real].tolist() == [special["bos"], *target[:-1]]
-            mask = batch.source_mask[row] if batch.source_mask is not None else torch.ones(batch.source.shape[1], dtype=torch.bool)
+            mask = (
+                batch.source_mask[row]
+                if batch.source_mask is not None
+                else torch.ones(batch.source.shape[1], dtype=torch.bool)
+            )
             source = batch.source[row][mask].tolist()
             assert source[-1] == special["eos"]
-            back = joined([code.get(token, token) for token in source[:-1]], [code.get(token, token) for token in target[:-1]])
+            back = joined(
+                [code.get(token, token) for token in source[:-1]],
+                [code.get(token, token) for token in target[:-1]],
+            )
             assert back == stream[start : start + len(back)].tolist()
             text += back
     if not training:
@@ -302,7 +320,9 @@ def test_pictures_are_normalised_by_the_training_set(tmp_path):
         numbers = torch.cat([batches.at(epoch * 5 + index).numbers for index in range(5)])
         assert sorted(numbers.tolist()) == list(range(50))
     validation = next(batches_of("image", tmp_path, training=False, batch_size=10, augment=("flip",)).all())
-    wanted = ((corpus.validation.pixels / 255 - mean) / std).transpose(0, 3, 1, 2)  # neither changed nor shuffled
+    wanted = ((corpus.validation.pixels / 255 - mean) / std).transpose(
+        0, 3, 1, 2
+    )  # neither changed nor shuffled
     assert np.abs(validation.ids.numpy() - wanted).max() < 1e-5
 
 
@@ -336,7 +356,9 @@ def test_augmentations_move_pixels_and_invent_none():
 
 def test_mixed_pictures_have_the_labels_of_what_they_show():
     labels = np.arange(40) % 5
-    pixels = np.broadcast_to(labels[:, None, None, None], (40, 3, 16, 16)).astype(np.float32)  # each shows its label
+    pixels = np.broadcast_to(labels[:, None, None, None], (40, 3, 16, 16)).astype(
+        np.float32
+    )  # each shows its label
     mixed, shares = mix(pixels, labels, np.random.default_rng(0))
     shown = np.stack([(mixed[:, 0] == label).mean((1, 2)) for label in range(5)], axis=1)
     assert np.abs(shares - shown).max() < 1e-6 and np.abs(shares.sum(1) - 1).max() < 1e-6
@@ -345,14 +367,20 @@ def test_mixed_pictures_have_the_labels_of_what_they_show():
 
 def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_path):
     batch = batches_of("image", tmp_path, batch_size=10, augment=("flip", "mix")).at(0)
-    config = ch.preset("micro-vit").replace(image_size=(8, 8), patch_size=4, n_channels=3, n_classes=7)  # more classes than the data has
+    config = ch.preset("micro-vit").replace(
+        image_size=(8, 8), patch_size=4, n_channels=3, n_classes=7
+    )  # more classes than the data has
     model = ch.Transformer(config).eval()
     logits = model(batch.ids).logits
     smooth = torch.full_like(logits, 0.1 / 7)
     smooth[:, : batch.targets.shape[1]] += 0.9 * batch.targets
     wanted = -(smooth * logits.double().log_softmax(-1)).sum()
     loss, count = batch_loss(model, batch, 0.1)
-    assert count == 10 and abs(float((loss - wanted).detach())) < 1e-4 and (batch.targets.max(1).values < 1).any()
+    assert (
+        count == 10
+        and abs(float((loss - wanted).detach())) < 1e-4
+        and (batch.targets.max(1).values < 1).any()
+    )
 
 
 # What the model sees ----------------------------------------------------------------------------------------------------
@@ -370,7 +398,10 @@ def test_more_padding_changes_no_loss(task, tmp_path, differences):
         if batch.types is not None:
             wider["types"] = pad(batch.types, 0)
         if batch.source is not None:
-            wider |= {"source": pad(batch.source, 7), "source_mask": pad(real(batch.source, batch.source_mask), False)}
+            wider |= {
+                "source": pad(batch.source, 7),
+                "source_mask": pad(real(batch.source, batch.source_mask), False),
+            }
         padded = dataclasses.replace(batch, **wider)
         assert padded.n_targets == batch.n_targets and padded.n_tokens == batch.n_tokens
         with torch.no_grad():
@@ -392,11 +423,22 @@ def test_moving_a_batch_keeps_its_counts(tmp_path):
     moved = batch.to("cpu")
     assert same(batch, moved) and (moved.n_targets, moved.n_tokens) == (batch.n_targets, batch.n_tokens)
     meta = batch.to("meta")  # a device that cannot be asked
-    assert meta.ids.device.type == "meta" and (meta.n_targets, meta.n_tokens) == (batch.n_targets, batch.n_tokens)
+    assert meta.ids.device.type == "meta" and (meta.n_targets, meta.n_tokens) == (
+        batch.n_targets,
+        batch.n_tokens,
+    )
 
 
 def test_a_missing_special_token_is_named(tmp_path):
     for task, role in (("mlm", "mask"), ("denoise", "bos"), ("seq2seq", "eos")):
         special = {name: number for name, number in special_of(task).items() if name != role}
         with pytest.raises(InputError, match=f"{task} needs a {role} token"):
-            make_batches(encoded_of(task, tmp_path), task, DataPlan(), special=special, length=32, seed=0, training=True)
+            make_batches(
+                encoded_of(task, tmp_path),
+                task,
+                DataPlan(),
+                special=special,
+                length=32,
+                seed=0,
+                training=True,
+            )

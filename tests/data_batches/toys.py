@@ -39,7 +39,15 @@ def text_corpus(n: int = 20, low: int = 3, high: int = 60, seed: int = 0) -> Cor
         return made
 
     train, validation = side(n), side(max(1, n // 2))
-    return Corpus("text", train, validation, (), f"text {n} {low} {high} {seed}", (), sum(len(chunk.text) for chunk in train))
+    return Corpus(
+        "text",
+        train,
+        validation,
+        (),
+        f"text {n} {low} {high} {seed}",
+        (),
+        sum(len(chunk.text) for chunk in train),
+    )
 
 
 def corpus_of(task: str, n: int = 200, seed: int = 0) -> Corpus:
@@ -80,7 +88,10 @@ def question(rng: random.Random) -> Question:
 
 def image_corpus(n: int = 50, size: tuple[int, int] = (8, 8), channels: int = 3) -> Corpus:
     rng = np.random.default_rng(0)
-    sides = [Images(rng.integers(0, 256, (count, *size, channels), dtype=np.uint8), rng.integers(0, 3, count)) for count in (n, n // 5)]
+    sides = [
+        Images(rng.integers(0, 256, (count, *size, channels), dtype=np.uint8), rng.integers(0, 3, count))
+        for count in (n, n // 5)
+    ]
     return Corpus("images", *sides, ("a", "b", "c"), "images", (), 0)
 
 
@@ -103,13 +114,32 @@ def encoded_of(task: str, folder, side: str = "train", kind: str = "wordpiece", 
     corpus = corpus or (image_corpus() if task == "image" else corpus_of(task))
     if task == "image":
         return encode_corpus(corpus, side, task, None, corpus.labels, folder, special={})
-    return encode_corpus(corpus, side, task, tokenizer_for(task, kind), corpus.labels, folder, special=special_of(task, kind))
+    return encode_corpus(
+        corpus, side, task, tokenizer_for(task, kind), corpus.labels, folder, special=special_of(task, kind)
+    )
 
 
-def batches_of(task: str, folder, training: bool = True, length: int = 32, seed: int = 0, kind: str = "wordpiece", corpus=None, **plan):
+def batches_of(
+    task: str,
+    folder,
+    training: bool = True,
+    length: int = 32,
+    seed: int = 0,
+    kind: str = "wordpiece",
+    corpus=None,
+    **plan,
+):
     encoded = encoded_of(task, folder, "train" if training else "validation", kind, corpus)
     special = {} if task == "image" else special_of(task, kind)
-    return make_batches(encoded, task, DataPlan(task=task, **plan), special=special, length=length, seed=seed, training=training)
+    return make_batches(
+        encoded,
+        task,
+        DataPlan(task=task, **plan),
+        special=special,
+        length=length,
+        seed=seed,
+        training=training,
+    )
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -127,7 +157,13 @@ def model_for(task: str, vocab_size: int, length: int = 64) -> ch.Transformer:
     if task in ("classify", "tag"):
         more["n_classes"] = 2
     config = ch.ModelConfig(
-        family=families.get(task, "encoder"), vocab_size=vocab_size, d_model=32, n_layers=2, n_heads=4, max_positions=length, **more
+        family=families.get(task, "encoder"),
+        vocab_size=vocab_size,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_positions=length,
+        **more,
     )
     return ch.Transformer(config).double().eval()
 
@@ -135,7 +171,9 @@ def model_for(task: str, vocab_size: int, length: int = 64) -> ch.Transformer:
 def loss_of(model: ch.Transformer, batch: Batch) -> torch.Tensor:
     """The sum of the losses of a batch, written down independently of the trainer."""
     logits = model(**batch.arguments()).logits
-    if batch.targets.ndim == 2 and batch.targets.shape != batch.ids.shape:  # first and last token of an answer
+    if (
+        batch.targets.ndim == 2 and batch.targets.shape != batch.ids.shape
+    ):  # first and last token of an answer
         logits = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], float("-inf"))
         logits, targets = logits.transpose(1, 2).reshape(-1, logits.shape[1]), batch.targets.reshape(-1)
     else:

@@ -32,11 +32,15 @@ PLACES = {
 }
 INNER = [
     {"norm": norm, "n_kv_heads": kv_heads, "gated": gated, "window": window}
-    for norm, kv_heads, gated, window in itertools.product(("layernorm", "rmsnorm"), (4, 2, 1), (False, True), (None, 3))
+    for norm, kv_heads, gated, window in itertools.product(
+        ("layernorm", "rmsnorm"), (4, 2, 1), (False, True), (None, 3)
+    )
 ]
 GROUPS = [
     (family, positions, place)
-    for family, positions, place in itertools.product(("encoder", "decoder", "encoder-decoder"), POSITIONS, PLACES)
+    for family, positions, place in itertools.product(
+        ("encoder", "decoder", "encoder-decoder"), POSITIONS, PLACES
+    )
     if not (family == "encoder-decoder" and place == "parallel")  # no place for cross-attention
 ]
 SOURCE = 6
@@ -59,12 +63,16 @@ class Case:
 
     def equal(self, check: str, a: torch.Tensor, b: torch.Tensor) -> None:
         difference = self.differences.see(check, a, b)
-        assert difference <= TOLERANCE, f"{check} differs by {difference:.1e} in {self.model.config.to_json()}"
+        assert difference <= TOLERANCE, (
+            f"{check} differs by {difference:.1e} in {self.model.config.to_json()}"
+        )
 
     def backward(self) -> None:
         """Every parameter learns, on both kernels alike."""
         generator = torch.Generator().manual_seed(3)
-        weights = torch.randn(2, T, V, generator=generator) / (2 * T * V**0.5)  # as steep as a mean cross-entropy
+        weights = torch.randn(2, T, V, generator=generator) / (
+            2 * T * V**0.5
+        )  # as steep as a mean cross-entropy
         found = {}
         for kernel in ("eager", "fused"):
             with ch.attending(self.model, kernel):
@@ -115,12 +123,18 @@ class Case:
 
     def saved(self) -> None:
         """A model read back from its bytes says the same, bit for bit."""
-        again = through_bytes(self.model, ch.Transformer(ch.ModelConfig.from_json(self.model.config.to_json())))
+        again = through_bytes(
+            self.model, ch.Transformer(ch.ModelConfig.from_json(self.model.config.to_json()))
+        )
         assert torch.equal(again(self.ids, **self.source).logits, self.logits)
 
 
-@pytest.mark.ledger("A4", "B2", "B3", "B4", "B5", "B6", "B7", "C2", "C4", "C5", "D1", "D2", "D3", "E1", "E2", "E3", "G2")
-@pytest.mark.parametrize(("family", "positions", "place"), GROUPS, ids=["-".join(group).replace(" ", "_") for group in GROUPS])
+@pytest.mark.ledger(
+    "A4", "B2", "B3", "B4", "B5", "B6", "B7", "C2", "C4", "C5", "D1", "D2", "D3", "E1", "E2", "E3", "G2"
+)
+@pytest.mark.parametrize(
+    ("family", "positions", "place"), GROUPS, ids=["-".join(group).replace(" ", "_") for group in GROUPS]
+)
 def test_matrix(family, positions, place, differences):
     for number, inner in enumerate(INNER):
         case = Case(differences, number, family=family, **POSITIONS[positions], **PLACES[place], **inner)

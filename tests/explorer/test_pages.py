@@ -34,8 +34,13 @@ FORBIDDEN = [
     "createContextualFragment",
     "DOMParser",
 ]
-DECLARED = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let|var) (\w+|\{[^}]*\}|\[[^\]]*\])", re.MULTILINE)
-IMPORT = re.compile(r"^\s*(?:import|export)\b[^;]*?from\s*[\"']([^\"']+)[\"']|^\s*import\s*[\"']([^\"']+)[\"']|import\(", re.MULTILINE)
+DECLARED = re.compile(
+    r"^(?:export )?(?:async )?(?:function\*?|class|const|let|var) (\w+|\{[^}]*\}|\[[^\]]*\])", re.MULTILINE
+)
+IMPORT = re.compile(
+    r"^\s*(?:import|export)\b[^;]*?from\s*[\"']([^\"']+)[\"']|^\s*import\s*[\"']([^\"']+)[\"']|import\(",
+    re.MULTILINE,
+)
 
 
 @pytest.mark.ledger("F2")
@@ -53,11 +58,17 @@ def test_every_module_is_reached_and_no_two_share_a_name():
             assert declared not in names, f"{declared} is in {name} and in {names.get(declared)}"
             names[declared] = name
         found = IMPORT.findall(text)
-        assert len(found) == len(re.findall(r"^import ", text, re.MULTILINE)), f"{name} imports in a way that one file cannot"
+        assert len(found) == len(re.findall(r"^import ", text, re.MULTILINE)), (
+            f"{name} imports in a way that one file cannot"
+        )
         for wanted in re.findall(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";$', text, re.MULTILINE):
             assert order.index(wanted[1]) < order.index(name)
             for one in wanted[0].split(","):
-                assert re.search(rf"^export (?:async )?(?:function|class|const|let) {one.strip()}\b", files[wanted[1]][0], re.MULTILINE), (
+                assert re.search(
+                    rf"^export (?:async )?(?:function|class|const|let) {one.strip()}\b",
+                    files[wanted[1]][0],
+                    re.MULTILINE,
+                ), (
                     name,
                     one,
                 )
@@ -74,7 +85,9 @@ def test_no_file_reads_text_as_markup_or_names_another_machine():
             continue
         for word in FORBIDDEN:
             assert word not in text, f"{name} holds {word}"
-        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", text)) - {"http://www.w3.org/2000/svg"}
+        addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", text)) - {
+            "http://www.w3.org/2000/svg"
+        }
         assert not addresses, f"{name} names {addresses}"
         assert "@import" not in text
         assert "url(" not in text or not name.endswith((".css", ".html"))
@@ -111,7 +124,10 @@ def test_packed_arrays():
     assert odd.argmin() == 1
     assert odd.argmax() == 2
     assert unpacked(packed_bytes(np.zeros((0, 4)))).shape == (0, 4)
-    assert finite({"a": [float("nan"), (1.5, float("inf"))], 3: None}) == {"a": [None, [1.5, None]], "3": None}
+    assert finite({"a": [float("nan"), (1.5, float("inf"))], 3: None}) == {
+        "a": [None, [1.5, None]],
+        "3": None,
+    }
 
 
 @pytest.mark.ledger("F2")
@@ -136,7 +152,8 @@ def test_notebook(family, tmp_path):
     made = show(m, given, height=500)
     frame = made._repr_html_()
     assert re.match(
-        r'<iframe sandbox="allow-scripts allow-downloads" srcdoc="[^"<>]*" style="[^"]*height:500px[^"]*" title="[^"]+"></iframe>$', frame
+        r'<iframe sandbox="allow-scripts allow-downloads" srcdoc="[^"<>]*" style="[^"]*height:500px[^"]*" title="[^"]+"></iframe>$',
+        frame,
     )
     inner = html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1])
     assert inner == single_file(made.recorded, notebook=True)
@@ -172,7 +189,9 @@ def test_command(folder, tmp_path, capsys):
     code, out, _ = said(folder, "--text", TEXTS["decoder"], "--export", tmp_path / "out.html")
     assert code == 0
     assert out.strip() == str(tmp_path / "out.html")
-    stored = re.search(r'id="record">(.*?)</script>', (tmp_path / "out.html").read_text(encoding="utf-8"), re.DOTALL)[1]
+    stored = re.search(
+        r'id="record">(.*?)</script>', (tmp_path / "out.html").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     expected = record(toy("decoder"), "my-model", TEXTS["decoder"])
     assert json.loads(stored)["run"] == json.loads(json.dumps(expected))["run"]
     assert json.loads(stored)["views"]["model"]["name"] == "my-model"
@@ -197,7 +216,18 @@ def test_command(folder, tmp_path, capsys):
 @pytest.mark.ledger("F2")
 def test_command_serves(folder):
     """As one starts it: it says where it is, answers there, and warns when others can reach it."""
-    command = [sys.executable, "-m", "clearhead", "explore", str(folder), "--port", "0", "--no-open", "--host", "0.0.0.0"]
+    command = [
+        sys.executable,
+        "-m",
+        "clearhead",
+        "explore",
+        str(folder),
+        "--port",
+        "0",
+        "--no-open",
+        "--host",
+        "0.0.0.0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = [process.stderr.readline() for _ in range(2)]

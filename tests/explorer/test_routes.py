@@ -80,7 +80,10 @@ def test_live_views_are_recorded_views(family):
             kind, _, rest = path.partition("/recorded/")
             if kind != "run" or (rest.startswith("step/") and not rest.endswith(("pattern", "embedding"))):
                 continue
-            got, expected = timeless(served.json(f"run/{about['run']}/{rest}")), timeless(json.loads(json.dumps(expected)))
+            got, expected = (
+                timeless(served.json(f"run/{about['run']}/{rest}")),
+                timeless(json.loads(json.dumps(expected))),
+            )
             if rest.startswith("attention/"):
                 same_heads(got, expected)
             else:
@@ -97,8 +100,12 @@ def test_good_answers(server, run):
     assert model["other"]["name"] == "vit"
     assert model["parameters"] == sum(weight.numel() for weight in m.model.parameters())
     assert server.json("roles")["ready"]
-    assert server.json("labels?ids=1,2,3")["labels"] == [view(begin(m, [one]), "next")["label"] for one in (1, 2, 3)]
-    assert server.json("cost?length=20&batch=2&dtype=bfloat16") == json.loads(json.dumps(ch.cost(m.config, 20, 2, "bfloat16").to_dict()))
+    assert server.json("labels?ids=1,2,3")["labels"] == [
+        view(begin(m, [one]), "next")["label"] for one in (1, 2, 3)
+    ]
+    assert server.json("cost?length=20&batch=2&dtype=bfloat16") == json.loads(
+        json.dumps(ch.cost(m.config, 20, 2, "bfloat16").to_dict())
+    )
     longer = server.json(f"run/{run}/extend", {"token": 5})
     assert longer["tokens"]["ids"] == [*begin(m, TEXTS["decoder"]).prepared.tokens.ids, 5]
     off = {"heads": ["0.1"], "layers": [1], "feedforwards": [], "how": "mean", "position": 2}
@@ -176,7 +183,10 @@ def test_bad_questions_get_one_line(server, run):
         assert words in said, (path, said)
         assert said.strip() and "\n" not in said, (path, said)
         assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
-    assert server.json(f"run/{run}/next?position=-1")["position"] == len(begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens) - 1
+    assert (
+        server.json(f"run/{run}/next?position=-1")["position"]
+        == len(begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens) - 1
+    )
 
 
 @pytest.mark.ledger("F2")
@@ -225,7 +235,14 @@ def test_only_files_of_the_table(server):
         "./main.js/../../app.py",
         "static/main.js",
     )
-    tries = [f"/{up}" for up in ups] + ["//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd", "/file:///etc/passwd", "/main.js%00", "/MAIN.JS"]
+    tries = [f"/{up}" for up in ups] + [
+        "//etc/passwd",
+        "/%2fetc%2fpasswd",
+        "/etc/passwd",
+        "/file:///etc/passwd",
+        "/main.js%00",
+        "/MAIN.JS",
+    ]
     tries += [
         "/.",
         "/..",
@@ -249,7 +266,14 @@ def test_only_files_of_the_table(server):
 
 @pytest.mark.ledger("F2")
 def test_it_answers_to_its_own_names_only(server):
-    good = ("127.0.0.1", "localhost", f"localhost:{server.port}", "[::1]", f"[::1]:{server.port}", "LOCALHOST")
+    good = (
+        "127.0.0.1",
+        "localhost",
+        f"localhost:{server.port}",
+        "[::1]",
+        f"[::1]:{server.port}",
+        "LOCALHOST",
+    )
     bad = (
         "evil.example",
         f"evil.example:{server.port}",
@@ -269,9 +293,10 @@ def test_it_answers_to_its_own_names_only(server):
             assert status in (400, 403), host
             if status == 403:
                 assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
-    assert [is_loopback(name) for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")] == [
-        True
-    ] * 4 + [False] * 3
+    assert [
+        is_loopback(name)
+        for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")
+    ] == [True] * 4 + [False] * 3
 
 
 @pytest.mark.ledger("F2")
@@ -280,7 +305,10 @@ def test_headers_are_on_every_answer(server, run, monkeypatch):
         raise ZeroDivisionError("by <b>zero</b>")
 
     monkeypatch.setattr(routes, "view", fails)
-    answers = {path: server.ask(path) for path in ("/", "/style.css", "/none", "/inside/model", "/inside/none", f"/inside/run/{run}/trace")}
+    answers = {
+        path: server.ask(path)
+        for path in ("/", "/style.css", "/none", "/inside/model", "/inside/none", f"/inside/run/{run}/trace")
+    }
     assert answers[f"/inside/run/{run}/trace"][0] == 500
     assert "ZeroDivisionError" in json.loads(answers[f"/inside/run/{run}/trace"][2])["error"]
     for path, (_, headers, _) in answers.items():
@@ -316,7 +344,9 @@ def test_old_runs_are_forgotten():
 def test_roles_are_those_of_the_heads():
     """The background names exactly the heads that do something clear; a model that cannot be measured has none, and no thread dies."""
     found = head_roles(toy("decoder"))
-    assert named_roles(toy("decoder")) == {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
+    assert named_roles(toy("decoder")) == {
+        str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED
+    }
     session = Session([Opened("vit", lambda: toy("vit"))])
     session._prepare()
     assert isinstance(session.models[0].roles, dict)

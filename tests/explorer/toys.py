@@ -55,7 +55,11 @@ HOSTILE = [
 
 
 def _loaded(
-    tokenizer: Tokenizer | None, seed: int, special: dict[str, int] | None = None, labels: tuple[str, ...] = (), **config: Any
+    tokenizer: Tokenizer | None,
+    seed: int,
+    special: dict[str, int] | None = None,
+    labels: tuple[str, ...] = (),
+    **config: Any,
 ) -> ch.Loaded:
     size = {} if tokenizer is None else {"vocab_size": tokenizer.get_vocab_size()}
     model = scramble(ch.Transformer(ch.ModelConfig(**{**WIDTH, **size, **config})), seed).eval()
@@ -75,10 +79,31 @@ def toy(family: str) -> ch.Loaded:
         ids = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
         return _loaded(tokenizer, 3, {**ids, "decoder_start": ids["bos"]}, family="encoder-decoder")
     if family == "classifier":
-        return _loaded(trained("bpe", "classify"), 4, labels=("good", "bad", "neither"), family="encoder", head="classifier", n_classes=3)
+        return _loaded(
+            trained("bpe", "classify"),
+            4,
+            labels=("good", "bad", "neither"),
+            family="encoder",
+            head="classifier",
+            n_classes=3,
+        )
     assert family == "vit"
-    image = {"input": "patches", "image_size": (12, 12), "patch_size": 4, "n_channels": 3, "class_token": True}
-    return _loaded(None, 5, labels=("cat", "dog", "bird", "fish"), family="encoder", head="classifier", n_classes=4, **image)
+    image = {
+        "input": "patches",
+        "image_size": (12, 12),
+        "patch_size": 4,
+        "n_channels": 3,
+        "class_token": True,
+    }
+    return _loaded(
+        None,
+        5,
+        labels=("cat", "dog", "bird", "fish"),
+        family="encoder",
+        head="classifier",
+        n_classes=4,
+        **image,
+    )
 
 
 @functools.cache
@@ -90,7 +115,9 @@ def hostile(head: str = "lm") -> ch.Loaded:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("¦"), "removed")
     if head == "lm":
         return _loaded(tokenizer, 6)
-    return _loaded(tokenizer, 7, labels=tuple(HOSTILE), family="encoder", head="classifier", n_classes=len(HOSTILE))
+    return _loaded(
+        tokenizer, 7, labels=tuple(HOSTILE), family="encoder", head="classifier", n_classes=len(HOSTILE)
+    )
 
 
 def picture(seed: int = 0, side: int = 20) -> np.ndarray:
@@ -104,10 +131,15 @@ class Served:
     def __init__(self, session: Session, port: int) -> None:
         self.session, self.port, self.url = session, port, f"http://127.0.0.1:{port}"
 
-    def ask(self, path: str, body: Any = None, raw: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, path: str, body: Any = None, raw: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and bytes of one answer; a body makes it a POST of JSON."""
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        sent = {
+            "Content-Type": "application/json",
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
         request = urllib.request.Request(self.url + path, data, sent)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:

@@ -14,7 +14,19 @@ from torch import nn
 
 from clearhead.inside.checks import inside as check_inside
 from clearhead.inside.checks import training as check_training
-from clearhead.model import attention, block, cache, experts, feedforward, fronts, heads, norms, positions, transformer, window_cache
+from clearhead.model import (
+    attention,
+    block,
+    cache,
+    experts,
+    feedforward,
+    fronts,
+    heads,
+    norms,
+    positions,
+    transformer,
+    window_cache,
+)
 from clearhead.model.attend import KERNELS
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
@@ -67,7 +79,9 @@ def _shifted(monkeypatch, applies, shift):
             return right(queries, keys, causal=causal, window=window, prefix=prefix)
         mask, _ = right(queries, keys, window=window)
         here, there = queries.order[:, :, None], keys.order[:, None, :]
-        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[:, None]  # the first token would else see nothing
+        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[
+            :, None
+        ]  # the first token would else see nothing
         return (seen if mask is None else seen & mask), False
 
     monkeypatch.setattr(transformer, "compose", compose)
@@ -186,7 +200,9 @@ def no_embedding_scale(monkeypatch):
 def position_offset(monkeypatch):
     """Learned positions begin one row late."""
     right = positions.LearnedPositions.embed
-    monkeypatch.setattr(positions.LearnedPositions, "embed", lambda self, where, dtype: right(self, where + 1, dtype))
+    monkeypatch.setattr(
+        positions.LearnedPositions, "embed", lambda self, where, dtype: right(self, where + 1, dtype)
+    )
 
 
 @code
@@ -195,7 +211,9 @@ def window(monkeypatch):
     right = transformer.compose
 
     def compose(queries, keys, *, causal=False, window=None, prefix=None):
-        return right(queries, keys, causal=causal, window=None if window is None else window + 1, prefix=prefix)
+        return right(
+            queries, keys, causal=causal, window=None if window is None else window + 1, prefix=prefix
+        )
 
     monkeypatch.setattr(transformer, "compose", compose)
 
@@ -222,7 +240,9 @@ def post_for_pre(monkeypatch):
 @code
 def softmax_scale(monkeypatch):
     """Scores divided by the root of d_model, not of a head's width."""
-    built_with(monkeypatch, attention.Attention, lambda part: setattr(part, "scale", part.q.in_features**-0.5))
+    built_with(
+        monkeypatch, attention.Attention, lambda part: setattr(part, "scale", part.q.in_features**-0.5)
+    )
 
 
 @code
@@ -236,7 +256,9 @@ def mean_subtracted(monkeypatch):
 def bucket_sides(monkeypatch):
     """Relative positions of an encoder sorted into buckets as a decoder's are: what stands right is lost."""
     right = positions.relative_bucket
-    monkeypatch.setattr(positions, "relative_bucket", lambda distance, both, *sizes: right(distance, False, *sizes))
+    monkeypatch.setattr(
+        positions, "relative_bucket", lambda distance, both, *sizes: right(distance, False, *sizes)
+    )
 
 
 @code

@@ -18,14 +18,22 @@ LLAMA = {
     "tie_embeddings": False,
 }
 WINDOWED = {**LLAMA, "n_layers": 2, "window": (4, None)}
-T5 = {"family": "encoder-decoder", "positions": "relative", "attention_scale": 1.0, "norm": "rmsnorm", "bias": False, "activation": "relu"}
+T5 = {
+    "family": "encoder-decoder",
+    "positions": "relative",
+    "attention_scale": 1.0,
+    "norm": "rmsnorm",
+    "bias": False,
+    "activation": "relu",
+}
 BUCKETS = {"relative_buckets": 8, "relative_max_distance": 16}
 CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
 
 CODE = {"model = formula", "model = formula (lively)", "model = formula (quiet)", "cached = formula (lively)"}
 PADDED = {f"padded = unpadded ({side})" for side in ("left", "right", "gaps")}
 GROWING, RING, FIXED = (
-    {f"cached = recomputed ({form}, {how})" for how in ("1", "3", "reordered")} for form in ("growing", "windowed", "fixed")
+    {f"cached = recomputed ({form}, {how})" for how in ("1", "3", "reordered")}
+    for form in ("growing", "windowed", "fixed")
 )
 CROPPED = {"cached = recomputed (cropped)"}
 NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
@@ -46,7 +54,13 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "untied_when_loaded": ({}, {"built = config", "resumed = uninterrupted"}),
     "dropout": (
         {},
-        CODE | NOTHING_RANDOM | PADDED | GROWING | FIXED | CROPPED | {"saved = loaded", "accumulated = whole", "pruned = masked"},
+        CODE
+        | NOTHING_RANDOM
+        | PADDED
+        | GROWING
+        | FIXED
+        | CROPPED
+        | {"saved = loaded", "accumulated = whole", "pruned = masked"},
     ),
     "head_repeat": (LLAMA, CODE | {"pruned = masked"}),
     # others of the model

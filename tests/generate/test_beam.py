@@ -15,22 +15,61 @@ from clearhead.generate.decode import decode
 from tests.parity import harness, seq2seq
 
 EOS = 2
-SIZE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-GEMMA = {"head_dim": 4, "num_key_value_heads": 2, "sliding_window": 5, "query_pre_attn_scalar": 4, "max_position_embeddings": 64}
-BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+SIZE = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+GEMMA = {
+    "head_dim": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 4,
+    "max_position_embeddings": 64,
+}
+BART = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 ENDS = {"eos_token_id": EOS, "pad_token_id": 1, "bos_token_id": 0}
 REFERENCES = {
-    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=2, n_positions=64, **ENDS)),
-    "llama": ("LlamaForCausalLM", transformers.LlamaConfig(**SIZE, num_key_value_heads=2, max_position_embeddings=64, **ENDS)),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        transformers.GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=2, n_positions=64, **ENDS),
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(**SIZE, num_key_value_heads=2, max_position_embeddings=64, **ENDS),
+    ),
     "gemma2": ("Gemma2ForCausalLM", transformers.Gemma2Config(**SIZE, **GEMMA, **ENDS)),
     "t5": (
         "T5ForConditionalGeneration",
-        transformers.T5Config(vocab_size=13, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=3, **ENDS),
+        transformers.T5Config(
+            vocab_size=13,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=3,
+            **ENDS,
+        ),
     ),
     "bart": (
         "BartForConditionalGeneration",
         transformers.BartConfig(
-            vocab_size=13, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=3, **BART, **ENDS
+            vocab_size=13,
+            d_model=16,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            decoder_start_token_id=3,
+            **BART,
+            **ENDS,
         ),
     ),
 }
@@ -38,7 +77,14 @@ REFERENCES = {
 
 def model_of(family: str, seed: int = 0, vocab_size: int = 5) -> ch.Transformer:
     torch.manual_seed(seed)
-    shape = {"d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_positions": 64, "init_std": 0.6}
+    shape = {
+        "d_model": 16,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "max_positions": 64,
+        "init_std": 0.6,
+    }
     return ch.Transformer(ch.ModelConfig(family=family, vocab_size=vocab_size, **shape)).eval()
 
 
@@ -48,7 +94,9 @@ def asked(family: str) -> tuple[list[int], dict[str, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def log_probability(model: ch.Transformer, prompt: list[int], new: list[int], **source: torch.Tensor) -> float:
+def log_probability(
+    model: ch.Transformer, prompt: list[int], new: list[int], **source: torch.Tensor
+) -> float:
     """Of `new` after a prompt, all in one pass."""
     ids = torch.tensor([[*prompt, *new]])
     values = model(ids[:, :-1], **source).logits[0, len(prompt) - 1 :].double().log_softmax(-1)
@@ -77,9 +125,13 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
     for early in (False, "never"):
         beams = Beams(num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early)
         found = beam_search(model, [prompt], 4, beams, stop_ids=(EOS,), **source)[0]
-        assert [one.score for one in found] == pytest.approx([score for score, _ in wanted[:320]], abs=1e-5, rel=1e-6)
+        assert [one.score for one in found] == pytest.approx(
+            [score for score, _ in wanted[:320]], abs=1e-5, rel=1e-6
+        )
         for one, (score, ids) in zip(found[:20], wanted):
-            assert one.ids == [token for token in ids if token != EOS] and one.stop_reason == ("eos" if EOS in ids else "length"), score
+            assert one.ids == [token for token in ids if token != EOS] and one.stop_reason == (
+                "eos" if EOS in ids else "length"
+            ), score
 
 
 @pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
@@ -87,8 +139,16 @@ def test_stopping_early_loses_nothing(penalty):
     """`never` gives what the same beams give when they run on to the last token; 12 models, narrow beams, ends that come often."""
     for seed in range(12):
         model = model_of("decoder", seed)
-        short = beam_search(model, [[1, 3]], 10, Beams(num_beams=2, length_penalty=penalty, early_stopping="never"), stop_ids=(EOS,))
-        assert short[0][0].score == pytest.approx(slow_groups(model, [1, 3], 10, 2, 1, 0.0, penalty)[0][0], rel=1e-6)
+        short = beam_search(
+            model,
+            [[1, 3]],
+            10,
+            Beams(num_beams=2, length_penalty=penalty, early_stopping="never"),
+            stop_ids=(EOS,),
+        )
+        assert short[0][0].score == pytest.approx(
+            slow_groups(model, [1, 3], 10, 2, 1, 0.0, penalty)[0][0], rel=1e-6
+        )
 
 
 @pytest.mark.ledger("G1")
@@ -111,10 +171,16 @@ def test_the_score_is_that_of_the_text(family):
     m = ch.Loaded(model_of(family, 2, vocab_size=9), special={"eos": EOS, "decoder_start": 1})
     prompt, reasons = [5, 6, 7], set()
     options = {"num_beams": 6, "num_return": 6}
-    for penalty, made in ((p, made) for p in (1.0, 0.0, -0.7) for made in m.generate(prompt, 15, length_penalty=p, **options)):
+    for penalty, made in (
+        (p, made) for p in (1.0, 0.0, -0.7) for made in m.generate(prompt, 15, length_penalty=p, **options)
+    ):
         new = [*made.ids, EOS] if made.stop_reason == "eos" else made.ids
         reasons.add(made.stop_reason)
-        scored = m.score([*prompt, *new]).logprobs[3:] if family == "decoder" else m.score(new, source=prompt).logprobs
+        scored = (
+            m.score([*prompt, *new]).logprobs[3:]
+            if family == "decoder"
+            else m.score(new, source=prompt).logprobs
+        )
         assert made.score == pytest.approx(sum(scored) / len(new) ** penalty, abs=1e-5, rel=1e-6)
     assert reasons == {"eos", "length"}
 
@@ -122,13 +188,17 @@ def test_the_score_is_that_of_the_text(family):
 @pytest.mark.ledger("G3")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 @pytest.mark.parametrize(
-    "options", [{}, {"early_stopping": True}, {"num_beam_groups": 2, "diversity_penalty": 0.8}, {"no_repeat_ngram": 2}]
+    "options",
+    [{}, {"early_stopping": True}, {"num_beam_groups": 2, "diversity_penalty": 0.8}, {"no_repeat_ngram": 2}],
 )
 def test_a_batch_is_its_rows(family, options):
     """Prompts of 1 to 40 tokens, more than are carried on at once, rows that end at different times."""
     m = ch.Loaded(model_of(family, 3, vocab_size=60), special={"eos": EOS, "decoder_start": 1})
     lengths = [1, 40, 2, 7, 19, 33, 5, 1, 12, 26, 3, 8, 40, 17, 4, 9, 21]
-    prompts = [torch.randint(60, (n,), generator=torch.Generator().manual_seed(i)).tolist() for i, n in enumerate(lengths)]
+    prompts = [
+        torch.randint(60, (n,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i, n in enumerate(lengths)
+    ]
     together = m.generate(prompts, 14, num_beams=4, num_return=4, **options)
     ends = set()
     for prompt, row in zip(prompts, together):
@@ -147,7 +217,12 @@ def test_a_batch_is_its_rows(family, options):
 
 def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int], float | None]]:
     """New tokens up to the end, and the score, of each sequence that transformers returns."""
-    settings = {"do_sample": False, "forced_eos_token_id": None, "return_dict_in_generate": True, "output_scores": True}
+    settings = {
+        "do_sample": False,
+        "forced_eos_token_id": None,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings, **options)
     begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
     rows = [row[begun : begun + new].tolist() for row in out.sequences]
@@ -174,7 +249,10 @@ def test_equal_to_transformers(name, tmp_path):
         wanted = theirs(reference, ids, 10, num_return_sequences=3, **options)
         made = m.generate(ids[0], 10, num_return=3, **options)
         assert [one.ids for one in made] == [row for row, _ in wanted], (seed, options)
-        assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4), (seed, options)
+        assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4), (
+            seed,
+            options,
+        )
         ended += sum(one.stop_reason == "eos" for one in made)
     assert 3 < ended < 57  # some end by themselves, some by length
 
@@ -221,10 +299,17 @@ def slow_groups(model, prompt, length, beams, groups, diversity, penalty):
             ways = []
             for total, ids in live[group]:
                 with torch.inference_mode():
-                    values = model(torch.tensor([[*prompt, *ids]])).logits[0, -1].double().log_softmax(-1).tolist()
-                ways += [(total + value - diversity * said[token], [*ids, token]) for token, value in enumerate(values)]
+                    values = (
+                        model(torch.tensor([[*prompt, *ids]])).logits[0, -1].double().log_softmax(-1).tolist()
+                    )
+                ways += [
+                    (total + value - diversity * said[token], [*ids, token])
+                    for token, value in enumerate(values)
+                ]
             ways.sort(reverse=True)
-            found[group] += [(total / step**penalty, ids) for total, ids in ways[:size] if ids[-1] == EOS or step == length]
+            found[group] += [
+                (total / step**penalty, ids) for total, ids in ways[:size] if ids[-1] == EOS or step == length
+            ]
             found[group] = sorted(found[group], reverse=True)[:size]
             live[group] = [way for way in ways if way[1][-1] != EOS][:size]
             said.update(ids[-1] for _, ids in live[group])
@@ -238,13 +323,20 @@ def test_diverse_groups(diversity):
     for seed in range(4):
         model = model_of("decoder", seed, vocab_size=9)
         options = Beams(
-            num_beams=6, num_return=6, num_beam_groups=3, diversity_penalty=diversity, early_stopping="never", length_penalty=3.0
+            num_beams=6,
+            num_return=6,
+            num_beam_groups=3,
+            diversity_penalty=diversity,
+            early_stopping="never",
+            length_penalty=3.0,
         )
         found = beam_search(model, [[1, 4]], 7, options, stop_ids=(EOS,))[0]
         wanted = slow_groups(model, [1, 4], 7, 6, 3, diversity, 3.0)
         assert [one.score for one in found] == pytest.approx([score for score, _ in wanted], abs=1e-5)
         if diversity:
-            assert [one.ids for one in found] == [[token for token in ids if token != EOS] for _, ids in wanted]
+            assert [one.ids for one in found] == [
+                [token for token in ids if token != EOS] for _, ids in wanted
+            ]
     firsts = {one.ids[0] for one in found if one.ids}
     assert len(firsts) >= (3 if diversity == 3.0 else 1)
 
@@ -269,7 +361,9 @@ def test_watched_keys_are_per_beam():
     with ch.record(m.model, "blocks.0.cross.pattern") as seen:
         watched = m.generate(sources, 6, num_beams=3)
     assert [one.ids for one in watched] == [one.ids for one in plain]
-    assert [tuple(call.shape) for call in seen.calls("blocks.0.cross.pattern")] == [(2, 4, 1, 3)] + [(6, 4, 1, 3)] * 5
+    assert [tuple(call.shape) for call in seen.calls("blocks.0.cross.pattern")] == [(2, 4, 1, 3)] + [
+        (6, 4, 1, 3)
+    ] * 5
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,15 @@ from clearhead.model.positions import Rotary, rotate
 
 DECODER = ch.preset("micro-decoder").replace(n_layers=2, n_heads=4)
 BOTH = ch.preset("micro-encoder-decoder").replace(n_layers=2, n_heads=4)
-LLAMA = DECODER.replace(n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False)
+LLAMA = DECODER.replace(
+    n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False
+)
 SHAPES = {
     "gpt2": DECODER,
     "llama": LLAMA,
-    "gemma2": LLAMA.replace(norm_position="sandwich", norm_unit_offset=True, attention_softcap=20.0, window=(4, None)),
+    "gemma2": LLAMA.replace(
+        norm_position="sandwich", norm_unit_offset=True, attention_softcap=20.0, window=(4, None)
+    ),
     "t5": BOTH.replace(positions="relative", norm="rmsnorm", bias=False),
     "bart": BOTH.replace(norm_position="post", embedding_norm=True, final_norm=False),
 }
@@ -50,7 +54,9 @@ def same(ours, plain):
     assert [row.steps for row in ours] == [row.steps for row in plain]
     for a, b in zip(ours, plain):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-        assert [[token for token, _ in best] for best in a.alternatives] == [[token for token, _ in best] for best in b.alternatives]
+        assert [[token for token, _ in best] for best in a.alternatives] == [
+            [token for token, _ in best] for best in b.alternatives
+        ]
 
 
 @pytest.mark.ledger("G2", "G3")
@@ -58,29 +64,48 @@ def same(ours, plain):
 def test_the_compiled_step_gives_the_same_tokens(name):
     model, given = built(SHAPES[name]), request(SHAPES[name])
     steps = Steps(model, backend="eager")
-    for sampling, more in ((ch.Sampling(), {}), (DRAWN, {"logprobs": True, "alternatives": 2}), (ch.Sampling(repetition_penalty=1.3), {})):
+    for sampling, more in (
+        (ch.Sampling(), {}),
+        (DRAWN, {"logprobs": True, "alternatives": 2}),
+        (ch.Sampling(repetition_penalty=1.3), {}),
+    ):
         asked = {**given, "max_new_tokens": 24, "sampling": sampling, "seeds": [3, 4, 5], **more}
         plain = decode(model, **asked)
-        asked["stop_ids"] = {plain[0].ids[5], plain[1].ids[18]}  # one row ends early, another later, perhaps one never
+        asked["stop_ids"] = {
+            plain[0].ids[5],
+            plain[1].ids[18],
+        }  # one row ends early, another later, perhaps one never
         same(decode_compiled(model, **asked, steps=steps, asked=True), decode(model, **asked))
     assert len(steps.made) == 1 and steps.unfit is None
 
 
-@pytest.mark.parametrize("config", [LLAMA, LLAMA.replace(gated=False, activation="relu", n_kv_heads=4, rope_fraction=0.5)])
+@pytest.mark.parametrize(
+    "config", [LLAMA, LLAMA.replace(gated=False, activation="relu", n_kv_heads=4, rope_fraction=0.5)]
+)
 def test_blocks_made_of_kernels_give_the_same_tokens(config):
     plain, model = built(config), built(config, kernels=True)
     assert all(isinstance(block, StepBlock) for block in model.decoder.blocks)
     steps = Steps(model, backend="aot_eager")
     for lengths in ((5,), (3, 9, 6)):
         for sampling in (ch.Sampling(), DRAWN):
-            given = {**request(config, lengths), "max_new_tokens": 30, "sampling": sampling, "seeds": list(range(len(lengths)))}
+            given = {
+                **request(config, lengths),
+                "max_new_tokens": 30,
+                "sampling": sampling,
+                "seeds": list(range(len(lengths))),
+            }
             same(decode_compiled(model, **given, steps=steps, asked=True), decode(plain, **given))
     assert len(steps.made) == 2
 
 
 def test_the_formulas_of_the_kernels_are_those_of_the_model():
     torch.manual_seed(0)
-    x, weight, added, norm = torch.randn(3, 1, 24), torch.randn(40, 24), torch.randn(3, 1, 20), RMSNorm(24, 1e-5, False, True)
+    x, weight, added, norm = (
+        torch.randn(3, 1, 24),
+        torch.randn(40, 24),
+        torch.randn(3, 1, 20),
+        RMSNorm(24, 1e-5, False, True),
+    )
     torch.nn.init.normal_(norm.weight)
     pre, up = (norm(x) @ weight.T).chunk(2, dim=-1)
     ours = step_linear(x, weight, None, norm.weight.detach(), 1e-5, True, "silu", added)
@@ -94,7 +119,9 @@ def test_the_formulas_of_the_kernels_are_those_of_the_model():
     seen = torch.cat([keys[:, :, :5], turned[1]], 2), torch.cat([values[:, :, :5], v], 2)
     wanted = fused(turned[0], *seen, mask[:, None, None, :6])
     qkv = torch.cat([part.reshape(3, 1, -1) for part in (q, k, v)], -1)
-    ours = step_attend(qkv, keys, values, torch.tensor([5]), mask, angles.cos(), angles.sin(), "half", 4, 8**-0.5, None)
+    ours = step_attend(
+        qkv, keys, values, torch.tensor([5]), mask, angles.cos(), angles.sin(), "half", 4, 8**-0.5, None
+    )
     torch.testing.assert_close(ours, wanted.reshape(3, 1, -1))
     torch.testing.assert_close(keys[:, :, 5], turned[1][:, :, 0])
 

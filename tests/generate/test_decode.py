@@ -27,10 +27,19 @@ SHAPES = {
         "attention_softcap": 20.0,
         "logit_softcap": 10.0,
     },
-    "t5": {"family": "encoder-decoder", "positions": "relative", "norm": "rmsnorm", "attention_scale": 1.0, "bias": False},
+    "t5": {
+        "family": "encoder-decoder",
+        "positions": "relative",
+        "norm": "rmsnorm",
+        "attention_scale": 1.0,
+        "bias": False,
+    },
     "bart": {"family": "encoder-decoder", "positions": "learned", "norm_position": "post"},
 }
-WAYS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1)}
+WAYS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1),
+}
 LENGTHS = (1, 2, 5, 13, 27, 40)
 START, STOP = 3, 17
 
@@ -47,7 +56,9 @@ def prompts_of(lengths=LENGTHS) -> list[list[int]]:
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
 
 
-def recomputed(model: ch.Transformer, prompt: list[int], count: int, sampling: Sampling, seed: int) -> list[int]:
+def recomputed(
+    model: ch.Transformer, prompt: list[int], count: int, sampling: Sampling, seed: int
+) -> list[int]:
     """One row, without a cache: the whole row through the model for every token."""
     dice = Dice([seed])
     both = model.encoder is not None
@@ -58,7 +69,9 @@ def recomputed(model: ch.Transformer, prompt: list[int], count: int, sampling: S
         with torch.no_grad():
             logits = model(torch.tensor([fed + ids]), **more).logits[:, -1]
         adjusted = adjust(logits, sampling, [fed + ids], [len(fed)])
-        token = int(draw(distribution(adjusted, sampling), dice.roll([0]) if sampling.temperature else torch.zeros(1)))
+        token = int(
+            draw(distribution(adjusted, sampling), dice.roll([0]) if sampling.temperature else torch.zeros(1))
+        )
         if token == STOP:
             break
         ids.append(token)
@@ -72,12 +85,18 @@ def test_batched_alone_cached_recomputed_and_streamed(shape, way, byte_tokenizer
     model, prompts, sampling, count = model_of(shape), prompts_of(), WAYS[way], 24
     wanted = [recomputed(model, prompt, count, sampling, seed=4) for prompt in prompts]
     m = ch.Loaded(model, byte_tokenizer, special={"eos": STOP, "decoder_start": START})
-    options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")} | {"seed": 4}
+    options = {
+        name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")
+    } | {"seed": 4}
     together = m.generate(prompts, count, **options)
     assert [made.ids for made in together] == wanted
-    assert [made.stop_reason for made in together] == ["length" if len(ids) == count else "eos" for ids in wanted]
+    assert [made.stop_reason for made in together] == [
+        "length" if len(ids) == count else "eos" for ids in wanted
+    ]
     seen = dict.fromkeys(range(len(prompts)), "")
-    streamed = m.generate(prompts, count, on_text=lambda number, new: seen.update({number: seen[number] + new}), **options)
+    streamed = m.generate(
+        prompts, count, on_text=lambda number, new: seen.update({number: seen[number] + new}), **options
+    )
     assert [made.ids for made in streamed] == wanted
     assert list(seen.values()) == [made.text for made in streamed] == [made.text for made in together]
     for prompt, ids in zip(prompts[::2], wanted[::2]):
@@ -114,7 +133,9 @@ def test_windows_bound_what_is_kept(window):
     assert isinstance(cache, ch.WindowCache)
     assert type(cache_for(model, 12)) is ch.Cache  # nothing to gain
     prompts = prompts_of((1, 9, 30))
-    assert [row.ids for row in decode(model, prompts, 40)] == [recomputed_rows(model, prompt, 40) for prompt in prompts]
+    assert [row.ids for row in decode(model, prompts, 40)] == [
+        recomputed_rows(model, prompt, 40) for prompt in prompts
+    ]
     decode(model, prompts[:1], 90, cache=cache)
     windows = model.config.decoder.windows
     for layer, keys in cache.layers.items():
@@ -150,7 +171,9 @@ def test_a_step_may_be_handed_in():
         return model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
 
     prompts = prompts_of((2, 5))
-    assert [row.ids for row in decode(model, prompts, 6, step=step)] == [row.ids for row in decode(model, prompts, 6)]
+    assert [row.ids for row in decode(model, prompts, 6, step=step)] == [
+        row.ids for row in decode(model, prompts, 6)
+    ]
     assert called == [2] * 5
 
 
@@ -189,13 +212,20 @@ def test_tokens_that_stop(byte_tokenizer):
         made = m.generate([1, 2, 3], 30, stop_tokens=[stop])
         assert (made.ids, made.stop_reason) == (whole.ids[:place], "eos")
     byte_tokenizer.add_special_tokens(["<|end|>"])
-    for stop, words in ((V, "63"), (-1, "-1"), ("<|emd|>", 'did you mean "<|end|>"'), ("<|end|>", "vocabulary")):
+    for stop, words in (
+        (V, "63"),
+        (-1, "-1"),
+        ("<|emd|>", 'did you mean "<|end|>"'),
+        ("<|end|>", "vocabulary"),
+    ):
         with pytest.raises(ch.InputError, match=words.replace("|", r"\|").replace("?", r"\?")) as error:
             m.generate([1], 4, stop_tokens=[stop])
         assert "\n" not in str(error.value)
     with pytest.raises(ch.InputError, match="stop_ids"):
         decode(m.model, [[1]], 4, stop_ids=[V])
-    m.special = {"eos": V + 5}  # of the checkpoint's own stops, those that cannot come are no reason to refuse
+    m.special = {
+        "eos": V + 5
+    }  # of the checkpoint's own stops, those that cannot come are no reason to refuse
     assert m.generate([1, 2, 3], 30).ids == whole.ids
 
 
@@ -250,11 +280,21 @@ def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
     made: list[ch.Generation] = []
     read = counting.of(lambda: made.append(m.generate(longer, 10, reuse=True, **options)))
     assert made[0].ids == fresh.generate(longer, 10, **options).ids
-    assert read < len(longer) if "lookup" in options else read == 4 + 9  # what is new, and the last token said
-    for again in (longer, prompt[:20], [*prompt[:20], *other], other, [prompt[0]]):  # the same, shorter, other ways to go on
+    assert (
+        read < len(longer) if "lookup" in options else read == 4 + 9
+    )  # what is new, and the last token said
+    for again in (
+        longer,
+        prompt[:20],
+        [*prompt[:20], *other],
+        other,
+        [prompt[0]],
+    ):  # the same, shorter, other ways to go on
         assert m.generate(again, 10, reuse=True, **options).ids == fresh.generate(again, 10, **options).ids
     if not options:
-        assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 39  # of the last prompt, one token is the same
+        assert (
+            counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 39
+        )  # of the last prompt, one token is the same
         assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 1
 
 
@@ -273,7 +313,10 @@ def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
     with ch.record(m.model, "blocks.0.resid_post") as seen:
         assert m.generate(prompt, 5, reuse=True).ids == wanted
     assert seen.calls("blocks.0.resid_post")[0].shape[1] == 20  # who watches sees all of it
-    for bad in (lambda: m.generate([[1], [2]], 3, reuse=True), lambda: ch.Loaded(model_of("t5")).generate([1], 3, reuse=True)):
+    for bad in (
+        lambda: m.generate([[1], [2]], 3, reuse=True),
+        lambda: ch.Loaded(model_of("t5")).generate([1], 3, reuse=True),
+    ):
         with pytest.raises(ch.InputError, match="one prompt of a decoder"):
             bad()
 

@@ -9,7 +9,9 @@ from clearhead.generate.prepare import prepared
 
 CONFIGS = {
     "decoder": ch.preset("micro-decoder"),
-    "grouped, gated": ch.preset("micro-decoder").replace(n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False),
+    "grouped, gated": ch.preset("micro-decoder").replace(
+        n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False
+    ),
     "experts": ch.preset("micro-decoder").replace(n_experts=4, gated=True),
     "encoder-decoder": ch.preset("micro-encoder-decoder"),
     "encoder": ch.preset("micro-encoder"),
@@ -24,7 +26,11 @@ def test_the_copy_equals_the_model(name, rows, length):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fast = prepared(model)
     ids = torch.randint(model.config.vocab_size, (rows, length))
-    more = {"source": torch.randint(model.config.vocab_size, (rows, 6))} if model.encoder is not None and model.decoder is not None else {}
+    more = (
+        {"source": torch.randint(model.config.vocab_size, (rows, 6))}
+        if model.encoder is not None and model.decoder is not None
+        else {}
+    )
     with torch.inference_mode():
         assert (fast(ids, **more).logits - model(ids, **more).logits).abs().max() <= 1e-5
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

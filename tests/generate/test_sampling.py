@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.generate.sampling import Dice, History, Sampling, adjust, adjust_by, distribution, draw, min_p, top_k, top_p, typical
+from clearhead.generate.sampling import (
+    Dice,
+    History,
+    Sampling,
+    adjust,
+    adjust_by,
+    distribution,
+    draw,
+    min_p,
+    top_k,
+    top_p,
+    typical,
+)
 
 PROBABILITIES = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
 
@@ -117,7 +129,9 @@ def test_temperature_zero_is_greedy():
 def test_a_row_draws_the_same_alone_or_in_a_batch():
     alone = Dice([7])
     together = Dice([1, 7, 3])
-    assert [alone.roll([0]).item() for _ in range(5)] == [together.roll([0, 1, 2])[1].item() for _ in range(5)]
+    assert [alone.roll([0]).item() for _ in range(5)] == [
+        together.roll([0, 1, 2])[1].item() for _ in range(5)
+    ]
 
 
 @pytest.mark.ledger("G1")
@@ -128,7 +142,9 @@ def test_a_history_followed_is_a_history_read():
     logits, history = torch.randn(1, 6), History(tokens[:10], options, 6, torch.device("cpu"))
     for end in range(10, 60):
         history.follow(tokens[10:end])
-        assert torch.equal(adjust_by(logits, options, [history]), adjust(logits, options, [tokens[:end]], [10]))
+        assert torch.equal(
+            adjust_by(logits, options, [history]), adjust(logits, options, [tokens[:end]], [10])
+        )
         seen = tokens[:end]
         banned = {seen[i + 2] for i in range(end - 2) if seen[i : i + 2] == seen[-2:]}
         assert set(range(6)) - set(kept(adjust_by(logits, options, [history])[0])) == banned

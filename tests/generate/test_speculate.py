@@ -26,12 +26,21 @@ OPTIONS = {
     "plain": {"temperature": 1.0},
     "top-k, top-p": {"temperature": 0.8, "top_k": 8, "top_p": 0.9},
     "min-p, typical": {"temperature": 1.2, "min_p": 0.02, "typical_p": 0.9},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "banned": (2,)},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "banned": (2,),
+    },
 }
 
 
 def loaded(shape: str, seed: int = 0, **changes) -> ch.Loaded:
-    return ch.Loaded(build(seed, **{"max_positions": 96, **SHAPES[shape], **changes}), special={"decoder_start": 1, "eos": 5})
+    return ch.Loaded(
+        build(seed, **{"max_positions": 96, **SHAPES[shape], **changes}),
+        special={"decoder_start": 1, "eos": 5},
+    )
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -48,11 +57,15 @@ def test_lookup_gives_the_same_tokens(shape, options):
     for seed in range(2):
         m = loaded(shape, seed)
         wanted = m.generate(prompts(4), 60, seed=seed, logprobs=True, alternatives=2, **OPTIONS[options])
-        made = m.generate(prompts(4), 60, seed=seed, logprobs=True, alternatives=2, lookup=5, **OPTIONS[options])
+        made = m.generate(
+            prompts(4), 60, seed=seed, logprobs=True, alternatives=2, lookup=5, **OPTIONS[options]
+        )
         for one, other in zip(made, wanted):
             assert (one.ids, one.stop_reason) == (other.ids, other.stop_reason)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert [[token for token, _ in best] for best in one.alternatives] == [[t for t, _ in best] for best in other.alternatives]
+            assert [[token for token, _ in best] for best in one.alternatives] == [
+                [t for t, _ in best] for best in other.alternatives
+            ]
             assert other.steps == len(other.ids) + (other.stop_reason == "eos")
             assert one.steps <= other.steps
             runs, tokens = runs + one.steps, tokens + other.steps
@@ -93,7 +106,9 @@ def test_accepted_and_replaced_guesses_follow_p(options):
     assert fits(chosen, p)
     assert abs(kept.double().mean() - torch.minimum(p, q).sum()) < 0.006  # as many are kept as can be
     assert not fits(guessed, p)
-    assert not fits(torch.where(kept, guessed, draw(many_p, spare)), p)  # replaced from p, not from what is left of it
+    assert not fits(
+        torch.where(kept, guessed, draw(many_p, spare)), p
+    )  # replaced from p, not from what is left of it
     again = uniform < p.gather(0, guessed)  # kept with probability p, not p / q
     assert not fits(torch.where(again, guessed, draw((many_p - many_q).clamp(min=0), spare)), p)
 
@@ -149,7 +164,9 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
     q = torch.tensor([[0.3, 0.1, 0.2, 0.1, 0.1, 0.2]], dtype=torch.float64)
 
     def next_of(tokens):
-        return distribution(adjust(model.table[tokens[-1:]].detach(), sampling, [tokens], [len(prompt)]), sampling)[0]
+        return distribution(
+            adjust(model.table[tokens[-1:]].detach(), sampling, [tokens], [len(prompt)]), sampling
+        )[0]
 
     first = next_of(prompt)
     exact = torch.stack([first[token] * next_of([*prompt, token]) for token in range(6)]).flatten()
@@ -160,7 +177,9 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
         return torch.tensor([6 * row.ids[0] + row.ids[1] for row in rows])
 
     assert fits(pairs(1_500), exact)
-    monkeypatch.setattr("clearhead.generate.speculate.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True])))
+    monkeypatch.setattr(
+        "clearhead.generate.speculate.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True]))
+    )
     assert not fits(pairs(500), exact)  # every guess kept
 
 
@@ -171,7 +190,11 @@ def test_lookup_guesses_what_came_before():
     lookup = Lookup(4)
     assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3], 10, none).tokens == [4, 9, 1, 2]
     assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7], 10, none).tokens == []
-    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [7, 7, 7]  # past its end it goes on with itself
+    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [
+        7,
+        7,
+        7,
+    ]  # past its end it goes on with itself
     assert Lookup(2, before=[5, 6, 7, 8]).guess([5, 6], 10, none).tokens == [7, 8]
 
 
@@ -205,12 +228,16 @@ def test_cancelled_streamed_and_stopped_alike(byte_tokenizer):
         seen.clear()
         made = m.generate(["hello", "日本"], 40, temperature=0.7, stop=stop, lookup=4, on_text=add)
         plain = m.generate(["hello", "日本"], 40, temperature=0.7, stop=stop)
-        assert [(row.text, row.ids, row.stop_reason) for row in made] == [(row.text, row.ids, row.stop_reason) for row in plain]
+        assert [(row.text, row.ids, row.stop_reason) for row in made] == [
+            (row.text, row.ids, row.stop_reason) for row in plain
+        ]
         assert [seen.get(0, ""), seen.get(1, "")] == [row.text for row in plain]
     calls = itertools.count()
     made = m.generate(["hello", "you"], 40, lookup=4, cancel=lambda: next(calls) >= 3)
     assert [row.stop_reason for row in made] == ["cancelled", "cancelled"]
-    assert [row.ids for row in made] == [row.ids[: len(cut.ids)] for row, cut in zip(m.generate(["hello", "you"], 40), made)]
+    assert [row.ids for row in made] == [
+        row.ids[: len(cut.ids)] for row, cut in zip(m.generate(["hello", "you"], 40), made)
+    ]
     assert m.generate("hello", 40, lookup=4, seconds=0.0).stop_reason == "time"
 
 

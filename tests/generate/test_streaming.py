@@ -30,24 +30,54 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
+    )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
     """Llama's kind: words with a mark for the space, bytes for what the vocabulary lacks, one space stripped at the start."""
-    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁a", "en", "d", "e", "é", "▁▁", "日", "x", "END"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "▁a",
+        "en",
+        "d",
+        "e",
+        "é",
+        "▁▁",
+        "日",
+        "x",
+        "END",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>"])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 
 def metaspace() -> Tokenizer:
     """SentencePiece's other kind, as in T5."""
-    pieces = [("<unk>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("▁cat", -3.0), ("s", -4.0), ("日", -4.0), ("é", -4.0), (".", -3.0)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁", -2.0),
+        ("▁the", -3.0),
+        ("▁cat", -3.0),
+        ("s", -4.0),
+        ("日", -4.0),
+        ("é", -4.0),
+        (".", -3.0),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return tokenizer
@@ -65,7 +95,9 @@ def wordpiece() -> Tokenizer:
 def suffixed() -> Tokenizer:
     """The first BPE's kind: a mark at the end of each word."""
     pieces = ["un", "the</w>", "cat</w>", "s</w>", "ca", ".</w>"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], end_of_word_suffix="</w>"))
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], end_of_word_suffix="</w>")
+    )
     tokenizer.decoder = decoders.BPEDecoder()
     return tokenizer
 
@@ -80,7 +112,9 @@ KINDS = {
 texts = st.text(max_size=40) | st.lists(st.sampled_from(TEXTS), max_size=3).map("".join)
 
 
-def streamed(kind: str, ids: list[int], prompt: list[int] = (), stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+def streamed(
+    kind: str, ids: list[int], prompt: list[int] = (), stop: tuple[str, ...] = ()
+) -> tuple[list[str], TextStream]:
     stream = TextStream(KINDS[kind], prompt, stop)
     pieces = []
     for token in ids:
@@ -104,7 +138,9 @@ def test_any_text(kind, text):
     ids = KINDS[kind].encode(text).ids
     pieces, stream = streamed(kind, ids)
     assert "".join(pieces) == stream.text == KINDS[kind].decode(ids)
-    assert "\ufffd" in text or kind != "byte level" or not any("\ufffd" in piece for piece in pieces)  # whole characters only
+    assert (
+        "\ufffd" in text or kind != "byte level" or not any("\ufffd" in piece for piece in pieces)
+    )  # whole characters only
 
 
 @pytest.mark.ledger("G4")
@@ -138,11 +174,17 @@ def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 @settings(max_examples=150, deadline=None)
-@given(text=texts, extra=texts, stop=st.lists(st.text("END. 日👋é\n", min_size=1, max_size=5), min_size=1, max_size=3))
+@given(
+    text=texts,
+    extra=texts,
+    stop=st.lists(st.text("END. 日👋é\n", min_size=1, max_size=5), min_size=1, max_size=3),
+)
 def test_no_part_of_a_stop_string_gets_out(kind, text, extra, stop):
     ids = KINDS[kind].encode(text + stop[0] + extra).ids
     pieces, stream = streamed(kind, ids, stop=tuple(stop))
-    heard = (KINDS[kind].decode(ids[:count]) for count in range(1, len(ids) + 1))  # the row ends with the token that completes a stop
+    heard = (
+        KINDS[kind].decode(ids[:count]) for count in range(1, len(ids) + 1)
+    )  # the row ends with the token that completes a stop
     cuts = next(cuts for said in heard if (cuts := [said.find(one) for one in stop if one in said]))
     said = KINDS[kind].decode(ids)
     assert "".join(pieces) == stream.text == said[: min(cuts)]
@@ -166,7 +208,9 @@ def test_a_model_that_says_anything(kind):
     m = ch.Loaded(build(vocab_size=size, positions="rope", max_positions=256), KINDS[kind])
     for seed in range(4):
         seen: list[str] = []
-        made = m.generate("the café", 60, temperature=1.5, seed=seed, on_text=lambda _, new, seen=seen: seen.append(new))
+        made = m.generate(
+            "the café", 60, temperature=1.5, seed=seed, on_text=lambda _, new, seen=seen: seen.append(new)
+        )
         plain = m.generate("the café", 60, temperature=1.5, seed=seed)
         prompt = m._prompt("the café")
         assert "".join(seen) == made.text == plain.text == whole(kind, plain.ids, prompt)

@@ -14,11 +14,21 @@ from clearhead.generate.stream import TextStream
 
 SHAPES = {
     "learned, full": ch.preset("micro-decoder"),
-    "rope, grouped": ch.preset("micro-decoder").replace(n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False),
-    "windows, soft-caps": ch.preset("micro-decoder").replace(
-        positions="rope", norm="rmsnorm", norm_position="sandwich", window=(5, None), attention_softcap=20.0, logit_softcap=10.0, bias=False
+    "rope, grouped": ch.preset("micro-decoder").replace(
+        n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False
     ),
-    "relative, two stacks": ch.preset("micro-encoder-decoder").replace(positions="relative", attention_scale=1.0),
+    "windows, soft-caps": ch.preset("micro-decoder").replace(
+        positions="rope",
+        norm="rmsnorm",
+        norm_position="sandwich",
+        window=(5, None),
+        attention_softcap=20.0,
+        logit_softcap=10.0,
+        bias=False,
+    ),
+    "relative, two stacks": ch.preset("micro-encoder-decoder").replace(
+        positions="relative", attention_scale=1.0
+    ),
     "learned, two stacks": ch.preset("micro-encoder-decoder").replace(positions="learned"),
 }
 TEXTS = [
@@ -38,13 +48,17 @@ def byte_tokenizer():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
     return tokenizer
 
 
 def model_of(name, seed=0, vocab_size=256):
     torch.manual_seed(seed)
-    model = ch.Transformer(SHAPES[name].replace(vocab_size=vocab_size, init_std=0.3, max_positions=128)).eval()
+    model = ch.Transformer(
+        SHAPES[name].replace(vocab_size=vocab_size, init_std=0.3, max_positions=128)
+    ).eval()
     return model
 
 
@@ -53,7 +67,10 @@ def model_of(name, seed=0, vocab_size=256):
 def test_a_batch_is_its_rows(name):
     """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone, greedy and sampled."""
     m = ch.Loaded(model_of(name))
-    prompts = [torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (1, 2, 7, 19, 40)]
+    prompts = [
+        torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        for length in (1, 2, 7, 19, 40)
+    ]
     m.special = {"eos": 17, "decoder_start": 3}
     for options in ({}, {"temperature": 0.9, "top_k": 50, "seed": 5}):
         together = m.generate(prompts, max_new_tokens=25, **options)
@@ -251,4 +268,6 @@ def test_commands(byte_tokenizer, tmp_path, capsys):
     cli.main(["generate", str(tmp_path / "model"), "hello", "--max-new-tokens", "12", "--stream"])
     assert capsys.readouterr().out.rstrip("\n") == ("hello" + wanted.text).rstrip("\n")
     cli.main(["score", str(tmp_path / "model"), "hello", "--json"])
-    assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(m.score("hello").perplexity, rel=1e-6)
+    assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(
+        m.score("hello").perplexity, rel=1e-6
+    )

@@ -28,7 +28,9 @@ from clearhead.hub.checkpoint import describe
 transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.ledger("L2", "L3")
 
-GPT2 = ch.ModelConfig(vocab_size=17, d_model=8, n_layers=2, n_heads=2, max_positions=16, activation="gelu_tanh")
+GPT2 = ch.ModelConfig(
+    vocab_size=17, d_model=8, n_layers=2, n_heads=2, max_positions=16, activation="gelu_tanh"
+)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -122,7 +124,10 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "shape no list": (entry_with(lambda entry: entry.update(shape="16x8")), "whole numbers"),
     "no offsets": (entry_with(lambda entry: entry.pop("data_offsets")), "lacks"),
     "entry no table": (lambda header: header.update({"transformer.wpe.weight": 7}), "lacks"),
-    "unexpected key": (lambda header: header.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "extra"),
+    "unexpected key": (
+        lambda header: header.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
+        "extra",
+    ),
 }
 
 
@@ -154,12 +159,19 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 
 
 def test_integer_weights(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(16, 8, dtype=torch.int32)}))
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(16, 8, dtype=torch.int32)}),
+    )
     refused(folder, "transformer.wpe.weight", "int32", "floating point")
 
 
-@pytest.mark.parametrize(("name", "shape"), [("transformer.wpe.weight", (16, 9)), ("transformer.h.0.attn.c_attn.weight", (8, 25))])
-def test_a_shape_mismatch_names_the_tensor_and_both_shapes(folder: Path, name: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"), [("transformer.wpe.weight", (16, 9)), ("transformer.h.0.attn.c_attn.weight", (8, 25))]
+)
+def test_a_shape_mismatch_names_the_tensor_and_both_shapes(
+    folder: Path, name: str, shape: tuple[int, int]
+) -> None:
     change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(*shape)}))
     refused(folder, name, str(shape), "needs (")
 
@@ -191,7 +203,9 @@ def test_a_missing_shard(shards: Path) -> None:
     refused(shards, name, "missing")
 
 
-@pytest.mark.parametrize("target", ["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", 7, ["a"], None])
+@pytest.mark.parametrize(
+    "target", ["../outside.safetensors", "/etc/passwd", "sub/../../outside.safetensors", 7, ["a"], None]
+)
 def test_an_index_that_leads_outside(shards: Path, target: Any) -> None:
     index = index_of(shards)
     name = next(iter(index["weight_map"]))
@@ -202,7 +216,15 @@ def test_an_index_that_leads_outside(shards: Path, target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", '{"weight_map": {"a": "model-00001-of-00009.safetensors"}}']
+    "index",
+    [
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        "{",
+        '{"weight_map": {"a": "model-00001-of-00009.safetensors"}}',
+    ],
 )
 def test_a_broken_index(shards: Path, index: str) -> None:
     (shards / "model.safetensors.index.json").write_text(index)
@@ -237,8 +259,12 @@ def test_no_directory_at_all(folder: Path) -> None:
     refused(folder, "holds no weights")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json"])
-def test_a_file_that_is_a_directory_or_unreadable(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json"]
+)
+def test_a_file_that_is_a_directory_or_unreadable(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = Path.open
 
     def guarded(self: Path, *args: Any, **options: Any) -> Any:
@@ -333,7 +359,9 @@ def test_wrong_values(folder: Path, key: str, value: Any) -> None:
     refused(folder)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "rope_scaling", "architectures", "hidden_act"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "rms_norm_eps", "rope_scaling", "architectures", "hidden_act"]
+)
 def test_null_and_absent_values_are_the_default_or_one_line(folder: Path, key: str) -> None:
     absent = {name: value for name, value in LLAMA.items() if name != key}
     for config in ({**LLAMA, key: None}, absent):
@@ -345,7 +373,12 @@ def test_null_and_absent_values_are_the_default_or_one_line(folder: Path, key: s
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.integers(-2, 20) | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-2, 20)
+    | st.floats()
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
@@ -377,7 +410,10 @@ def test_any_bytes_as_safetensors(data: bytes) -> None:
 
 
 @QUICK
-@given(value=JSON, where=st.sampled_from(["dtype", "shape", "data_offsets", "entry", "new", "shape.0", "data_offsets.1"]))
+@given(
+    value=JSON,
+    where=st.sampled_from(["dtype", "shape", "data_offsets", "entry", "new", "shape.0", "data_offsets.1"]),
+)
 def test_any_change_of_a_header(value: Any, where: str) -> None:
     header: dict[str, Any] = {
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -406,8 +442,20 @@ GPT2_JSON = {
         "n_layer": 2,
         "n_head": 2,
     },
-    **{"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "tie_word_embeddings": True},
-    **{"id2label": {"0": "a"}, "num_labels": 2, "scale_attn_weights": True, "initializer_range": 0.02, "attn_pdrop": 0.1},
+    **{
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "resid_pdrop": 0.1,
+        "tie_word_embeddings": True,
+    },
+    **{
+        "id2label": {"0": "a"},
+        "num_labels": 2,
+        "scale_attn_weights": True,
+        "initializer_range": 0.02,
+        "attn_pdrop": 0.1,
+    },
 }
 
 
@@ -416,14 +464,32 @@ GPT2_JSON = {
 def test_any_change_of_a_config(data: st.DataObject, config: dict[str, Any]) -> None:
     changed = dict(config)
     for _ in range(data.draw(st.integers(1, 2))):
-        key = data.draw(st.sampled_from([*config, "clearhead", "rope_parameters", "head_dim", "original_max_position_embeddings"]))
+        key = data.draw(
+            st.sampled_from(
+                [*config, "clearhead", "rope_parameters", "head_dim", "original_max_position_embeddings"]
+            )
+        )
         changed[key] = data.draw(JSON)
     if data.draw(st.booleans()):
         kind = data.draw(st.sampled_from(["ForSequenceClassification", "ForTokenClassification"]))
         changed["architectures"] = [("GPT2" if config is GPT2_JSON else "Llama") + kind]
     if data.draw(st.booleans()):
-        part = data.draw(st.sampled_from(["factor", "rope_type", "low_freq_factor", "rope_theta", "short_factor", "partial_rotary_factor"]))
-        changed["rope_parameters"] = {"rope_type": data.draw(st.sampled_from(["yarn", "llama3", "longrope"])), part: data.draw(JSON)}
+        part = data.draw(
+            st.sampled_from(
+                [
+                    "factor",
+                    "rope_type",
+                    "low_freq_factor",
+                    "rope_theta",
+                    "short_factor",
+                    "partial_rotary_factor",
+                ]
+            )
+        )
+        changed["rope_parameters"] = {
+            "rope_type": data.draw(st.sampled_from(["yarn", "llama3", "longrope"])),
+            part: data.draw(JSON),
+        }
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(changed))
         only_ours(lambda: describe(Path(place)))
@@ -442,8 +508,12 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("target", ["old", "new"])
-@pytest.mark.parametrize("fault", ["weights", "config", "sync", "second replace", "last replace", "no space for a folder"])
-def test_a_fault_while_saving_changes_nothing(folder: Path, fault: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault", ["weights", "config", "sync", "second replace", "last replace", "no space for a folder"]
+)
+def test_a_fault_while_saving_changes_nothing(
+    folder: Path, fault: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = folder if target == "old" else folder.parent / "new"
     if target == "new" and "replace" in fault:
         fault = "first replace"
@@ -529,7 +599,13 @@ def test_shards_and_one_file_replace_each_other(folder: Path) -> None:
 def test_labels_settings_and_generation_are_kept(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=16, id2label={0: "no", 1: "yes", 2: "?"}, pad_token_id=0
+        vocab_size=17,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=16,
+        id2label={0: "no", 1: "yes", 2: "?"},
+        pad_token_id=0,
     )
     transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "theirs")
     loaded = ch.load(tmp_path / "theirs")

@@ -15,10 +15,27 @@ pytestmark = pytest.mark.ledger("L2", "L3")
 
 # About 200 MB of float32. The widest tensor is well below the allowed surplus: it is there twice while it is turned.
 SHAPES = {
-    "gpt2": ch.ModelConfig(vocab_size=4000, d_model=768, n_layers=7, n_heads=12, max_positions=128, activation="gelu_tanh"),
+    "gpt2": ch.ModelConfig(
+        vocab_size=4000, d_model=768, n_layers=7, n_heads=12, max_positions=128, activation="gelu_tanh"
+    ),
     "llama": ch.ModelConfig(
-        **{"vocab_size": 4000, "d_model": 768, "d_ff": 2048, "n_layers": 6, "n_heads": 12, "max_positions": 128, "tie_embeddings": False},
-        **{"positions": "rope", "norm": "rmsnorm", "gated": True, "bias": False, "activation": "silu", "norm_eps": 1e-6},
+        **{
+            "vocab_size": 4000,
+            "d_model": 768,
+            "d_ff": 2048,
+            "n_layers": 6,
+            "n_heads": 12,
+            "max_positions": 128,
+            "tie_embeddings": False,
+        },
+        **{
+            "positions": "rope",
+            "norm": "rmsnorm",
+            "gated": True,
+            "bias": False,
+            "activation": "silu",
+            "norm_eps": 1e-6,
+        },
     ),
 }
 MEASURE = """
@@ -46,7 +63,9 @@ def test_peak_memory_of_loading(kind: str, tmp_path: Path) -> None:
     for dtype, width in (("None", 4), ("float64", 8)):  # as it stands, and each tensor converted
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        assert peak <= 1.2 * count * width, f"{kind} as {dtype}: peak is {peak / (count * width):.2f} times the weights"
+        assert peak <= 1.2 * count * width, (
+            f"{kind} as {dtype}: peak is {peak / (count * width):.2f} times the weights"
+        )
 
 
 @pytest.mark.parametrize("kind", SHAPES)

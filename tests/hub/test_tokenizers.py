@@ -12,7 +12,14 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pr
 from transformers import AutoTokenizer
 
 import clearhead as ch
-from clearhead.hub.tokenizer import encode, load_tokenizer, read_settings, save_tokenizer, special_ids, stop_ids
+from clearhead.hub.tokenizer import (
+    encode,
+    load_tokenizer,
+    read_settings,
+    save_tokenizer,
+    special_ids,
+    stop_ids,
+)
 from tests.hub.corpus import HARD, WORDS, texts
 
 transformers.logging.set_verbosity_error()
@@ -36,9 +43,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary of every kind: wordpiece/, bytes/, and SentencePiece models."""
     root = tmp_path_factory.mktemp("trained")
     wordpiece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    wordpiece.normalizer, wordpiece.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    wordpiece.normalizer, wordpiece.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    wordpiece.train_from_iterator(TRAINING, trainers.WordPieceTrainer(vocab_size=400, special_tokens=marks, show_progress=False))
+    wordpiece.train_from_iterator(
+        TRAINING, trainers.WordPieceTrainer(vocab_size=400, special_tokens=marks, show_progress=False)
+    )
     (root / "wordpiece").mkdir()
     wordpiece.model.save(str(root / "wordpiece"))
     byte_level = ByteLevelBPETokenizer()
@@ -48,7 +60,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_level.save_model(str(root / "bytes"))
     usual = {"minloglevel": 2, "hard_vocab_limit": False, "character_coverage": 0.98}
     kinds = {
-        "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 150},
+        "t5": {
+            "model_type": "unigram",
+            "pad_id": 0,
+            "eos_id": 1,
+            "unk_id": 2,
+            "bos_id": -1,
+            "vocab_size": 150,
+        },
         "unigram": {"model_type": "unigram", "vocab_size": 150},
         "unigram_bytes": {"model_type": "unigram", "vocab_size": 400, "byte_fallback": True},
         "albert": {
@@ -76,7 +95,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "normalization_rule_name": "identity",
             "remove_extra_whitespaces": False,
             "add_dummy_prefix": False,
-            **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "eos_piece": "<eos>", "bos_piece": "<bos>"},
+            **{
+                "pad_id": 0,
+                "eos_id": 1,
+                "bos_id": 2,
+                "unk_id": 3,
+                "eos_piece": "<eos>",
+                "bos_piece": "<bos>",
+            },
             "user_defined_symbols": ["<mask>", "<start_of_turn>"],
         },
         "bpe": {"model_type": "bpe", "vocab_size": 250},
@@ -84,25 +110,57 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, options in kinds.items():
         lines = [text.swapcase() for text in TRAINING] if name == "target" else TRAINING
-        spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(root / name), **usual, **options)
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_prefix=str(root / name), **usual, **options
+        )
     return root
 
 
 CASES = {
     "bert": ("bert", "wordpiece/vocab.txt", "vocab.txt", {}),
-    "bert, named class": ("bert", "wordpiece/vocab.txt", "vocab.txt", {"tokenizer_class": "BertTokenizer", "do_lower_case": False}),
-    "bert, accents": ("bert", "wordpiece/vocab.txt", "vocab.txt", {"strip_accents": False, "tokenize_chinese_chars": False}),
+    "bert, named class": (
+        "bert",
+        "wordpiece/vocab.txt",
+        "vocab.txt",
+        {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
+    ),
+    "bert, accents": (
+        "bert",
+        "wordpiece/vocab.txt",
+        "vocab.txt",
+        {"strip_accents": False, "tokenize_chinese_chars": False},
+    ),
     "gpt2": ("gpt2", "bytes/vocab.json", "vocab.json", {}),
-    "gpt2, prefix": ("gpt2", "bytes/vocab.json", "vocab.json", {"add_prefix_space": True, "pad_token": "<pad>"}),
-    "gpt2, bos": ("gpt2", "bytes/vocab.json", "vocab.json", {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"}),
+    "gpt2, prefix": (
+        "gpt2",
+        "bytes/vocab.json",
+        "vocab.json",
+        {"add_prefix_space": True, "pad_token": "<pad>"},
+    ),
+    "gpt2, bos": (
+        "gpt2",
+        "bytes/vocab.json",
+        "vocab.json",
+        {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"},
+    ),
     "roberta": ("roberta", "bytes/vocab.json", "vocab.json", {}),
     "bart": ("bart", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "BartTokenizer"}),
     "qwen2": ("qwen3", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"}),
     "t5": ("t5", "t5.model", "spiece.model", {}),
-    "t5, few sentinels": ("t5", "t5.model", "spiece.model", {"extra_ids": 5, "tokenizer_class": "T5Tokenizer"}),
+    "t5, few sentinels": (
+        "t5",
+        "t5.model",
+        "spiece.model",
+        {"extra_ids": 5, "tokenizer_class": "T5Tokenizer"},
+    ),
     "xlm-roberta": ("xlm-roberta", "unigram.model", "sentencepiece.bpe.model", {}),
     "albert": ("albert", "albert.model", "spiece.model", {}),
-    "albert, case kept": ("albert", "albert.model", "spiece.model", {"do_lower_case": False, "keep_accents": True}),
+    "albert, case kept": (
+        "albert",
+        "albert.model",
+        "spiece.model",
+        {"do_lower_case": False, "keep_accents": True},
+    ),
     "llama": ("llama", "llama.model", "tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}),
     "llama, as published": (
         "llama",
@@ -114,9 +172,20 @@ CASES = {
         "llama",
         "llama.model",
         "tokenizer.model",
-        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True, "legacy": False, "add_prefix_space": False},
+        {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "add_eos_token": True,
+            "legacy": False,
+            "add_prefix_space": False,
+        },
     ),
-    "gemma": ("gemma", "gemma.model", "tokenizer.model", {"add_bos_token": True, "tokenizer_class": "GemmaTokenizer"}),
+    "gemma": (
+        "gemma",
+        "gemma.model",
+        "tokenizer.model",
+        {"add_bos_token": True, "tokenizer_class": "GemmaTokenizer"},
+    ),
 }
 
 
@@ -169,8 +238,12 @@ def test_what_is_saved_opens_in_the_reference(folder: Path, tmp_path: Path) -> N
 
 # With NFKC, the tokenizers library treats some stacks of combining marks otherwise, and ties of equal score go the other way:
 # so do transformers' ids from such a file. Everything else must be SentencePiece's own.
-@pytest.mark.parametrize(("name", "allowed"), [("llama", 0), ("gemma", 0), ("bpe", 2), ("unigram", 3), ("unigram_bytes", 6)])
-def test_a_bare_sentencepiece_model_equals_sentencepiece(name: str, allowed: int, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("llama", 0), ("gemma", 0), ("bpe", 2), ("unigram", 3), ("unigram_bytes", 6)]
+)
+def test_a_bare_sentencepiece_model_equals_sentencepiece(
+    name: str, allowed: int, trained: Path, tmp_path: Path
+) -> None:
     put(tmp_path / "model", "gpt2")
     shutil.copy(trained / f"{name}.model", tmp_path / "model" / "tokenizer.model")
     tokenizer = load_tokenizer(tmp_path / "model")
@@ -181,7 +254,9 @@ def test_a_bare_sentencepiece_model_equals_sentencepiece(name: str, allowed: int
     different = [text for text, ids in zip(plain, ours) if ids != reference.encode(text)]
     assert len(different) <= allowed, different
     for text, ids in zip(plain[:40], ours):
-        assert tokenizer.decode(ids, skip_special_tokens=False).replace("<unk>", " \u2047 ") == reference.decode(ids), repr(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False).replace(
+            "<unk>", " \u2047 "
+        ) == reference.decode(ids), repr(text)
 
 
 def test_marian_numbers_the_source_by_its_vocabulary(trained: Path, tmp_path: Path) -> None:
@@ -189,7 +264,9 @@ def test_marian_numbers_the_source_by_its_vocabulary(trained: Path, tmp_path: Pa
     put(folder, "marian", tokenizer_class="MarianTokenizer")
     shutil.copy(trained / "unigram.model", folder / "source.spm")
     shutil.copy(trained / "target.model", folder / "target.spm")
-    pieces = [spm.SentencePieceProcessor(model_file=str(folder / f"{side}.spm")) for side in ("source", "target")]
+    pieces = [
+        spm.SentencePieceProcessor(model_file=str(folder / f"{side}.spm")) for side in ("source", "target")
+    ]
     names = [part.id_to_piece(i) for part in pieces for i in range(3, part.get_piece_size())]
     tokens = ["</s>", "<unk>", *sorted(set(names)), ">>de<<", "<pad>"]
     (folder / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
@@ -198,7 +275,9 @@ def test_marian_numbers_the_source_by_its_vocabulary(trained: Path, tmp_path: Pa
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     wanted = [text for text in CORPUS if "<" not in text] + [">>de<<good king", "日本 king 中 lord"]
-    different = [text for text, ids in zip(wanted, encode(tokenizer, wanted)) if ids != reference(text)["input_ids"]]
+    different = [
+        text for text, ids in zip(wanted, encode(tokenizer, wanted)) if ids != reference(text)["input_ids"]
+    ]
     assert len(different) <= 6, different  # as above
     assert tokenizer.decode(encode(tokenizer, ["the good king"])[0]) == "the good king"
 
@@ -235,7 +314,10 @@ def test_special_ids_come_from_every_file() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, unk_token="a"))
     tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
     special = special_ids(
-        tokenizer, {"bos_token": {"content": "<s>"}}, {"eos_token_id": [2, 0]}, {"decoder_start_token_id": 3, "eos_token_id": 9}
+        tokenizer,
+        {"bos_token": {"content": "<s>"}},
+        {"eos_token_id": [2, 0]},
+        {"decoder_start_token_id": 3, "eos_token_id": 9},
     )
     assert special == {"bos": 1, "eos": 2, "pad": 3, "decoder_start": 3}
     assert stop_ids(special, {"eos_token_id": [2, 0]}, {}) == (2, 0)
@@ -255,7 +337,9 @@ def test_special_tokens_in_text_are_one_id(folder: Path) -> None:
 
 
 def test_a_model_without_tokenizer_says_so_in_one_line(tmp_path: Path) -> None:
-    config = ch.ModelConfig(vocab_size=11, d_model=8, n_layers=1, n_heads=2, max_positions=16, activation="gelu_tanh")
+    config = ch.ModelConfig(
+        vocab_size=11, d_model=8, n_layers=1, n_heads=2, max_positions=16, activation="gelu_tanh"
+    )
     ch.Loaded(ch.Transformer(config)).save(tmp_path / "m")
     loaded = ch.load(tmp_path / "m")
     assert loaded.tokenizer is None
@@ -278,8 +362,17 @@ def test_a_damaged_tokenizer_is_one_line(name: str, content: bytes, tmp_path: Pa
 
 
 def test_added_tokens_keep_their_ids(trained: Path, tmp_path: Path) -> None:
-    added = {"500": {"content": "<tool>", "special": False, "normalized": False}, "501": {"content": "<|im_end|>", "special": True}}
-    put(tmp_path / "m", "gpt2", added_tokens_decoder=added, eos_token="<|im_end|>", tokenizer_class="GPT2Tokenizer")
+    added = {
+        "500": {"content": "<tool>", "special": False, "normalized": False},
+        "501": {"content": "<|im_end|>", "special": True},
+    }
+    put(
+        tmp_path / "m",
+        "gpt2",
+        added_tokens_decoder=added,
+        eos_token="<|im_end|>",
+        tokenizer_class="GPT2Tokenizer",
+    )
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(trained / "bytes" / name, tmp_path / "m")
     tokenizer = load_tokenizer(tmp_path / "m")

@@ -37,7 +37,11 @@ def given(model: ch.Transformer) -> dict[str, torch.Tensor]:
     """Two rows, the second shorter, for whichever stacks there are."""
     mask = torch.ones(2, 8, dtype=torch.bool)
     mask[1, 5:] = False
-    more = {"source": some_ids(length=8, seed=3), "source_mask": mask} if model.config.family == "encoder-decoder" else {}
+    more = (
+        {"source": some_ids(length=8, seed=3), "source_mask": mask}
+        if model.config.family == "encoder-decoder"
+        else {}
+    )
     return {"ids": some_ids(), "mask": mask, **more}
 
 
@@ -60,8 +64,13 @@ def test_ablated_equals_weights_of_zero(name, differences):
     without = silenced(model)
     without.get_submodule(f"{stack}.blocks.1.attention").out.weight.data[:, 4:8] = 0  # head 1 of width 4
     experts = range(3) if model.config.n_experts else ()
-    down = [f"{stack}.blocks.0.feedforward.experts.{number}.down" for number in experts] or [f"{stack}.blocks.0.feedforward.down"]
-    attention = [f"{stack}.blocks.0.attention.out", *([f"{stack}.blocks.0.cross.out"] if name == "two stacks" else [])]
+    down = [f"{stack}.blocks.0.feedforward.experts.{number}.down" for number in experts] or [
+        f"{stack}.blocks.0.feedforward.down"
+    ]
+    attention = [
+        f"{stack}.blocks.0.attention.out",
+        *([f"{stack}.blocks.0.cross.out"] if name == "two stacks" else []),
+    ]
     cases = {
         "head": ({"heads": ["1.1"]}, without),
         "feed-forward": ({"feedforwards": [0]}, silenced(model, *down)),
@@ -107,8 +116,16 @@ def test_means_are_those_of_real_tokens(differences):
         ch.record(model, "*z", "*feedforward.out") as off,
     ):
         model(**inputs)
-    assert worst(off["encoder.blocks.0.attention.z"][:, 2], means["encoder.blocks.0.attention.z"][2].expand(2, 8, 4)) == 0
-    assert worst(off["encoder.blocks.0.attention.z"][:, 1], seen["encoder.blocks.0.attention.z"][:, 1]) <= 1e-6
+    assert (
+        worst(
+            off["encoder.blocks.0.attention.z"][:, 2],
+            means["encoder.blocks.0.attention.z"][2].expand(2, 8, 4),
+        )
+        == 0
+    )
+    assert (
+        worst(off["encoder.blocks.0.attention.z"][:, 1], seen["encoder.blocks.0.attention.z"][:, 1]) <= 1e-6
+    )
     assert worst(off["blocks.1.feedforward.out"], means["blocks.1.feedforward.out"].expand(2, 8, 16)) == 0
 
 
@@ -142,7 +159,9 @@ def test_effect_on_the_loss(how):
 
 @pytest.mark.ledger("K7")
 def test_rows_of_a_map_follow_the_heads_that_are_left():
-    model = build(family="encoder-decoder", pruned_heads={"encoder.blocks.1.attention": (0,), "blocks.0.cross": (2,)})
+    model = build(
+        family="encoder-decoder", pruned_heads={"encoder.blocks.1.attention": (0,), "blocks.0.cross": (2,)}
+    )
     ids = some_ids(2, 8, seed=4)
     found = ablate_each(model, Examples("seq2seq", (Batch(ids, ids.roll(-1, 1), source=some_ids()),)))
     assert found.rows == ("encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1")
@@ -159,7 +178,9 @@ def test_loss_of_texts_is_that_of_score(trained_lm):
         examples_from(m, texts, texts=True)
     texts[1] = "cab"
     logprobs = [value for text in texts for value in m.score(text).logprobs if value is not None]
-    assert judge(m.model, examples_from(m, texts, texts=True)).loss == pytest.approx(-np.mean(logprobs), abs=1e-5)
+    assert judge(m.model, examples_from(m, texts, texts=True)).loss == pytest.approx(
+        -np.mean(logprobs), abs=1e-5
+    )
 
 
 @pytest.mark.ledger("K7")
@@ -168,7 +189,9 @@ def test_loss_of_a_file_is_that_of_evaluate(trained_lm, tmp_path):
 
     (tmp_path / "text.txt").write_text("a bad crab and a cab. " * 30)
     examples = examples_from(trained_lm, tmp_path / "text.txt")
-    assert judge(trained_lm.model, examples).loss == pytest.approx(evaluate(trained_lm, tmp_path / "text.txt").metrics["loss"], abs=1e-6)
+    assert judge(trained_lm.model, examples).loss == pytest.approx(
+        evaluate(trained_lm, tmp_path / "text.txt").metrics["loss"], abs=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +200,17 @@ def trained_lm(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = ["<eos>", *"abcdnr. "]
-    tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<eos>"])
-    model = scramble(ch.Transformer(ch.ModelConfig(vocab_size=len(letters), d_model=16, n_layers=2, n_heads=4, max_positions=64))).eval()
+    model = scramble(
+        ch.Transformer(
+            ch.ModelConfig(vocab_size=len(letters), d_model=16, n_layers=2, n_heads=4, max_positions=64)
+        )
+    ).eval()
     m = ch.Loaded(model, tokenizer, special={"eos": 0})
     folder = tmp_path_factory.mktemp("lm")
     m.save(folder)
@@ -203,7 +232,11 @@ def test_importance_equals_differences(name, differences):
     shape = {"family": "encoder", "n_classes": 3} if name == "classifier" else LAYOUTS[name]
     model = build(**shape).double()
     inputs = given(model)
-    targets = torch.tensor([2, 0]) if name == "classifier" else inputs["ids"].roll(-1, 1).masked_fill(~inputs["mask"], IGNORE)
+    targets = (
+        torch.tensor([2, 0])
+        if name == "classifier"
+        else inputs["ids"].roll(-1, 1).masked_fill(~inputs["mask"], IGNORE)
+    )
     batch = Batch(targets=targets, **inputs)
     found = importance(model, Examples("lm", (batch,)))
 
@@ -211,7 +244,11 @@ def test_importance_equals_differences(name, differences):
         one = {key: tensor[row : row + 1] for key, tensor in inputs.items()}
         with torch.no_grad(), ch.edit(model, change):
             logits = model(**one).logits
-        return float(nnf.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets[row : row + 1].reshape(-1), reduction="sum"))
+        return float(
+            nnf.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), targets[row : row + 1].reshape(-1), reduction="sum"
+            )
+        )
 
     def slope(change) -> float:
         rows = [abs(loss(row, change(1 + 1e-5)) - loss(row, change(1 - 1e-5))) / 2e-5 for row in range(2)]
@@ -229,7 +266,10 @@ def test_importance_equals_differences(name, differences):
         part = f"{layer.replace('encoder.', 'encoder.blocks.')}" if "encoder" in layer else f"blocks.{layer}"
         wanted = slope(lambda factor, part=part: {f"{part}.feedforward.out": lambda x: x * factor})
         assert differences.see("feed-forward", precise(value), precise(wanted)) <= 1e-7
-    assert len(found.feedforwards) == (4 if name == "two stacks" else 2) and min(found.feedforwards.values()) > 1e-3
+    assert (
+        len(found.feedforwards) == (4 if name == "two stacks" else 2)
+        and min(found.feedforwards.values()) > 1e-3
+    )
     normal = importance(model, Examples("lm", (batch,)), normalise=True).heads.values
     assert np.allclose(normal, found.heads.values / np.linalg.norm(found.heads.values, axis=1, keepdims=True))
 
@@ -238,7 +278,10 @@ def test_importance_does_not_depend_on_the_batches_and_leaves_no_gradient():
     model, together = build(), judged(rows=4)
     (batch,) = together.batches
     rows = tuple(Batch(batch.ids[row : row + 1], batch.targets[row : row + 1]) for row in range(4))
-    one, other = (importance(model, examples).heads.values for examples in (together, dataclasses.replace(together, batches=rows)))
+    one, other = (
+        importance(model, examples).heads.values
+        for examples in (together, dataclasses.replace(together, batches=rows))
+    )
     assert np.abs(one - other).max() <= 1e-6
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -250,13 +293,18 @@ def test_importance_does_not_depend_on_the_batches_and_leaves_no_gradient():
 def test_effect_on_the_next_token(trained_lm):
     found = effect(trained_lm, "a cab", heads=["0.1"], layers=[1], top=3)
     ids = torch.tensor([trained_lm.encode(["a cab"])[0]])
-    without = silenced(trained_lm.model, "decoder.blocks.1.attention.out", "decoder.blocks.1.feedforward.down")
+    without = silenced(
+        trained_lm.model, "decoder.blocks.1.attention.out", "decoder.blocks.1.feedforward.down"
+    )
     without.decoder.blocks[0].attention.out.weight.data[:, 4:8] = 0
     with torch.no_grad():
         before, after = (model(ids).logits[0, -1] for model in (trained_lm.model, without))
     assert worst(found.before, before) == 0 and worst(found.after, after) <= 1e-5
     p, q = before.double().softmax(-1), after.double().softmax(-1)
-    assert found.kl == pytest.approx(float(sum(p[i] * torch.log(p[i] / q[i]) for i in range(9))), abs=1e-6) and found.kl > 1e-3
+    assert (
+        found.kl == pytest.approx(float(sum(p[i] * torch.log(p[i] / q[i]) for i in range(9))), abs=1e-6)
+        and found.kl > 1e-3
+    )
     assert found.position == 4 and found.tokens == ("a", "·", "c", "a", "b")
     assert {one.id for one in found.top} == {*p.topk(3).indices.tolist(), *q.topk(3).indices.tolist()}
     assert found.top[0].before == pytest.approx(float(p.max())) and found.ablated == ("head 0.1", "layer 1")
@@ -287,7 +335,20 @@ def test_the_command(trained_lm, tmp_path, capsys):
     assert said["increase"] == pytest.approx(ablate(trained_lm, data, heads=["0.1", "1.2"]).increase)
     main(["ablate", folder, str(data), "--each", "--plot", str(tmp_path / "each.png"), "--json"])
     assert np.array(json.loads(capsys.readouterr().out)["values"]).shape == (2, 4)
-    main(["ablate", folder, "--text", "[red] cab", "--layers", "0", "--how", "mean", "--plot", str(tmp_path / "text.svg")])
+    main(
+        [
+            "ablate",
+            folder,
+            "--text",
+            "[red] cab",
+            "--layers",
+            "0",
+            "--how",
+            "mean",
+            "--plot",
+            str(tmp_path / "text.svg"),
+        ]
+    )
     assert "whole model" in capsys.readouterr().out
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("each.png", "text.svg"))
     for arguments, line in {

@@ -30,8 +30,24 @@ SOURCE = [2, 7, 1, 8, 2, 8, 1]
 
 def of_words(model: ch.Transformer) -> ch.Loaded:
     """A model with a tokenizer of thirteen words, some of which look like mark-up and mathematics."""
-    words = ["[UNK]", "the", "[bold]cat", "$sat$", "on", "a_b", "mat", "dog", "ran", "to", "town", "at", "ten"]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    words = [
+        "[UNK]",
+        "the",
+        "[bold]cat",
+        "$sat$",
+        "on",
+        "a_b",
+        "mat",
+        "dog",
+        "ran",
+        "to",
+        "town",
+        "at",
+        "ten",
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return ch.Loaded(model, tokenizer)
 
@@ -48,7 +64,11 @@ def test_every_kind_has_its_patterns_and_labels(both: ch.Transformer) -> None:
     maps = attention(both, SOURCE, target=IDS)
     with torch.no_grad(), ch.record(both, "*.pattern") as seen:
         both(torch.tensor([IDS]), source=torch.tensor([SOURCE]))
-    names = {"encoder": "encoder.blocks.{}.attention", "self": "blocks.{}.attention", "cross": "blocks.{}.cross"}
+    names = {
+        "encoder": "encoder.blocks.{}.attention",
+        "self": "blocks.{}.attention",
+        "cross": "blocks.{}.cross",
+    }
     assert [(each.kind, each.layer) for each in maps.maps] == [
         *(("encoder", i) for i in range(3)),
         *((k, i) for i in range(2) for k in ("self", "cross")),
@@ -113,7 +133,9 @@ def test_an_edit_around_it_is_seen() -> None:
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "budget", "size"), [(9, 81, 1), (9, 80, 2), (9, 9, 3), (9, 1, 9), (8, 16, 2)])
+@pytest.mark.parametrize(
+    ("length", "budget", "size"), [(9, 81, 1), (9, 80, 2), (9, 9, 3), (9, 1, 9), (8, 16, 2)]
+)
 def test_cells_are_sums_over_keys_and_means_over_queries(length: int, budget: int, size: int) -> None:
     """Against a loop over every cell, in float64."""
     model = build(family="encoder")
@@ -122,7 +144,10 @@ def test_cells_are_sums_over_keys_and_means_over_queries(length: int, budget: in
     starts = range(0, length, size)
     for exact, each in zip(whole.maps, maps.maps, strict=True):
         pattern = exact.pattern.astype(np.float64)
-        wanted = [[[head[q : q + size, k : k + size].sum(1).mean() for k in starts] for q in starts] for head in pattern]
+        wanted = [
+            [[head[q : q + size, k : k + size].sum(1).mean() for k in starts] for q in starts]
+            for head in pattern
+        ]
         assert each.pattern.shape == (4, len(starts), len(starts))
         assert each.pattern[0].size <= budget
         assert np.abs(each.pattern - wanted).max() <= 1e-6
@@ -156,7 +181,9 @@ def test_entropy_is_that_of_a_loop(family: str) -> None:
     maps = attention(build(family=family), IDS)
     for row, each in zip(maps.entropy(), maps.maps, strict=True):
         for bits, head in zip(row, each.heads(), strict=True):
-            wanted = [-sum(p * math.log2(p) for p in map(float, weights) if p > 0) for weights in head.pattern]
+            wanted = [
+                -sum(p * math.log2(p) for p in map(float, weights) if p > 0) for weights in head.pattern
+            ]
             assert np.abs(head.entropies - wanted).max() <= 1e-5
             assert abs(bits - sum(wanted) / len(wanted)) <= 1e-5
             assert abs(head.entropy - bits) <= 1e-6
@@ -202,7 +229,11 @@ def test_rollout_is_that_of_a_loop(both: ch.Transformer, residual: float) -> Non
             mean = sum(head.astype(np.float64) for head in each.pattern) / len(each.pattern)
             mixed = [[(1 - residual) * mean[i, j] + residual * (i == j) for j in range(n)] for i in range(n)]
             mixed = [[value / sum(row) for value in row] for row in mixed]
-            flow = mixed if flow is None else [[sum(mixed[i][k] * flow[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
+            flow = (
+                mixed
+                if flow is None
+                else [[sum(mixed[i][k] * flow[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
+            )
             assert np.abs(after - flow).max() <= 1e-6
             assert np.abs(after.sum(-1) - 1).max() <= 1e-5
         assert np.array_equal(rollout.last, rollout.flow[-1])
@@ -223,8 +254,13 @@ def test_rollout_says_what_it_cannot_follow(both: ch.Transformer) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 9])
-def test_streamed_patterns_are_the_same_and_come_back(both: ch.Transformer, tmp_path: Path, budget: int | None) -> None:
-    plain, streamed = attention(both, SOURCE, IDS, budget=budget), attention(both, SOURCE, IDS, budget=budget, to=tmp_path / "a" / "b")
+def test_streamed_patterns_are_the_same_and_come_back(
+    both: ch.Transformer, tmp_path: Path, budget: int | None
+) -> None:
+    plain, streamed = (
+        attention(both, SOURCE, IDS, budget=budget),
+        attention(both, SOURCE, IDS, budget=budget, to=tmp_path / "a" / "b"),
+    )
     for again in (streamed, read_maps(tmp_path / "a" / "b")):
         assert [(each.kind, each.layer, each.queries, each.keys) for each in again.maps] == [
             (each.kind, each.layer, each.queries, each.keys) for each in plain.maps
@@ -319,8 +355,13 @@ def test_pictures_have_labels_and_a_named_scale(both: ch.Transformer, tmp_path: 
     assert [axes.get_title() for axes in layer.axes[:4]] == [f"head cross.1.{number}" for number in range(4)]
     assert labels_of(model.axes[0].get_yticklabels()) == ["0", "1"]
     assert labels_of(model.axes[0].get_xticklabels()) == ["0", "1", "2", "3"]
-    assert sorted(text.get_text() for text in entropy.axes[0].texts) == sorted(f"{bits:.2f}" for bits in maps.entropy("encoder").flat)
-    scales = {"attention weight (root scale)": [one, layer, model], "entropy in bits, mean over queries": [entropy]}
+    assert sorted(text.get_text() for text in entropy.axes[0].texts) == sorted(
+        f"{bits:.2f}" for bits in maps.entropy("encoder").flat
+    )
+    scales = {
+        "attention weight (root scale)": [one, layer, model],
+        "entropy in bits, mean over queries": [entropy],
+    }
     scales["share of the token (root scale)"] = [rollout]
     for name, figures in scales.items():
         assert all(figure.axes[-1].get_ylabel() == name for figure in figures)
@@ -328,7 +369,9 @@ def test_pictures_have_labels_and_a_named_scale(both: ch.Transformer, tmp_path: 
     for number, figure in enumerate((one, layer, model, entropy, rollout)):
         save(figure, tmp_path / f"{number}.svg")
     picture = model.axes[0].images[0].get_array()
-    assert np.array_equal(picture[10:19, 16:23], maps.layer(1, "cross").pattern[2])  # second row, third column
+    assert np.array_equal(
+        picture[10:19, 16:23], maps.layer(1, "cross").pattern[2]
+    )  # second row, third column
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -344,13 +387,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TEXT = "the [bold]cat $sat$ on a_b mat"
 
 
-def test_the_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_a_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     main(["attention", str(folder), TEXT])
     said = capsys.readouterr().out
     maps = attention(ch.load(folder), TEXT)
     for one in maps.heads():
-        assert any(str(one.head) in line and f"{one.entropy:.2f}" in line and one.strongest.key_label in line for line in said.splitlines())
+        assert any(
+            str(one.head) in line and f"{one.entropy:.2f}" in line and one.strongest.key_label in line
+            for line in said.splitlines()
+        )
     main(["attention", str(folder), TEXT, "--rollout"])
     said = capsys.readouterr().out
     for place, shares in enumerate(maps.rollout().last):
@@ -360,20 +408,49 @@ def test_the_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[
         assert any(all(part in line for part in parts) for line in said.splitlines())
 
 
-def test_the_command_writes_json_and_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_json_and_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     maps = attention(ch.load(folder), TEXT)
     main(
-        ["attention", str(folder), TEXT, "--head", "1.2", "--json", "--plot", str(tmp_path / "h.png"), "--output", str(tmp_path / "h.npz")]
+        [
+            "attention",
+            str(folder),
+            TEXT,
+            "--head",
+            "1.2",
+            "--json",
+            "--plot",
+            str(tmp_path / "h.png"),
+            "--output",
+            str(tmp_path / "h.npz"),
+        ]
     )
     body = json.loads(capsys.readouterr().out)
     assert [one["head"] for one in body["heads"]] == ["1.2"]
-    assert np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6  # layer 0 is fused here
+    assert (
+        np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
+    )  # layer 0 is fused here
     assert body["plot"].endswith("h.png") and (tmp_path / "h.png").stat().st_size > 5000
-    assert set(np.load(tmp_path / "h.npz")) == {"aggregated", *(f"self.1.{name}" for name in ("pattern", "entropies", "queries", "keys"))}
+    assert set(np.load(tmp_path / "h.npz")) == {
+        "aggregated",
+        *(f"self.1.{name}" for name in ("pattern", "entropies", "queries", "keys")),
+    }
     main(["attention", str(folder), TEXT, "--rollout", "--json"])
-    assert np.allclose(json.loads(capsys.readouterr().out)["rollout"]["flow"][-1], maps.rollout().last, atol=1e-6)
+    assert np.allclose(
+        json.loads(capsys.readouterr().out)["rollout"]["flow"][-1], maps.rollout().last, atol=1e-6
+    )
     for view in (["--layer", "1"], ["--rollout"], ["--entropy"], []):
-        main(["attention", str(folder), TEXT, *view, "--plot", str(tmp_path / f"{len(view)}{''.join(view)}.svg")])
+        main(
+            [
+                "attention",
+                str(folder),
+                TEXT,
+                *view,
+                "--plot",
+                str(tmp_path / f"{len(view)}{''.join(view)}.svg"),
+            ]
+        )
     assert len(list(tmp_path.glob("*.svg"))) == 4
 
 
@@ -390,7 +467,9 @@ def test_the_command_writes_json_and_files(folder: Path, tmp_path: Path, capsys:
         (["the cat", "--target", "the dog"], "target is for a model with an encoder and a decoder"),
     ],
 )
-def test_mistakes_of_the_command(folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_the_command(
+    folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["attention", str(folder), *arguments])
     assert stopped.value.code == 2

@@ -13,21 +13,49 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 import clearhead as ch
 from clearhead import cli
 from clearhead.errors import InputError
-from clearhead.inside.geometry import analogy, frequent, neighbours, position_map, position_similarity, projection, same_word
+from clearhead.inside.geometry import (
+    analogy,
+    frequent,
+    neighbours,
+    position_map,
+    position_similarity,
+    projection,
+    same_word,
+)
 from tests.harness import V, build
 from tests.hub.packages import packaged
 
 pytestmark = pytest.mark.ledger("K9")
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "bank", "river", "money", "lend", "##s", "a", "of", "by", "##ing", "boat"]
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "the",
+    "bank",
+    "river",
+    "money",
+    "lend",
+    "##s",
+    "a",
+    "of",
+    "by",
+    "##ing",
+    "boat",
+]
 
 
 def lettered(**changes) -> ch.Loaded:
     """A micro model with pieces of words."""
-    tokenizer = Tokenizer(models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(PIECES[:4])
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     model = build(vocab_size=len(PIECES), **{"family": "encoder", **changes})
     return ch.Loaded(model, tokenizer, special={"pad": 0, "unk": 1, "cls": 2, "sep": 3})
 
@@ -45,14 +73,19 @@ def test_neighbours_and_analogies_equal_numpy(table, differences):
     found = neighbours(m, "bank", 20, table)
     order = [token for token in np.argsort(-scores) if token != 5]
     assert list(found.ids) == order and found.labels[0] == PIECES[order[0]]
-    assert differences.see("cosine", torch.tensor(found.scores).double(), torch.from_numpy(scores[order])) < 1e-6
+    assert (
+        differences.see("cosine", torch.tensor(found.scores).double(), torch.from_numpy(scores[order])) < 1e-6
+    )
 
     lends = (vectors[8] + vectors[9]) / 2  # a word of two tokens
     scores = cosines(vectors, vectors[6]) - cosines(vectors, vectors[5]) + cosines(vectors, lends)
     order = [token for token in np.argsort(-scores) if token not in (5, 6, 8, 9)]
     found = analogy(m, "bank", "river", "lends", 20, table)
     assert found.words["lends"] == ("lend", "##s") and list(found.ids) == order
-    assert differences.see("analogy", torch.tensor(found.scores).double(), torch.from_numpy(scores[order])) < 1e-6
+    assert (
+        differences.see("analogy", torch.tensor(found.scores).double(), torch.from_numpy(scores[order]))
+        < 1e-6
+    )
 
 
 def test_the_projection_is_scikit_learns(differences):
@@ -60,11 +93,18 @@ def test_the_projection_is_scikit_learns(differences):
     m = lettered()
     words = ["the", "bank", "river", "lends", "boat", "by"]
     vectors = m.model.encoder.embedding.front.tokens.weight.detach().double().numpy()
-    rows = np.stack([vectors[[8, 9]].mean(0) if word == "lends" else vectors[PIECES.index(word)] for word in words])
+    rows = np.stack(
+        [vectors[[8, 9]].mean(0) if word == "lends" else vectors[PIECES.index(word)] for word in words]
+    )
     pca = decomposition.PCA(2, svd_solver="full").fit(rows)
     found = projection(m, words)
     signs = np.sign(pca.components_[np.arange(2), np.abs(pca.components_).argmax(1)])
-    assert differences.see("points", torch.from_numpy(found.points), torch.from_numpy(pca.transform(rows) * signs).float()) < 1e-5
+    assert (
+        differences.see(
+            "points", torch.from_numpy(found.points), torch.from_numpy(pca.transform(rows) * signs).float()
+        )
+        < 1e-5
+    )
     assert found.explained == pytest.approx(tuple(pca.explained_variance_ratio_), abs=1e-6)
     assert (found.axes[np.arange(2), np.abs(found.axes).argmax(1)] > 0).all()
 
@@ -79,11 +119,19 @@ def test_positions_as_vectors(differences):
     learned = build(position_offset=2)
     table = learned.decoder.positions.table.weight[2:12].detach()
     assert differences.see("learned", torch.from_numpy(position_map(learned, 10).values), table) == 0
-    hand = torch.tensor([[float(torch.nn.functional.cosine_similarity(a, b, dim=0)) for a in table.double()] for b in table.double()])
+    hand = torch.tensor(
+        [
+            [float(torch.nn.functional.cosine_similarity(a, b, dim=0)) for a in table.double()]
+            for b in table.double()
+        ]
+    )
     assert differences.see("cosine", torch.from_numpy(position_similarity(learned, 10).values), hand) < 1e-6
     waves = build(positions="sinusoidal")
     found = position_map(waves, 6)
-    hand = [[(math.sin, math.cos)[column % 2](place / 10_000 ** (column // 2 * 2 / 16)) for column in range(16)] for place in range(6)]
+    hand = [
+        [(math.sin, math.cos)[column % 2](place / 10_000 ** (column // 2 * 2 / 16)) for column in range(16)]
+        for place in range(6)
+    ]
     assert differences.see("waves", torch.from_numpy(found.values), torch.tensor(hand)) < 1e-6
 
 
@@ -100,7 +148,9 @@ def test_rotary_positions_are_angles(layout, differences):
 
 def test_biases_by_distance(differences):
     alibi = position_map(build(positions="alibi"), 5)
-    hand = torch.tensor([[-(2.0 ** (-2 * (head + 1))) * abs(distance) for distance in range(-4, 1)] for head in range(4)])
+    hand = torch.tensor(
+        [[-(2.0 ** (-2 * (head + 1))) * abs(distance) for distance in range(-4, 1)] for head in range(4)]
+    )
     assert alibi.columns == ("-4", "-3", "-2", "-1", "0")
     assert differences.see("alibi", torch.from_numpy(alibi.values), hand) < 1e-7
     model = build(positions="relative", family="encoder", relative_buckets=8, relative_max_distance=8)
@@ -109,18 +159,30 @@ def test_biases_by_distance(differences):
     buckets = {0: 0, -1: 1, -2: 2, -3: 2, 1: 5, 2: 6, 3: 6}  # two exact steps each way, then by logarithm
     hand = torch.stack([table[buckets[distance]] for distance in range(-3, 4)], 1)
     assert differences.see("relative", torch.from_numpy(relative.values), hand) < 1e-7
-    hand = torch.tensor([[float(table[buckets[key - query]].mean()) for key in range(4)] for query in range(4)])
+    hand = torch.tensor(
+        [[float(table[buckets[key - query]].mean()) for key in range(4)] for query in range(4)]
+    )
     assert differences.see("mean bias", torch.from_numpy(alike.values), hand) < 1e-6
 
 
 def test_stacks_and_images_have_their_own_positions():
     both = build(family="encoder-decoder", positions="relative")
     assert not np.allclose(position_map(both, 4, "encoder").values[:, :4], position_map(both, 4).values)
-    image = build(family="encoder", input="patches", image_size=(8, 12), patch_size=4, class_token=True, vocab_size=0, n_classes=3)
+    image = build(
+        family="encoder",
+        input="patches",
+        image_size=(8, 12),
+        patch_size=4,
+        class_token=True,
+        vocab_size=0,
+        n_classes=3,
+    )
     assert position_map(image).rows == ("[CLS]", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_position": "post"}, {"family": "encoder-decoder"}], ids=["pre", "post", "both"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_position": "post"}, {"family": "encoder-decoder"}], ids=["pre", "post", "both"]
+)
 def test_one_word_in_two_sentences(changes, differences):
     m = lettered(**changes)
     a, b = "The bank lends money", "lending by the river bank"
@@ -131,8 +193,13 @@ def test_one_word_in_two_sentences(changes, differences):
     places, others = ([3], [1]), ([1, 2, 4, 5], [2, 3, 4, 5, 6])
     seen = []
     for row in ids:
-        with torch.no_grad(), ch.record(m.model, f"{stack}embedding", f"{stack}blocks.*.resid_post") as recorded:
-            m.model(torch.tensor([[0] if stack else row]), **({"source": torch.tensor([row])} if stack else {}))
+        with (
+            torch.no_grad(),
+            ch.record(m.model, f"{stack}embedding", f"{stack}blocks.*.resid_post") as recorded,
+        ):
+            m.model(
+                torch.tensor([[0] if stack else row]), **({"source": torch.tensor([row])} if stack else {})
+            )
         names = [f"{stack}embedding", *(f"{stack}blocks.{layer}.resid_post" for layer in range(2))]
         seen.append([recorded[name][0].double().numpy() for name in names])
     own, rest = [], []
@@ -140,8 +207,14 @@ def test_one_word_in_two_sentences(changes, differences):
         own.append(float(cosines(x[places[0]], y[places[1][0]])[0]))
         rest.append(np.mean([cosines(y[others[1]], x[place]) for place in others[0]]))
     assert found.layers == ("embedding", "0", "1")
-    assert differences.see("similarity", torch.from_numpy(found.similarity).double(), torch.tensor(own).double()) < 1e-6
-    assert differences.see("baseline", torch.from_numpy(found.baseline).double(), torch.tensor(rest).double()) < 1e-6
+    assert (
+        differences.see("similarity", torch.from_numpy(found.similarity).double(), torch.tensor(own).double())
+        < 1e-6
+    )
+    assert (
+        differences.see("baseline", torch.from_numpy(found.baseline).double(), torch.tensor(rest).double())
+        < 1e-6
+    )
 
 
 def test_a_word_of_several_tokens_is_their_mean():
@@ -162,7 +235,10 @@ def test_a_word_of_several_tokens_is_their_mean():
         (lambda m: position_map(m, 33), "between 2 and 32"),
         (lambda m: position_map(build(positions="none")), "no positions"),
         (lambda m: position_map(build(), stack="encoder"), "this model has none"),
-        (lambda m: neighbours(build(family="encoder", head="none"), 3, table="output"), "has no table of tokens"),
+        (
+            lambda m: neighbours(build(family="encoder", head="none"), 3, table="output"),
+            "has no table of tokens",
+        ),
         (lambda m: neighbours(build(), "bank"), "no tokenizer"),
     ],
 )
@@ -207,6 +283,12 @@ def test_the_command(tmp_path, capsys):
         assert code == 0 and json.loads(out) and (tmp_path / f"{number}.png").stat().st_size > 5000
     code, out, _ = command("neighbours", "bank", "--k", 3)
     assert code == 0 and all(name in out for name in neighbours(lettered(), "bank", 3).labels)
-    for wrong in (("neighbours",), ("analogy", "bank"), ("positions", "bank"), ("word", "boat", *sentences), ("neighbours", "zebra")):
+    for wrong in (
+        ("neighbours",),
+        ("analogy", "bank"),
+        ("positions", "bank"),
+        ("word", "boat", *sentences),
+        ("neighbours", "zebra"),
+    ):
         code, _, err = command(*wrong)
         assert code == 2 and err.startswith("clearhead: ") and err.count("\n") == 1, err

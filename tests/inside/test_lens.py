@@ -29,14 +29,27 @@ PLACES = {
     "parallel": {"parallel": True},
     "parallel sandwich": {"parallel": True, "norm_position": "sandwich", "parallel_norms": 2},
 }
-IMAGE = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True, "vocab_size": 0}
+IMAGE = {
+    "input": "patches",
+    "image_size": (8, 8),
+    "patch_size": 4,
+    "n_channels": 1,
+    "class_token": True,
+    "vocab_size": 0,
+}
 HEADS = {
     "soft cap": {"logit_softcap": 2.0, "logit_scale": 0.5, "residual_scale": 0.3},
     "narrow table": {"d_embedding": 8, "head_bias": True, "embedding_norm": True, "tie_embeddings": True},
     "masked": {"family": "encoder", "n_types": 2},
     "masked, linear": {"family": "encoder", "head_transform": False},
     "classifier, first": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooler": "tanh"},
-    "classifier, mean": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean", "pooler": "relu"},
+    "classifier, mean": {
+        "family": "encoder",
+        "head": "classifier",
+        "n_classes": 3,
+        "pooling": "mean",
+        "pooler": "relu",
+    },
     "classifier, last": {"head": "classifier", "n_classes": 3},
     "tagger": {"family": "encoder", "head": "tagger", "n_classes": 3},
     "span": {"family": "encoder", "head": "span"},
@@ -57,23 +70,40 @@ def inputs(config: ch.ModelConfig):
 
 def matrix():
     """Models over norm position, norm, gate, tied table, grouped heads, positions and family."""
-    for number, (family, place) in enumerate(itertools.product(("decoder", "encoder", "encoder-decoder"), PLACES)):
+    for number, (family, place) in enumerate(
+        itertools.product(("decoder", "encoder", "encoder-decoder"), PLACES)
+    ):
         if family == "encoder-decoder" and "parallel" in place:
             continue
         for norm, gated, tied, groups, positions in itertools.product(
             ("layernorm", "rmsnorm"), (False, True), (False, True), (4, 2), ("learned", "rope")
         ):
             # A quarter of them, in which any two of the four choices still occur together.
-            if (gated + tied + (groups == 4)) % 2 == 0 and (tied + (positions == "rope") + number + (norm == "rmsnorm")) % 2 == 0:
-                choices = {"norm": norm, "gated": gated, "tie_embeddings": tied, "n_kv_heads": groups, "positions": positions}
+            if (gated + tied + (groups == 4)) % 2 == 0 and (
+                tied + (positions == "rope") + number + (norm == "rmsnorm")
+            ) % 2 == 0:
+                choices = {
+                    "norm": norm,
+                    "gated": gated,
+                    "tie_embeddings": tied,
+                    "n_kv_heads": groups,
+                    "positions": positions,
+                }
                 yield f"{family} {place}", build(number, family=family, **PLACES[place], **choices)
 
 
 @pytest.mark.ledger("K6")
 def test_the_last_layer_is_the_models_answer_bit_for_bit():
     models = {name: build(**changes) for name, changes in HEADS.items()}
-    models |= {f"{place} {norm}": build(norm=norm, **PLACES[place]) for place in PLACES for norm in ("layernorm", "rmsnorm")}
-    models |= {f"both, {place}": build(family="encoder-decoder", norm_position=place) for place in ("pre", "post", "sandwich")}
+    models |= {
+        f"{place} {norm}": build(norm=norm, **PLACES[place])
+        for place in PLACES
+        for norm in ("layernorm", "rmsnorm")
+    }
+    models |= {
+        f"both, {place}": build(family="encoder-decoder", norm_position=place)
+        for place in ("pre", "post", "sandwich")
+    }
     for name, model in models.items():
         given, more = inputs(model.config)
         main_input = given if isinstance(given, torch.Tensor) else torch.tensor([more.get("target", given)])
@@ -94,9 +124,13 @@ def test_every_number_of_the_lens_by_hand():
         last = model(torch.tensor([IDS])).logits[0].numpy()
     head, norm = model.head.out.weight.detach().numpy(), model.decoder.norm
     assert found.layers == ("embedding", "block 0", "block 1", "block 2")
-    for layer, name in enumerate(("embedding", "blocks.0.resid_post", "blocks.1.resid_post", "blocks.2.resid_post")):
+    for layer, name in enumerate(
+        ("embedding", "blocks.0.resid_post", "blocks.1.resid_post", "blocks.2.resid_post")
+    ):
         for place, x in enumerate(seen[name][0].numpy()):
-            x = (x - x.mean()) / np.sqrt(x.var() + norm.eps) * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+            x = (x - x.mean()) / np.sqrt(
+                x.var() + norm.eps
+            ) * norm.weight.detach().numpy() + norm.bias.detach().numpy()
             p = np.exp(head @ x * 3.0) / np.exp(head @ x * 3.0).sum()
             final = np.exp(last[place]) / np.exp(last[place]).sum()
             order = np.argsort(-p)
@@ -104,15 +138,25 @@ def test_every_number_of_the_lens_by_hand():
             assert found.top_names[layer][place] == tuple(map(str, order[:4]))
             np.testing.assert_allclose(found.top_probabilities[layer, place], p[order[:4]], atol=1e-6)
             assert float(found.entropy[layer, place]) == pytest.approx(-(p * np.log2(p)).sum(), abs=1e-5)
-            assert float(found.divergence[layer, place]) == pytest.approx((final * np.log2(final / p)).sum(), abs=1e-5)
+            assert float(found.divergence[layer, place]) == pytest.approx(
+                (final * np.log2(final / p)).sum(), abs=1e-5
+            )
             assert found.chosen[place] == final.argmax()
             assert int(found.chosen_ranks[layer, place]) == 1 + order.tolist().index(final.argmax())
-            assert float(found.chosen_probabilities[layer, place]) == pytest.approx(p[final.argmax()], abs=1e-6)
+            assert float(found.chosen_probabilities[layer, place]) == pytest.approx(
+                p[final.argmax()], abs=1e-6
+            )
             if place + 1 < len(IDS):
                 assert found.true[place] == IDS[place + 1]
                 assert int(found.true_ranks[layer, place]) == 1 + order.tolist().index(IDS[place + 1])
-                assert float(found.true_probabilities[layer, place]) == pytest.approx(p[IDS[place + 1]], abs=1e-6)
-    assert found.true[-1] == -1 and found.true_names[-1] is None and found.true_probabilities[:, -1].isnan().all()
+                assert float(found.true_probabilities[layer, place]) == pytest.approx(
+                    p[IDS[place + 1]], abs=1e-6
+                )
+    assert (
+        found.true[-1] == -1
+        and found.true_names[-1] is None
+        and found.true_probabilities[:, -1].isnan().all()
+    )
     plain = found.to_dict()
     assert json.loads(json.dumps(plain, allow_nan=False))["true_probabilities"][0][-1] is None
 
@@ -122,11 +166,19 @@ def test_columns_and_choices_of_each_head():
     span = lens(build(**HEADS["span"]), IDS, top=3)
     assert span.columns == ("begins", "ends") and span.kind == "place"
     assert span.chosen_names[0].split(":")[1] == str(IDS[int(span.chosen[0])])
-    assert lens(build(**HEADS["image"]), inputs(build(**HEADS["image"]).config)[0]).columns == ("whole image",)
+    assert lens(build(**HEADS["image"]), inputs(build(**HEADS["image"]).config)[0]).columns == (
+        "whole image",
+    )
     assert lens(build(**HEADS["classifier, mean"]), IDS).top_names[0][0][0].startswith("LABEL_")
     masked = ch.Loaded(build(**HEADS["masked"]), special={"mask": IDS[2]})
-    assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [token for token in IDS if token != IDS[2]]
-    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (3, 2 * V, V)  # more than one piece of columns, all choices
+    assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [
+        token for token in IDS if token != IDS[2]
+    ]
+    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (
+        3,
+        2 * V,
+        V,
+    )  # more than one piece of columns, all choices
     for head in ("embedding", "none"):
         with pytest.raises(ch.InputError, match="gives vectors, not choices"):
             lens(build(family="encoder", head=head), IDS)
@@ -155,11 +207,15 @@ def test_contributions_name_the_logit_of_the_model():
     model = build(n_layers=2)
     logits = model(torch.tensor([IDS])).logits[0].detach()
     assert contributions(model, IDS, 4, position=2).logit == pytest.approx(float(logits[2, 4]), abs=1e-6)
-    assert contributions(model, IDS, "4", against="7").logit == pytest.approx(float(logits[-1, 4] - logits[-1, 7]), abs=1e-6)
+    assert contributions(model, IDS, "4", against="7").logit == pytest.approx(
+        float(logits[-1, 4] - logits[-1, 7]), abs=1e-6
+    )
     assert contributions(model, IDS).choice == str(int(logits[-1].argmax()))
     span = build(**HEADS["span"])
     said = span(torch.tensor([IDS])).logits[0].detach()
-    assert contributions(span, IDS, 3, position=0, against=5).logit == pytest.approx(float(said[3, 0] - said[5, 0]), abs=1e-6)
+    assert contributions(span, IDS, 3, position=0, against=5).logit == pytest.approx(
+        float(said[3, 0] - said[5, 0]), abs=1e-6
+    )
 
 
 def frozen_run(model: ch.Transformer, run, sizes: dict[nn.Module, torch.Tensor] | None):
@@ -200,7 +256,11 @@ def test_a_head_is_what_is_missing_without_it(family, place):
     def run():
         return model(ids, **source).logits[0, -1, 3]
 
-    outs = [name for name in ch.tap_names(model.config) if name.endswith(".out") and not name.startswith("encoder.")]
+    outs = [
+        name
+        for name in ch.tap_names(model.config)
+        if name.endswith(".out") and not name.startswith("encoder.")
+    ]
     with ch.record(model, *outs) as seen:
         whole, sizes = frozen_run(model, run, None)
     found = contributions(model, given, 3, **more)
@@ -218,7 +278,9 @@ def test_a_head_is_what_is_missing_without_it(family, place):
             without_head = torch.ones(1, 4, 1, 1, dtype=torch.float64).index_fill(1, torch.tensor([head]), 0)
             with ch.edit(model, {**held, name.replace(".out", ".z"): lambda z, kept=without_head: z * kept}):
                 without, _ = frozen_run(model, run, sizes)
-            assert terms["self" if kind == "attention" else kind, layer, head] == pytest.approx(float(whole - without), abs=1e-10)
+            assert terms["self" if kind == "attention" else kind, layer, head] == pytest.approx(
+                float(whole - without), abs=1e-10
+            )
 
 
 def test_wrong_names_are_refused_in_one_line():
@@ -244,7 +306,9 @@ def stories(shared):
 @pytest.mark.ledger("K6")
 def test_a_trained_model_and_its_pictures(stories):
     _, m = stories
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day"
+    text = (
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day"
+    )
     found = lens(m, text)
     assert found.chosen_names[-1] == "," and found.true_names[:2] == ("·Once", "·upon")
     figure = draw_lens(found)
@@ -268,8 +332,14 @@ def test_the_command(stories, capsys, tmp_path):
     assert "·time" in capsys.readouterr().out
     main([*asked, "--contributions", "--token", " time", "--against", "·day", "--json"])
     body = json.loads(capsys.readouterr().out)
-    assert (body["choice"], body["against"]) == ("·time", "·day") and body["total"] == pytest.approx(body["logit"], abs=1e-4)
-    for wrong in (["--token", "·time"], ["--position", "9"], ["--contributions", "--token", "girls and boys"]):
+    assert (body["choice"], body["against"]) == ("·time", "·day") and body["total"] == pytest.approx(
+        body["logit"], abs=1e-4
+    )
+    for wrong in (
+        ["--token", "·time"],
+        ["--position", "9"],
+        ["--contributions", "--token", "girls and boys"],
+    ):
         with pytest.raises(SystemExit) as stop:
             main([*asked, *wrong])
         assert stop.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1

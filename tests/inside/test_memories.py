@@ -28,12 +28,19 @@ IMAGES = {
     "n_classes": 3,
 }
 WORDS = ["<s>", "</s>", "sun", "moon", "rises", "sets", "and", "then", "late", "early"]
-TEXTS = ["sun rises early and then moon sets", "late sun rises", "and sun rises then moon rises late", "moon sets"] * 4
+TEXTS = [
+    "sun rises early and then moon sets",
+    "late sun rises",
+    "and sun rises then moon rises late",
+    "moon sets",
+] * 4
 
 
 def worded(model: ch.Transformer) -> ch.Loaded:
     """A model with a tokenizer of ten words."""
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return ch.Loaded(model, tokenizer, special={"bos": 0, "eos": 1, "unk": 1})
@@ -44,7 +51,11 @@ def texts_for(model: ch.Transformer, count: int = 7) -> list:
     if model.config.input == "patches":
         return [torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
     rows = [some_ids(1, 3 + 2 * seed % 7, seed)[0].tolist() for seed in range(count)]
-    return rows if model.decoder is None or model.encoder is None else [(row, other) for row, other in zip(rows, rows[::-1])]
+    return (
+        rows
+        if model.decoder is None or model.encoder is None
+        else [(row, other) for row, other in zip(rows, rows[::-1])]
+    )
 
 
 def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple[int, int], np.ndarray]:
@@ -62,7 +73,11 @@ def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple
         places = list(range(len(rows)))
         if expert is not None:
             logits = recorded[router][0]
-            places = [place for place in range(len(logits)) if expert in logits[place].argsort(descending=True)[:2].tolist()]
+            places = [
+                place
+                for place in range(len(logits))
+                if expert in logits[place].argsort(descending=True)[:2].tolist()
+            ]
         seen |= {(number, place): row for place, row in zip(places, rows)}
     return seen
 
@@ -89,7 +104,9 @@ def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypat
     assert len(found.shelves) == (3 if changes is BOTH else 2) * max(1, model.config.n_experts)
     for shelf in found.shelves:
         stack = "encoder." if shelf.kind == "encoder" else ""
-        part = f"{stack}blocks.{shelf.layer}.feedforward" + ("" if shelf.expert is None else f".experts.{shelf.expert}")
+        part = f"{stack}blocks.{shelf.layer}.feedforward" + (
+            "" if shelf.expert is None else f".experts.{shelf.expert}"
+        )
         everything = every_activation(model, texts, f"{part}.post")
         table = np.stack(list(everything.values()))
         for row in range(len(shelf.units)):
@@ -116,10 +133,16 @@ def by_hand(model: ch.Transformer, layer: int, unit: int) -> np.ndarray:
         return np.array([(value - mean) * scale for value, scale in zip(x, weight)])
 
     blocks = list(model.main.blocks)
-    x = through(blocks[layer].feedforward_residual.inside, array(blocks[layer].feedforward.down.weight)[:, unit])
+    x = through(
+        blocks[layer].feedforward_residual.inside, array(blocks[layer].feedforward.down.weight)[:, unit]
+    )
     x = through(blocks[layer].feedforward_residual.after, x * model.config.residual_scale)
     for block in blocks[layer + 1 :]:
-        for residual in (block.attention_residual, *([block.cross_residual] if block.cross else []), block.feedforward_residual):
+        for residual in (
+            block.attention_residual,
+            *([block.cross_residual] if block.cross else []),
+            block.feedforward_residual,
+        ):
             x = through(residual.after, x)
     x = through(model.main.norm, x)
     head = model.head
@@ -149,10 +172,14 @@ def test_promoted_tokens_equal_a_loop_in_float64(changes, differences):
         scores = by_hand(model, layer, unit)
         memory = found.neuron(f"{layer}.{unit}")
         order = np.argsort(scores)
-        names = [str(token) for token in order] if not found.head.names else [f"LABEL_{token}" for token in order]
+        names = (
+            [str(token) for token in order] if not found.head.names else [f"LABEL_{token}" for token in order]
+        )
         assert [name for name, _ in memory.promoted] == names[::-1][:5]
         assert [name for name, _ in memory.suppressed] == names[:5]
-        ours = torch.tensor([score for _, score in (*memory.promoted, *memory.suppressed)], dtype=torch.float64)
+        ours = torch.tensor(
+            [score for _, score in (*memory.promoted, *memory.suppressed)], dtype=torch.float64
+        )
         theirs = torch.from_numpy(np.concatenate([scores[order[::-1][:5]], scores[order[:5]]]))
         assert differences.see("score", ours, theirs) < 1e-5
         token = 4
@@ -166,7 +193,9 @@ def planted() -> ch.Loaded:
     model = scramble(ch.Transformer(config(**settings)), spread=0.02).eval()
     with torch.no_grad():
         block = model.decoder.blocks[1]
-        model.decoder.embedding.front.tokens.weight.copy_(torch.nn.init.orthogonal_(torch.empty(len(WORDS), 32)) * 4)
+        model.decoder.embedding.front.tokens.weight.copy_(
+            torch.nn.init.orthogonal_(torch.empty(len(WORDS), 32)) * 4
+        )
         sun = model.decoder.embedding.front.tokens.weight[WORDS.index("sun")]
         block.feedforward.up.weight[5] = sun
         block.feedforward.up.bias[5] = -5.0
@@ -188,7 +217,9 @@ def test_a_planted_neuron_is_found():
     assert ("1.5", 1.0) in [(name, share) for name, share, _ in found.search("sun", 3).fired]
     answers = [word for text in texts for word in text.split()[1:]]
     assert best.chance == pytest.approx(answers.count("rises") / len(answers))  # depth is one token of ten
-    assert found.ranked("activation", 1)[0].activation == max(float(shelf.activations.max()) for shelf in found.shelves)
+    assert found.ranked("activation", 1)[0].activation == max(
+        float(shelf.activations.max()) for shelf in found.shelves
+    )
 
 
 def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
@@ -198,8 +229,12 @@ def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
     assert found.depth == 2
     for memory in found.ranked(count=None):
         said = {name for name, _ in memory.promoted[:2]}
-        following = [texts[context.text][context.place + 1 : context.place + 2] for context in memory.contexts]
-        assert memory.agreement == pytest.approx(sum(str(token[0]) in said for token in following if token) / 6)
+        following = [
+            texts[context.text][context.place + 1 : context.place + 2] for context in memory.contexts
+        ]
+        assert memory.agreement == pytest.approx(
+            sum(str(token[0]) in said for token in following if token) / 6
+        )
 
 
 def test_long_texts_are_read_in_stretches_and_the_limit_holds():
@@ -222,7 +257,11 @@ def test_a_target_ends_and_its_answers_are_its_next_tokens():
 def test_what_cannot_be_promoted_is_refused_and_the_contexts_stay():
     both = memories(build(**BOTH), texts_for(build(**BOTH)))
     assert both.neuron("encoder.0.1").promoted == () and both.neuron("encoder.0.1").contexts
-    for changes in ({"head": "classifier", "n_classes": 3, "pooler": "tanh"}, {"head": "embedding"}, {"head": "none"}):
+    for changes in (
+        {"head": "classifier", "n_classes": 3, "pooler": "tanh"},
+        {"head": "embedding"},
+        {"head": "none"},
+    ):
         model = build(**ENCODER, **changes)
         found = memories(model, texts_for(model))
         assert "cannot be read off" in found.note and not found.agrees
@@ -234,7 +273,13 @@ def test_what_cannot_be_promoted_is_refused_and_the_contexts_stay():
 def test_patches_are_named_by_row_and_column():
     model = build(**IMAGES)
     found = memories(model, texts_for(model), top=40)
-    assert {context.token for memory in found.ranked(count=None) for context in memory.contexts} == {"[CLS]", "0,0", "0,1", "1,0", "1,1"}
+    assert {context.token for memory in found.ranked(count=None) for context in memory.contexts} == {
+        "[CLS]",
+        "0,0",
+        "0,1",
+        "1,0",
+        "1,1",
+    }
 
 
 @pytest.mark.parametrize(
@@ -279,14 +324,41 @@ def test_the_command(tmp_path, capsys):
     planted().save(tmp_path / "model")
     (tmp_path / "corpus.txt").write_text("\n".join(TEXTS))
     model = tmp_path / "model"
-    code, out, _ = command("memories", model, tmp_path / "corpus.txt", "--json", "--top", 8, "--plot", tmp_path / "all.png", capsys=capsys)
+    code, out, _ = command(
+        "memories",
+        model,
+        tmp_path / "corpus.txt",
+        "--json",
+        "--top",
+        8,
+        "--plot",
+        tmp_path / "all.png",
+        capsys=capsys,
+    )
     body = json.loads(out)
     assert code == 0 and body["neurons"][0]["name"] == "1.5" and (tmp_path / "all.png").stat().st_size > 5000
-    code, out, _ = command("memories", model, "--text", "sun rises", "--neuron", "1.5", "--plot", tmp_path / "one.svg", capsys=capsys)
+    code, out, _ = command(
+        "memories",
+        model,
+        "--text",
+        "sun rises",
+        "--neuron",
+        "1.5",
+        "--plot",
+        tmp_path / "one.svg",
+        capsys=capsys,
+    )
     assert code == 0 and "⟦sun⟧" in out and (tmp_path / "one.svg").exists()
-    code, out, _ = command("memories", model, "--text", "sun rises", "--token", "rises", "--json", capsys=capsys)
+    code, out, _ = command(
+        "memories", model, "--text", "sun rises", "--token", "rises", "--json", capsys=capsys
+    )
     assert code == 0 and json.loads(out)["promoting"][0][0] == "1.5"
-    for wrong in (("--neuron", "9.9"), ("--layer", "x"), ("--token", "nowhere and back"), ("--plot", "picture.doc")):
+    for wrong in (
+        ("--neuron", "9.9"),
+        ("--layer", "x"),
+        ("--token", "nowhere and back"),
+        ("--plot", "picture.doc"),
+    ):
         code, out, err = command("memories", model, "--text", "sun rises", *wrong, capsys=capsys)
         assert code == 2 and err.startswith("clearhead: ") and err.count("\n") == 1, err
     code, _, err = command("memories", model, tmp_path / "nothing.txt", capsys=capsys)

@@ -18,7 +18,14 @@ from tests.harness import build, some_ids
 
 CLEAN, CORRUPT = (some_ids(1, 6, seed=seed)[0].tolist() for seed in (1, 2))
 TARGET = some_ids(1, 4, seed=3)[0].tolist()
-IMAGE = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True, "vocab_size": 0}
+IMAGE = {
+    "input": "patches",
+    "image_size": (8, 8),
+    "patch_size": 4,
+    "n_channels": 1,
+    "class_token": True,
+    "vocab_size": 0,
+}
 MODELS = {
     "pre": {"n_kv_heads": 2},
     "post": {"norm_position": "post"},
@@ -40,12 +47,18 @@ def prompts(config: ch.ModelConfig):
     return CLEAN, CORRUPT, {"target": TARGET} if config.family == "encoder-decoder" else {}
 
 
-def one_at_a_time(model: ch.Transformer, clean, corrupt, more, part: str, stack: str, layer: int, column: int, read) -> float:
+def one_at_a_time(
+    model: ch.Transformer, clean, corrupt, more, part: str, stack: str, layer: int, column: int, read
+) -> float:
     """One patch, by a run of its own and an edit written out."""
     prefix = "encoder." if stack == "encoder" else ""
     end = {"residual": "resid_pre", "heads": "attention.z", "cross heads": "cross.z"}.get(part, f"{part}.out")
-    plan = model.config.encoder if stack == "encoder" or model.config.decoder is None else model.config.decoder
-    name = f"{prefix}blocks.{layer}.{end}" if layer < plan.n_layers else f"{prefix}blocks.{layer - 1}.resid_post"
+    plan = (
+        model.config.encoder if stack == "encoder" or model.config.decoder is None else model.config.decoder
+    )
+    name = (
+        f"{prefix}blocks.{layer}.{end}" if layer < plan.n_layers else f"{prefix}blocks.{layer - 1}.resid_post"
+    )
 
     def run(given):
         ids = given if isinstance(given, torch.Tensor) else torch.tensor([given])
@@ -78,7 +91,9 @@ def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
         scores = logits if logits.ndim == 2 else logits[:, :, 1] if kind == "span" else logits[:, -1]
         return float(scores[0, 0] - scores[0, 1])
 
-    wanted = {(part, stack) for part in PARTS for stack in ([""] if kind != "both" else ["encoder", "decoder"])}
+    wanted = {
+        (part, stack) for part in PARTS for stack in ([""] if kind != "both" else ["encoder", "decoder"])
+    }
     wanted |= {("cross", "decoder"), ("cross heads", "decoder")} if kind == "both" else set()
     assert {(table.part, table.stack) for table in found.maps} == wanted
     for table in found.maps:
@@ -90,7 +105,11 @@ def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
                     assert value.isnan()  # a pruned head
                     continue
                 slow = one_at_a_time(model, clean, corrupt, more, table.part, table.stack, row, column, read)
-                assert differences.see("batch=alone", value, torch.tensor(slow)) <= 1e-5, (table.title, row, column)
+                assert differences.see("batch=alone", value, torch.tensor(slow)) <= 1e-5, (
+                    table.title,
+                    row,
+                    column,
+                )
 
 
 @pytest.mark.ledger("K8")
@@ -113,7 +132,9 @@ def test_the_end_of_the_last_token_is_the_whole_answer(kind):
     clean, corrupt, more = prompts(model.config)
     found = patch(model, clean, corrupt, parts=("residual",), **more)
     values = found.maps[-1].values
-    assert float(values[-1, -1]) == pytest.approx(1, abs=1e-4)  # scores are kept in float32, and the two runs differ by little
+    assert float(values[-1, -1]) == pytest.approx(
+        1, abs=1e-4
+    )  # scores are kept in float32, and the two runs differ by little
     assert values[-1, :-1].abs().max() < 1e-4
     position = patch(model, clean, corrupt, parts=("residual",), position=1, **more).maps[-1].values
     assert float(position[-1, 1]) == pytest.approx(1, abs=1e-4) and position[-1, 2:].abs().max() < 1e-4
@@ -125,7 +146,14 @@ WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
 def planted() -> ch.Loaded:
     """Head 0.0 looks at all words alike and turns "cat" into "meow", "dog" into "woof"; nothing else does anything."""
     config = ch.ModelConfig(
-        vocab_size=6, d_model=8, n_layers=2, n_heads=2, positions="none", norm="rmsnorm", bias=False, tie_embeddings=False
+        vocab_size=6,
+        d_model=8,
+        n_layers=2,
+        n_heads=2,
+        positions="none",
+        norm="rmsnorm",
+        bias=False,
+        tie_embeddings=False,
     )
     model = ch.Transformer(config).eval()
     with torch.no_grad():
@@ -137,7 +165,9 @@ def planted() -> ch.Loaded:
             attention.v.weight[slot, WORDS.index(word)] = 1
             attention.out.weight[WORDS.index(sound), slot] = 1
             model.head.out.weight[WORDS.index(sound), WORDS.index(sound)] = 5
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return ch.Loaded(model, tokenizer)
 
@@ -152,8 +182,12 @@ def test_a_planted_circuit_is_found():
     nothing = torch.zeros(3)
     # The animal carries the answer into block 0, and the last word out of it.
     for row, wanted in enumerate([[0, 1, 0], [0, 0, 1], [0, 0, 1]]):
-        torch.testing.assert_close(maps["residual"][row], torch.tensor(wanted, dtype=torch.float32), atol=1e-6, rtol=0)
-    torch.testing.assert_close(maps["attention"], torch.stack([torch.tensor([0.0, 0, 1]), nothing]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            maps["residual"][row], torch.tensor(wanted, dtype=torch.float32), atol=1e-6, rtol=0
+        )
+    torch.testing.assert_close(
+        maps["attention"], torch.stack([torch.tensor([0.0, 0, 1]), nothing]), atol=1e-6, rtol=0
+    )
     torch.testing.assert_close(maps["feedforward"], torch.zeros(2, 3), atol=1e-6, rtol=0)
     torch.testing.assert_close(maps["heads"], torch.tensor([[1.0, 0], [0, 0]]), atol=1e-6, rtol=0)
 
@@ -196,13 +230,24 @@ def test_two_decoders_are_read_where_they_part():
 @pytest.mark.ledger("K8")
 def test_the_command_and_its_picture(shared, capsys, tmp_path):
     folder = shared / "weights" / "stories260K"
-    asked = ["patch", str(folder / "hf"), "Lily saw a cat. Lily", "Lily saw a cat. Tim", "--tokenizer", str(folder / "tok512.bin")]
+    asked = [
+        "patch",
+        str(folder / "hf"),
+        "Lily saw a cat. Lily",
+        "Lily saw a cat. Tim",
+        "--tokenizer",
+        str(folder / "tok512.bin"),
+    ]
     main([*asked, "--part", "residual", "heads", "--plot", str(tmp_path / "patch.svg"), "--json"])
     body = json.loads(capsys.readouterr().out)
     assert [table["part"] for table in body["maps"]] == ["residual", "heads"]
-    assert body["maps"][0]["values"][0][-1] == pytest.approx(1, abs=1e-3) and body["maps"][0]["columns"][-1] == "·Lily/·Tim"
+    assert (
+        body["maps"][0]["values"][0][-1] == pytest.approx(1, abs=1e-3)
+        and body["maps"][0]["columns"][-1] == "·Lily/·Tim"
+    )
     assert "share of the answer brought back" in "".join(
-        axes.get_ylabel() for axes in draw_patching(patch(planted(), "the cat says", "the dog says", parts=PARTS)).axes
+        axes.get_ylabel()
+        for axes in draw_patching(patch(planted(), "the cat says", "the dog says", parts=PARTS)).axes
     )
     main([*asked, "--answer", " was", "--wrong", " saw"])
     assert "logit of ·was less that of ·saw" in capsys.readouterr().out

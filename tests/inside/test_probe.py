@@ -32,11 +32,15 @@ LETTERS = "abcdefg"
 def loaded(**changes) -> ch.Loaded:
     """A random model whose tokens are single letters: a word of three letters has three."""
     model = build(**{"vocab_size": len(PIECES), "max_positions": 64, "n_layers": 3, **changes})
-    tokenizer = Tokenizer(models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if model.config.family != "decoder":
-        tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", [("[CLS]", 2), ("[SEP]", 3)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", [("[CLS]", 2), ("[SEP]", 3)]
+        )
     return ch.Loaded(model, tokenizer, special={"pad": 0, "cls": 2, "sep": 3, "decoder_start": 2})
 
 
@@ -60,7 +64,9 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
     tags: dict[tuple[int, ...], list[int | None]] = {}  # of each token, by the ids of the sentence
     for row in rows:
         encoded = m.tokenizer.encode(" ".join(row.words))
-        tags[tuple(encoded.ids)] = [None if word is None else "XYZ".index(row.tags[word]) for word in encoded.word_ids]
+        tags[tuple(encoded.ids)] = [
+            None if word is None else "XYZ".index(row.tags[word]) for word in encoded.word_ids
+        ]
     now: dict[str, torch.Tensor] = {}
     m.model.register_forward_pre_hook(lambda module, given: now.update(ids=given[0]))
 
@@ -81,7 +87,12 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
     assert min(layer.accuracy for layer in found.layers[2:]) > 0.98
     assert found.layers[2].interval[0] > 0.9
     assert found.layers[0].interval[0] < found.layers[0].accuracy < found.layers[0].interval[1]
-    assert (found.column, found.unit, found.labels, found.train + found.test) == ("tag", "words", ("X", "Y", "Z"), 900)
+    assert (found.column, found.unit, found.labels, found.train + found.test) == (
+        "tag",
+        "words",
+        ("X", "Y", "Z"),
+        900,
+    )
     assert found.best.name in "12"
 
 
@@ -91,7 +102,9 @@ def test_the_type_of_a_word_is_read_off_the_embedding_and_capitals_are_one_type_
     draw = np.random.default_rng(0)
     for _ in range(40):
         word = draw.permutation(7)
-        rows.append(Tagged(tuple("ABCDEFG"[place] for place in word), tuple("YXYXYYX"[place] for place in word)))
+        rows.append(
+            Tagged(tuple("ABCDEFG"[place] for place in word), tuple("YXYXYYX"[place] for place in word))
+        )
     found = probe(loaded(positions="none"), rows, iterations=500)
     assert found.seen == found.by_type == 1
     assert found.layers[0].accuracy == found.layers[0].control == 1
@@ -117,8 +130,14 @@ def one_by_one(m: ch.Loaded, row: Tagged, pool: str, prefix: str, **given) -> to
 
 
 @pytest.mark.parametrize("pool", ["mean", "first", "last"])
-@pytest.mark.parametrize("changes", [{"family": "encoder"}, {"family": "decoder"}, {"family": "encoder", "norm_position": "post"}], ids=str)
-def test_batched_vectors_equal_one_sentence_at_a_time(changes: dict[str, str], pool: str, monkeypatch, differences) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"family": "encoder"}, {"family": "decoder"}, {"family": "encoder", "norm_position": "post"}],
+    ids=str,
+)
+def test_batched_vectors_equal_one_sentence_at_a_time(
+    changes: dict[str, str], pool: str, monkeypatch, differences
+) -> None:
     monkeypatch.setattr(probe_states, "BATCH_TOKENS", 60)
     m, rows = loaded(**changes), [row for length in (2, 5, 3, 7) for row in sentences(2, length, length)]
     items, _ = read_items(rows)
@@ -149,7 +168,10 @@ def test_a_text_is_pooled_as_the_model_embeds_it(differences) -> None:
     texts = [Labelled(" ".join(row.words), row.tags[0]) for row in sentences(6)]
     found = vectors_of(m, read_items(texts)[0], "encoder", "", "mean")
     m.model.encoder.norm = None  # so that the last hidden states are what the last block gives
-    assert differences.see("texts", torch.from_numpy(found.layers[-1]), m.embed([row.text for row in texts])) <= 1e-5
+    assert (
+        differences.see("texts", torch.from_numpy(found.layers[-1]), m.embed([row.text for row in texts]))
+        <= 1e-5
+    )
 
 
 def test_many_vectors_lie_in_a_file_and_are_the_same(monkeypatch) -> None:
@@ -187,10 +209,15 @@ def test_the_fit_is_the_optimum_of_the_stated_loss(classes: int) -> None:
         return torch.cat([torch.zeros_like(made), made], 1) if classes == 2 else made
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits(flat, inputs), wanted) + 0.025 * flat.view(rows, 6)[:, :5].square().sum()
+        return (
+            torch.nn.functional.cross_entropy(logits(flat, inputs), wanted)
+            + 0.025 * flat.view(rows, 6)[:, :5].square().sum()
+        )
 
     flat = torch.zeros(rows * 6, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([flat], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS(
+        [flat], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> torch.Tensor:
         search.zero_grad()
@@ -323,7 +350,13 @@ def test_columns_of_a_treebank(column: str | None, expected: list[str | None], t
     items, name = read_items(path, column)
     assert name == (column or "upos")
     assert list(items[0].labels) == expected
-    assert [items[0].text[start:end] for start, end in items[0].spans or ()] == ["Dogs", "do", "n't", "bark", "."]
+    assert [items[0].text[start:end] for start, end in items[0].spans or ()] == [
+        "Dogs",
+        "do",
+        "n't",
+        "bark",
+        ".",
+    ]
 
 
 def test_far_governors_are_one_class() -> None:
@@ -332,11 +365,21 @@ def test_far_governors_are_one_class() -> None:
 
 
 def test_texts_and_tags_from_files(tmp_path: Path) -> None:
-    (tmp_path / "labels.tsv").write_text("text\tlabel\n" + "".join(f"{' '.join(r.words)}\t{r.tags[0]}\n" for r in sentences(40)))
-    (tmp_path / "tags.conll").write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20)))
+    (tmp_path / "labels.tsv").write_text(
+        "text\tlabel\n" + "".join(f"{' '.join(r.words)}\t{r.tags[0]}\n" for r in sentences(40))
+    )
+    (tmp_path / "tags.conll").write_text(
+        "\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20))
+    )
     m = loaded(family="encoder")
     texts = probe(m, tmp_path / "labels.tsv")
-    assert (texts.unit, texts.column, texts.train, texts.test, texts.pool) == ("texts", "label", 32, 8, "mean")
+    assert (texts.unit, texts.column, texts.train, texts.test, texts.pool) == (
+        "texts",
+        "label",
+        32,
+        8,
+        "mean",
+    )
     tags = probe(m, tmp_path / "tags.conll")
     assert (tags.unit, tags.column, tags.train + tags.test) == ("words", "tag", 120)
 
@@ -358,7 +401,12 @@ def test_images_by_class() -> None:
         vocab_size=0,
     )
     found = probe(model, Images(pixels, np.repeat([0, 1], 20)))
-    assert (found.unit, found.column, found.pool, found.train + found.test) == ("images", "class", "first", 40)
+    assert (found.unit, found.column, found.pool, found.train + found.test) == (
+        "images",
+        "class",
+        "first",
+        40,
+    )
     assert probe(model, Images(pixels, np.repeat([0, 1], 20)), pool="mean").layers[0].accuracy == 1
     with pytest.raises(ch.InputError, match="reads images"):
         probe(model, sentences(10))
@@ -397,7 +445,9 @@ def test_wrong_input_is_one_line(data, given: dict[str, object], line: str) -> N
 def test_a_wrong_column_names_those_there_are(tmp_path: Path) -> None:
     path = tmp_path / "tree.conllu"
     path.write_text(TREE)
-    with pytest.raises(ch.InputError, match=r'no column "uposs" to probe \(did you mean "upos"\?\): choose from upos, xpos'):
+    with pytest.raises(
+        ch.InputError, match=r'no column "uposs" to probe \(did you mean "upos"\?\): choose from upos, xpos'
+    ):
         read_items(path, "uposs")
     with pytest.raises(ch.InputError, match="no word to train on has a label"):
         choose_items(read_items(path, "feats.Gender")[0], 10, 0, "train")
@@ -416,7 +466,18 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
     data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20)))
-    main(["probe", str(tmp_path / "model"), str(data), "--json", "--plot", str(tmp_path / "probe.png"), "--words", "50"])
+    main(
+        [
+            "probe",
+            str(tmp_path / "model"),
+            str(data),
+            "--json",
+            "--plot",
+            str(tmp_path / "probe.png"),
+            "--words",
+            "50",
+        ]
+    )
     printed = capsys.readouterr()
     body = json.loads(printed.out)
     assert "50 of" in printed.err
@@ -436,6 +497,10 @@ def test_the_picture_shows_the_figures() -> None:
     found: Probes = probe(loaded(), sentences(20))
     axes = probe_figure(found, "a $model").axes[0]
     shown = [line.get_ydata() for line in axes.get_lines()]
-    for values in ([layer.accuracy for layer in found.layers], [layer.control for layer in found.layers], [found.majority] * 2):
+    for values in (
+        [layer.accuracy for layer in found.layers],
+        [layer.control for layer in found.layers],
+        [found.majority] * 2,
+    ):
         assert any(len(line) == len(values) and np.allclose(line, values) for line in shown)
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["embedding", "0", "1", "2"]

@@ -20,23 +20,49 @@ from clearhead.inside.parts.prune import least, prune, units
 from tests.harness import build, config, some_ids, worst
 
 TOLERANCE = 1e-6
-LLAMA = {"positions": "rope", "norm": "rmsnorm", "bias": False, "gated": True, "activation": "silu", "tie_embeddings": False}
+LLAMA = {
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "bias": False,
+    "gated": True,
+    "activation": "silu",
+    "tie_embeddings": False,
+}
 POSITIONS = ("learned", "sinusoidal", "rope", "alibi", "relative", "none")
 GROUPS = ["encoder.0.0", "encoder.0.1", "cross.1.2", "cross.1.3"]
-PATCHES = {"family": "encoder", "input": "patches", "image_size": (8, 8), "patch_size": 4, "n_classes": 3, "class_token": True}
+PATCHES = {
+    "family": "encoder",
+    "input": "patches",
+    "image_size": (8, 8),
+    "patch_size": 4,
+    "n_classes": 3,
+    "class_token": True,
+}
 WHOLE: dict[str, tuple[dict, list[str]]] = {
     **{f"decoder {name}": ({"positions": name}, ["0.1", "1.0", "1.3"]) for name in POSITIONS},
-    **{f"encoder {name}": ({"family": "encoder", "positions": name}, ["0.0", "0.2", "0.3"]) for name in POSITIONS},
     **{
-        f"two stacks {name}": ({"family": "encoder-decoder", "positions": name}, ["0.1", "encoder.1.0", "encoder.1.2", "cross.0.3"])
+        f"encoder {name}": ({"family": "encoder", "positions": name}, ["0.0", "0.2", "0.3"])
+        for name in POSITIONS
+    },
+    **{
+        f"two stacks {name}": (
+            {"family": "encoder-decoder", "positions": name},
+            ["0.1", "encoder.1.0", "encoder.1.2", "cross.0.3"],
+        )
         for name in POSITIONS
     },
     "grouped": ({"n_kv_heads": 2, "positions": "alibi"}, ["0.0", "0.1", "1.2", "1.3"]),
     "grouped two stacks": ({"family": "encoder-decoder", "n_kv_heads": 2, "positions": "relative"}, GROUPS),
     "other widths": ({"d_head": 6, "d_value": 3, "positions": "rope"}, ["0.2", "1.0"]),
-    "encoder heads": ({"family": "encoder-decoder", "n_encoder_heads": 8, "n_encoder_layers": 1}, ["encoder.0.7", "1.1"]),
+    "encoder heads": (
+        {"family": "encoder-decoder", "n_encoder_heads": 8, "n_encoder_layers": 1},
+        ["encoder.0.7", "1.1"],
+    ),
     "norm per head": ({"qk_norm": "head"}, ["0.1", "1.2"]),
-    "shared layers": ({"layer_groups": 2, "n_layers": 5, "positions": "alibi"}, ["0.1", "1.1", "2.1", "3.0", "4.0"]),
+    "shared layers": (
+        {"layer_groups": 2, "n_layers": 5, "positions": "alibi"},
+        ["0.1", "1.1", "2.1", "3.0", "4.0"],
+    ),
     "post": ({"norm_position": "post", "family": "encoder"}, ["0.1"]),
     "parallel": ({"parallel": True, "positions": "rope"}, ["1.1"]),
     "experts": ({"n_experts": 3}, ["1.1"]),
@@ -76,7 +102,11 @@ def test_pruned_equals_masked(name, differences):
     assert worst(masked, plain) > 1e-3  # the heads did something
     assert all(torch.equal(weight, before[key]) for key, weight in whole.state_dict().items())
     cost = ch.cost(smaller.config).parameters.total
-    assert cost == sum(weight.numel() for weight in smaller.parameters()) < sum(weight.numel() for weight in whole.parameters())
+    assert (
+        cost
+        == sum(weight.numel() for weight in smaller.parameters())
+        < sum(weight.numel() for weight in whole.parameters())
+    )
     assert len(all_heads(smaller.config)) == len(all_heads(whole.config)) - len(heads)
 
 
@@ -93,7 +123,9 @@ def test_a_pruned_model_writes_what_the_masked_one_does(name):
 
 
 @pytest.mark.ledger("K7")
-@pytest.mark.parametrize("name", ["decoder learned", "grouped two stacks", "shared layers", "fewer heads everywhere"])
+@pytest.mark.parametrize(
+    "name", ["decoder learned", "grouped two stacks", "shared layers", "fewer heads everywhere"]
+)
 def test_a_smaller_checkpoint_reloads_bit_for_bit(name, tmp_path):
     changes, heads = WHOLE[name]
     whole = build(**changes)
@@ -118,11 +150,15 @@ def test_fewer_heads_in_all_layers_load_in_transformers(tmp_path, differences):
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert peer.config.num_attention_heads == 2 and peer.config.head_dim == 4
     with torch.no_grad():
-        assert differences.see("transformers", peer(some_ids()).logits, smaller.model(some_ids()).logits) <= 1e-5
+        assert (
+            differences.see("transformers", peer(some_ids()).logits, smaller.model(some_ids()).logits) <= 1e-5
+        )
     uneven = prune(build(**changes), ["0.0", "0.1"])
     uneven.save(tmp_path / "uneven")
     said = json.loads((tmp_path / "uneven" / "config.json").read_text())
-    assert said["model_type"] == "clearhead" and said["clearhead"]["config"]["pruned_heads"] == {"blocks.0.attention": [0, 1]}
+    assert said["model_type"] == "clearhead" and said["clearhead"]["config"]["pruned_heads"] == {
+        "blocks.0.attention": [0, 1]
+    }
 
 
 @pytest.mark.ledger("K7")
@@ -147,7 +183,10 @@ def test_groups_go_whole():
     shared = build(layer_groups=1)
     with pytest.raises(InputError, match=r"head 1\.2 shares weights with 0\.2"):
         prune(shared, ["1.2"])
-    assert prune(shared, ["1.2"], whole_groups=True).config.pruned_heads == {"blocks.0.attention": (2,), "blocks.1.attention": (2,)}
+    assert prune(shared, ["1.2"], whole_groups=True).config.pruned_heads == {
+        "blocks.0.attention": (2,),
+        "blocks.1.attention": (2,),
+    }
 
 
 @pytest.mark.parametrize(
@@ -199,7 +238,9 @@ def test_the_curve_is_what_pruning_gives(by):
     for weight in (block.attention.out.weight for block in model.main.blocks):
         weight.data.zero_()
     assert abs(judge(model, examples).loss - curve.loss[-1]) <= TOLERANCE
-    assert np.allclose(prune_curve(build(), examples, 2, by, seed=3).loss, [curve.loss[0], curve.loss[4], curve.loss[8]])
+    assert np.allclose(
+        prune_curve(build(), examples, 2, by, seed=3).loss, [curve.loss[0], curve.loss[4], curve.loss[8]]
+    )
 
 
 @pytest.mark.ledger("N6")
@@ -225,9 +266,18 @@ def trained(tmp_path_factory):
     """A tiny classifier with a tokenizer and data, trained for a few steps."""
     folder = tmp_path_factory.mktemp("prune")
     things = ("film", "book", "day", "food", "talk")
-    rows = [f"{word} {thing}\t{label}" for word, label in (("good", "yes"), ("bad", "no")) for thing in things]
+    rows = [
+        f"{word} {thing}\t{label}" for word, label in (("good", "yes"), ("bad", "no")) for thing in things
+    ]
     (folder / "rows.tsv").write_text("\n".join(rows * 4) + "\n")
-    settings = ["model.d_model=16", "model.n_layers=2", "model.n_heads=4", "train.steps=8", "train.device=cpu", "data.batch_size=8"]
+    settings = [
+        "model.d_model=16",
+        "model.n_layers=2",
+        "model.n_heads=4",
+        "train.steps=8",
+        "train.device=cpu",
+        "data.batch_size=8",
+    ]
     ch.train(folder / "rows.tsv", out=folder / "model", settings=settings)
     return folder
 
@@ -243,7 +293,11 @@ def test_the_command_prunes_and_the_result_trains_on(trained, capsys):
     m = ch.load(out)
     assert len(all_heads(m.config)) == 4 and m.labels == ("no", "yes")
     whole = ch.load(trained / "model")
-    gone = [f"{part.split('.')[1]}.{number}" for part, numbers in m.config.pruned_heads.items() for number in numbers]
+    gone = [
+        f"{part.split('.')[1]}.{number}"
+        for part, numbers in m.config.pruned_heads.items()
+        for number in numbers
+    ]
     masked = ablate(whole, data, heads=gone)
     for side, quality in (("before", masked.before), ("after", masked.after)):
         assert said[side]["loss"] == pytest.approx(quality.loss, abs=TOLERANCE)
@@ -252,7 +306,10 @@ def test_the_command_prunes_and_the_result_trains_on(trained, capsys):
     settings = [f'model.base="{out}"', "train.steps=3", "train.device=cpu", "data.batch_size=8"]
     tuned = ch.train(data, out=trained / "tuned", settings=settings).model
     assert tuned.config.pruned_heads == m.config.pruned_heads
-    assert worst(tuned.model.encoder.blocks[0].attention.q.weight, m.model.encoder.blocks[0].attention.q.weight) > 0
+    assert (
+        worst(tuned.model.encoder.blocks[0].attention.q.weight, m.model.encoder.blocks[0].attention.q.weight)
+        > 0
+    )
     for arguments, line in {
         (str(out), "--heads", "0.0"): "is there already",
         ("--heads", "0.0"): "name OUT",
@@ -270,6 +327,10 @@ def test_the_command_prunes_and_the_result_trains_on(trained, capsys):
 def test_a_pruned_copy_keeps_what_belongs_to_the_model(trained):
     m = ch.load(trained / "model")
     smaller = prune(m, ["0.0"])
-    kept = [field.name for field in dataclasses.fields(m) if field.name not in ("model", "folder", "_copy", "_steps", "_prefix")]
+    kept = [
+        field.name
+        for field in dataclasses.fields(m)
+        if field.name not in ("model", "folder", "_copy", "_steps", "_prefix")
+    ]
     assert all(getattr(smaller, name) is getattr(m, name) for name in kept)
     assert smaller.classify("good film").label in ("yes", "no")

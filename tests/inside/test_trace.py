@@ -23,7 +23,14 @@ from tests.inside.replay import Replay
 from tests.test_cost import ODD
 
 SNAPSHOT = pathlib.Path(__file__).parent / "trace_snapshot.json"
-GROUPED = {"n_kv_heads": 2, "positions": "rope", "norm": "rmsnorm", "gated": True, "activation": "silu", "bias": False}
+GROUPED = {
+    "n_kv_heads": 2,
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "gated": True,
+    "activation": "silu",
+    "bias": False,
+}
 SANDWICH = {
     **GROUPED,
     "activation": "gelu_tanh",
@@ -38,7 +45,13 @@ SANDWICH = {
 }
 SHAPES = {
     "gpt2": {"activation": "gelu_tanh"},
-    "bert": {"family": "encoder", "norm_position": "post", "embedding_norm": True, "n_types": 2, "norm_eps": 1e-12},
+    "bert": {
+        "family": "encoder",
+        "norm_position": "post",
+        "embedding_norm": True,
+        "n_types": 2,
+        "norm_eps": 1e-12,
+    },
     "t5": {
         "family": "encoder-decoder",
         "positions": "relative",
@@ -64,8 +77,21 @@ SHAPES = {
     "parallel-two-norms": {"parallel": True, "parallel_norms": 2, "positions": "alibi"},
     "experts": GROUPED | {"n_experts": 4, "n_active_experts": 2},
     "experts-softmax-first": {"n_experts": 3, "router_order": "softmax_topk", "router_renormalise": False},
-    "output-norm": {"norm_position": "output", "qk_norm": "full", "residual_scale": 0.5, "logit_scale": 0.5, "d_value": 6},
-    "qk-norm": {"family": "encoder", "qk_norm": "head", "positions": "rope", "n_classes": 3, "pooler": "tanh", "d_embedding": 8},
+    "output-norm": {
+        "norm_position": "output",
+        "qk_norm": "full",
+        "residual_scale": 0.5,
+        "logit_scale": 0.5,
+        "d_value": 6,
+    },
+    "qk-norm": {
+        "family": "encoder",
+        "qk_norm": "head",
+        "positions": "rope",
+        "n_classes": 3,
+        "pooler": "tanh",
+        "d_embedding": 8,
+    },
 }
 
 
@@ -77,7 +103,11 @@ def given(model: ch.Transformer, length: int = 8, source: int = 5) -> dict:
         if plan.input == "tokens":
             return some_ids(1, tokens, seed, plan.vocab_size)[0].tolist()
         generator = torch.Generator().manual_seed(seed)
-        shape = (1, config.n_channels, *config.image_size) if plan.input == "patches" else (tokens, config.d_input)
+        shape = (
+            (1, config.n_channels, *config.image_size)
+            if plan.input == "patches"
+            else (tokens, config.d_input)
+        )
         return torch.randn(shape, generator=generator)
 
     if config.family == "encoder-decoder":
@@ -139,11 +169,15 @@ def test_totals_are_those_of_the_cost_model(name):
     seen = ch.trace(model, **given(model, 12, 7))
     images = config.input == "patches"
     both = config.family == "encoder-decoder"
-    figures = ch.cost(config, None if images and not both else 12, batch=1, source_length=7 if both and not images else None)
+    figures = ch.cost(
+        config, None if images and not both else 12, batch=1, source_length=7 if both and not images else None
+    )
     assert seen.parameters == figures.parameters.total == sum(p.numel() for p in model.parameters())
     assert seen.flops == figures.flops.forward.total
 
-    taken = [cost for step in seen.steps for cost in step.costs]  # each step of the cost model belongs to exactly one step here
+    taken = [
+        cost for step in seen.steps for cost in step.costs
+    ]  # each step of the cost model belongs to exactly one step here
     assert sorted(taken) == sorted(step.name for step in figures.steps)
     priced = {step.name: step for step in figures.steps}
     for step in seen.steps:
@@ -154,7 +188,9 @@ def test_totals_are_those_of_the_cost_model(name):
         names = [part] if part != "blocks.0.attention" or config.parallel else [part, f"{part}_residual"]
         if inside and not (part == "blocks.0.attention" and config.parallel):
             assert inside[0].flops == sum(step.forward for name in names for step in figures.within(name))
-            assert inside[0].parameters == sum(step.parameters for name in names for step in figures.within(name))
+            assert inside[0].parameters == sum(
+                step.parameters for name in names for step in figures.within(name)
+            )
     assert seen.difference <= 1e-5
 
 
@@ -188,9 +224,20 @@ def sizes(model: ch.Transformer, step, length: int, source: int) -> dict[str, in
         "1": 1,
         "I": config.d_input,
     }
-    known |= {"H": plan.n_heads, "K": plan.n_kv_heads, "R": int(plan.d_head * config.rope_fraction), "I": config.d_input}
-    known |= {"C": 2 if config.head == "span" else config.n_classes, "patch": config.patch_size, "channels": config.n_channels}
-    known["top"] = min(3, T if config.head == "span" else known["C"] if config.n_classes else config.vocab_size)
+    known |= {
+        "H": plan.n_heads,
+        "K": plan.n_kv_heads,
+        "R": int(plan.d_head * config.rope_fraction),
+        "I": config.d_input,
+    }
+    known |= {
+        "C": 2 if config.head == "span" else config.n_classes,
+        "patch": config.patch_size,
+        "channels": config.n_channels,
+    }
+    known["top"] = min(
+        3, T if config.head == "span" else known["C"] if config.n_classes else config.vocab_size
+    )
     if config.image_size:
         known |= {"height": config.image_size[0], "width": config.image_size[1], "N": config.n_patches}
     part = next((path for path in step.path if path.endswith((".attention", ".cross"))), None)
@@ -212,7 +259,10 @@ def test_symbols_say_the_shapes_and_taps_the_values(name):
     seen = ch.trace(model, **asked, top=3)
     for step in seen.steps:
         known = sizes(model, step, 12, 7)
-        assert tuple(math.prod(known[letter] for letter in axis.split("·")) for axis in step.symbols.split()) == step.shape, step.name
+        assert (
+            tuple(math.prod(known[letter] for letter in axis.split("·")) for axis in step.symbols.split())
+            == step.shape
+        ), step.name
         assert tuple(step.value.shape) == step.shape
         assert step.bytes == step.value.numel() * step.value.element_size()
         assert step.why.endswith(".") and step.title and step.formula
@@ -229,9 +279,16 @@ def test_symbols_say_the_shapes_and_taps_the_values(name):
         for tap in step.taps:
             assert worst(step.value, recorded[tap]) <= 1e-5, tap
     if ODD[name].n_experts:
-        ends = {"pre": "gate" if ODD[name].gated else "up", "post": "gated" if ODD[name].gated else "activated", "out": "down"}
+        ends = {
+            "pre": "gate" if ODD[name].gated else "up",
+            "post": "gated" if ODD[name].gated else "activated",
+            "out": "down",
+        }
         for tap, step in ends.items():
-            each = [recorded[f"blocks.0.feedforward.experts.{number}.{tap}"] for number in range(ODD[name].n_experts)]
+            each = [
+                recorded[f"blocks.0.feedforward.experts.{number}.{tap}"]
+                for number in range(ODD[name].n_experts)
+            ]
             assert worst(seen[f"blocks.0.feedforward.experts.{step}"].value, torch.cat(each)) <= 1e-5
 
 
@@ -240,16 +297,27 @@ def test_the_tree_has_sums_at_every_level():
     model = build(family="encoder-decoder")
     seen = ch.trace(model, **given(model))
     assert [row.name for row in seen.rows(depth=1)] == ["encoder", "decoder", "head"]
-    assert [row.title for row in seen.rows(depth=2) if row.name.startswith("blocks")] == ["block 0", "block 1"]
+    assert [row.title for row in seen.rows(depth=2) if row.name.startswith("blocks")] == [
+        "block 0",
+        "block 1",
+    ]
     sublayers = [row.name for row in seen.rows(depth=3) if row.name.startswith("blocks.1.")]
     assert sublayers == ["blocks.1.attention", "blocks.1.cross", "blocks.1.feedforward"]
     assert [row.step for row in seen.rows(depth=4) if row.step is not None] == list(seen.steps)
     for level in (1, 2):
         for figure in ("parameters", "flops", "bytes", "seconds"):
-            rows = [row for row in seen.rows(depth=level) if row.level == level or (row.step is not None and row.level < level)]
-            assert sum(getattr(row, figure) for row in rows) == pytest.approx(getattr(seen, figure), rel=1e-12)
+            rows = [
+                row
+                for row in seen.rows(depth=level)
+                if row.level == level or (row.step is not None and row.level < level)
+            ]
+            assert sum(getattr(row, figure) for row in rows) == pytest.approx(
+                getattr(seen, figure), rel=1e-12
+            )
     opened = seen.rows(depth=2, layer=1)
-    assert {row.name for row in opened if row.level == 4} == {step.name for step in seen.steps if "blocks.1." in step.name}
+    assert {row.name for row in opened if row.level == 4} == {
+        step.name for step in seen.steps if "blocks.1." in step.name
+    }
     for call, says in (
         (lambda: seen.rows(depth=5), "4 all steps"),
         (lambda: seen.rows(layer=2), "0 to 1"),
@@ -272,8 +340,12 @@ def test_each_decoding_step_is_shown_as_the_cache_makes_it():
         probabilities = out.logits[0, -1].softmax(-1)
         best = probabilities.topk(4)
         assert [choice.id for choice in row.candidates] == best.indices.tolist()
-        assert [choice.probability for choice in row.candidates] == pytest.approx(best.values.tolist(), abs=1e-5)
-        assert row.chosen.id == best.indices[0] and row.chosen.probability == pytest.approx(float(best.values[0]), abs=1e-5)
+        assert [choice.probability for choice in row.candidates] == pytest.approx(
+            best.values.tolist(), abs=1e-5
+        )
+        assert row.chosen.id == best.indices[0] and row.chosen.probability == pytest.approx(
+            float(best.values[0]), abs=1e-5
+        )
         written.append(row.chosen.id)
         token = best.indices[:1][None]
     assert [str(token) for token in written[:-1]] == list(seen.tokens)
@@ -281,7 +353,9 @@ def test_each_decoding_step_is_shown_as_the_cache_makes_it():
     forced = ch.trace(m, source[0].tolist(), target=[3, 7, 1])
     assert [row.chosen.id for row in forced.predictions[:2]] == [7, 1]
     shares = model(torch.tensor([[3, 7, 1]]), source=source).logits.softmax(-1).detach()
-    assert [row.chosen.probability for row in forced.predictions[:2]] == pytest.approx([float(shares[0, 0, 7]), float(shares[0, 1, 1])])
+    assert [row.chosen.probability for row in forced.predictions[:2]] == pytest.approx(
+        [float(shares[0, 0, 7]), float(shares[0, 1, 1])]
+    )
 
 
 @pytest.mark.ledger("F1", "F2")
@@ -303,7 +377,9 @@ def test_every_head_says_what_it_finds_likely(choices, at, spread):
     seen = ch.trace(model, ids, top=2)
     assert [row.at for row in seen.predictions] == ([str(token) for token in ids] if at is None else at)
     if spread is not None:
-        best = spread(model(torch.tensor([ids])).logits).topk(min(2, 1 if choices.get("n_classes") == 1 else 2))
+        best = spread(model(torch.tensor([ids])).logits).topk(
+            min(2, 1 if choices.get("n_classes") == 1 else 2)
+        )
         for row, values, numbers in zip(seen.predictions, best.values.tolist(), best.indices.tolist()):
             assert [choice.id for choice in row.candidates] == numbers
             assert [choice.probability for choice in row.candidates] == pytest.approx(values, abs=1e-6)
@@ -316,7 +392,9 @@ def test_what_is_kept_and_what_is_plain():
     assert model.training and all(step.value is None for step in seen.steps)
     plain = json.loads(json.dumps(seen.to_dict(), allow_nan=False))
     assert [step["name"] for step in plain["steps"]] == [step.name for step in seen.steps]
-    assert plain["totals"]["flops"] == seen.flops and plain["totals"]["seconds"] == sum(step["seconds"] for step in plain["steps"])
+    assert plain["totals"]["flops"] == seen.flops and plain["totals"]["seconds"] == sum(
+        step["seconds"] for step in plain["steps"]
+    )
     kept = ch.trace(model, [1, 2, 3])
     for step in (kept["blocks.0.attention.pattern"], kept["head.out"]):
         assert step.peek.mean == pytest.approx(step.value.mean().item(), abs=1e-6)
@@ -325,7 +403,9 @@ def test_what_is_kept_and_what_is_plain():
         assert list(step.peek.first) == step.value.flatten()[:5].tolist()
     scores = kept["blocks.0.attention.scaled"].value.tril()
     seen_scores = torch.cat([scores[:, :, t, : t + 1].flatten() for t in range(3)])
-    assert kept["blocks.0.attention.masked"].peek.mean == pytest.approx(seen_scores.mean().item(), abs=1e-6)  # of what is not hidden
+    assert kept["blocks.0.attention.masked"].peek.mean == pytest.approx(
+        seen_scores.mean().item(), abs=1e-6
+    )  # of what is not hidden
     half = ch.trace(build(n_layers=1).bfloat16(), [1, 2, 3])
     assert half["head.out"].dtype == "bfloat16" and half["head.out"].value.dtype == torch.float32
     assert 2 * half["head.out"].bytes == kept["head.out"].bytes
@@ -343,7 +423,11 @@ def test_what_is_kept_and_what_is_plain():
         ({}, {"given": [1], "pair": "b"}, "leave it out"),
         ({"input": "vectors", "d_input": 3, "n_classes": 2}, {"given": "text"}, "numbers"),
         ({"input": "vectors", "d_input": 3, "n_classes": 2}, {"given": [[1.0, 2.0]]}, "numbers"),
-        ({"input": "frames", "d_input": 3, "family": "encoder-decoder"}, {"given": torch.zeros(4, 3)}, "give target"),
+        (
+            {"input": "frames", "d_input": 3, "family": "encoder-decoder"},
+            {"given": torch.zeros(4, 3)},
+            "give target",
+        ),
         (SHAPES["vit"], {"given": torch.zeros(1, 3, 5, 5)}, "size"),
         (SHAPES["vit"], {"given": "nowhere.png"}, "nowhere.png"),
     ],
@@ -380,12 +464,19 @@ def test_the_command_prints_a_table_and_json(folders, capsys):
     seen = ch.trace(ch.load(folders["gpt2"]), text)
     assert [step["name"] for step in body["steps"]] == [step.name for step in seen.steps]
     assert [step["name"] for step in body["steps"][:2]] == ["tokenize", "ids"]
-    assert body["tokens"] == text.split() and body["totals"]["flops"] == seen.flops == seen.cost.flops.forward.total
+    assert (
+        body["tokens"] == text.split()
+        and body["totals"]["flops"] == seen.flops == seen.cost.flops.forward.total
+    )
     assert seen["tokenize"].value.tolist() == [[0, 3], [4, 9], [10, 13], [14, 17]]
 
     main(["trace", folders["gpt2"], text, "--layer", "1", "--why"])
     shown = capsys.readouterr().out
-    assert "[cat]" in shown and shown.count("softmax(scores)") == 1 and "How well each query fits each key." in " ".join(shown.split())
+    assert (
+        "[cat]" in shown
+        and shown.count("softmax(scores)") == 1
+        and "How well each query fits each key." in " ".join(shown.split())
+    )
     assert seen.predictions[-1].chosen.label in shown and f"{seen.parameters:,}" in shown
     main(["trace", folders["gpt2"], text, "--depth", "1"])
     shown = capsys.readouterr().out
@@ -406,7 +497,9 @@ def test_the_table_fits_the_terminal(width, folders):
     console.print(steps_table(seen, seen.rows(), width, why=width > 150))
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
-    assert any("split heads, q" in line for line in lines) and any(f"{seen.parameters:,}" in line for line in lines)
+    assert any("split heads, q" in line for line in lines) and any(
+        f"{seen.parameters:,}" in line for line in lines
+    )
 
 
 @pytest.mark.ledger("F1")

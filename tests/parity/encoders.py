@@ -56,14 +56,18 @@ def check_text_encoder(model: Any, folder: Path, tmp: Path, **build: Any) -> ch.
     return ours
 
 
-def check_forward(model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], side: str) -> None:
+def check_forward(
+    model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], side: str
+) -> None:
     """Hidden states of every layer and what the head says, wherever there is a real token."""
     with torch.no_grad():
         theirs = model(**theirs_in, output_hidden_states=True)
         with ch.record(ours.model, "blocks.*.resid_pre", "blocks.*.resid_post", "hidden") as seen:
             out = ours.model(**ours_in)
         answer = said(theirs)
-        if side == "left" and answer.ndim == 2:  # the reference reads its first slot, which is padding here: give it each row alone
+        if (
+            side == "left" and answer.ndim == 2
+        ):  # the reference reads its first slot, which is padding here: give it each row alone
             answer = torch.cat([said(model(**alone(theirs_in, row))) for row in range(len(answer))])
     mask = ours_in.get("mask", torch.ones(out.hidden.shape[:2], dtype=torch.bool))
     real = mask if answer.ndim == 3 else slice(None)
@@ -83,7 +87,9 @@ def alone(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
     return {name: value[row : row + 1, real] for name, value in inputs.items()}
 
 
-def check_backward(model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], tmp: Path) -> None:
+def check_backward(
+    model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], tmp: Path
+) -> None:
     """The same loss on both sides, and the gradient of every tensor of the checkpoint.
 
     The reference's gradients are saved as if they were weights: so they come under the names its files have.
@@ -109,14 +115,26 @@ def check_backward(model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ou
     for name, match in export_state(ours.model, architecture).items():
         if getattr(model.config, "tie_word_embeddings", False) and name.endswith("decoder.bias"):
             continue  # another name of the bias beside it
-        mine = [torch.zeros_like(parameters[part]) if parameters[part].grad is None else parameters[part].grad for part in match.ours]
+        mine = [
+            torch.zeros_like(parameters[part]) if parameters[part].grad is None else parameters[part].grad
+            for part in match.ours
+        ]
         given = wanted.pop(name) if name in wanted else wanted.pop(name.removeprefix(architecture.prefix))
-        if not name.endswith(("predictions.bias", "lm_head.bias")) or given.any():  # untied, the reference has that bias and never uses it
+        if (
+            not name.endswith(("predictions.bias", "lm_head.bias")) or given.any()
+        ):  # untied, the reference has that bias and never uses it
             close(f"gradient of {name}", match.operation.save(mine, ours.config)[0], given, GRADIENTS)
     assert not wanted, f"without a gradient here: {sorted(wanted)}"
 
 
-def check_back(model: Any, ours: ch.Loaded, tmp: Path, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], **build: Any) -> None:
+def check_back(
+    model: Any,
+    ours: ch.Loaded,
+    tmp: Path,
+    theirs_in: dict[str, Tensor],
+    ours_in: dict[str, Tensor],
+    **build: Any,
+) -> None:
     """Saved here, opened there with nothing missing or unexpected and the same answer; opened here bit for bit.
 
     Both with the config.json it came with and, fresh, from our config alone.
@@ -125,7 +143,9 @@ def check_back(model: Any, ours: ch.Loaded, tmp: Path, theirs_in: dict[str, Tens
         wanted, mine = said(model(**theirs_in)), ours.model(**ours_in).logits
         for name, loaded in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
             loaded.save(tmp / name)
-            again, info = type(model).from_pretrained(tmp / name, output_loading_info=True, attn_implementation="eager", **build)
+            again, info = type(model).from_pretrained(
+                tmp / name, output_loading_info=True, attn_implementation="eager", **build
+            )
             for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
                 assert not info[problem], f"{name}: {problem} {info[problem]}"
             assert again.config.architectures == [type(model).__name__]

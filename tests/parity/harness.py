@@ -60,7 +60,9 @@ def positions_of(mask: Tensor) -> Tensor:
 def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     scale = max(1.0, float(theirs.detach().abs().max()))
     difference = float((ours - theirs).detach().abs().max())
-    assert difference <= tolerance * scale, f"{name}: largest difference {difference:.2e}, allowed {tolerance * scale:.2e}"
+    assert difference <= tolerance * scale, (
+        f"{name}: largest difference {difference:.2e}, allowed {tolerance * scale:.2e}"
+    )
 
 
 def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) -> ch.Loaded:
@@ -70,7 +72,9 @@ def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) 
     for side in ("right", "left"):
         ids, mask = batch(config, side=side)
         with torch.no_grad():
-            theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask), output_hidden_states=True)
+            theirs = model(
+                ids, attention_mask=mask.long(), position_ids=positions_of(mask), output_hidden_states=True
+            )
             with ch.record(ours.model, "blocks.*.resid_pre", "hidden") as seen:
                 out = ours.model(ids, mask)
         close(f"logits, padded {side}", out.logits[mask], theirs.logits[mask], LOGITS)
@@ -80,7 +84,12 @@ def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) 
     if greedy_tokens:
         ids = ids[:1, :9]
         theirs = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=greedy_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=greedy_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert greedy(ours.model, ids, greedy_tokens).tolist() == theirs[:, 9:].tolist()
     check_gradients(model, ours, ids, ids)
@@ -95,9 +104,13 @@ def check_gradients(model: Any, ours: ch.Loaded, ids: Tensor, targets: Tensor, *
     compare_gradients(model, ours, theirs_logits, ours_logits, targets)
 
 
-def compare_gradients(model: Any, ours: ch.Loaded, theirs_logits: Tensor, ours_logits: Tensor, targets: Tensor) -> None:
+def compare_gradients(
+    model: Any, ours: ch.Loaded, theirs_logits: Tensor, ours_logits: Tensor, targets: Tensor
+) -> None:
     """The same loss on both sides, pushed back to the checkpoint's tensors."""
-    losses = [F.cross_entropy(logits.flatten(0, -2), targets.flatten()) for logits in (theirs_logits, ours_logits)]
+    losses = [
+        F.cross_entropy(logits.flatten(0, -2), targets.flatten()) for logits in (theirs_logits, ours_logits)
+    ]
     close("loss", losses[1], losses[0], GRADIENTS)
     model.zero_grad()
     ours.model.zero_grad()
@@ -111,7 +124,12 @@ def compare_gradients(model: Any, ours: ch.Loaded, theirs_logits: Tensor, ours_l
         gradients = [names[part].grad for part in match.ours]
         if any(gradient is None for gradient in gradients) or match.theirs not in wanted:
             continue
-        close(f"gradient of {match.theirs}", match.operation.save(gradients, ours.config)[0], wanted[match.theirs], GRADIENTS)
+        close(
+            f"gradient of {match.theirs}",
+            match.operation.save(gradients, ours.config)[0],
+            wanted[match.theirs],
+            GRADIENTS,
+        )
         compared.add(match.theirs)
     assert compared == set(wanted), f"no gradient to compare with that of {sorted(set(wanted) - compared)}"
 
@@ -119,7 +137,9 @@ def compare_gradients(model: Any, ours: ch.Loaded, theirs_logits: Tensor, ours_l
 def check_round_trip(model: Any, ours: ch.Loaded, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
     """Saved here, opened there with nothing missing or unexpected and the same logits; and opened here bit for bit."""
     ours.save(tmp / "saved")
-    again, info = type(model).from_pretrained(tmp / "saved", output_loading_info=True, attn_implementation="eager")
+    again, info = type(model).from_pretrained(
+        tmp / "saved", output_loading_info=True, attn_implementation="eager"
+    )
     assert not info["missing_keys"], info["missing_keys"]
     assert not info["unexpected_keys"], info["unexpected_keys"]
     assert not info["mismatched_keys"], info["mismatched_keys"]

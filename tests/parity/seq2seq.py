@@ -42,12 +42,18 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
     return model
 
 
-def pair(config: transformers.PretrainedConfig, side: str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pair(
+    config: transformers.PretrainedConfig, side: str, seed: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Source, its mask, target and its mask: rows of several lengths past 32, the target padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     padding = config.pad_token_id or 0
     real = [token for token in range(config.vocab_size) if token != padding]
-    written = [token for token in range(getattr(config, "decoder_vocab_size", None) or config.vocab_size) if token != padding]
+    written = [
+        token
+        for token in range(getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+        if token != padding
+    ]
     source = torch.tensor(real)[torch.randint(len(real), (3, 47), generator=generator)]
     target = torch.tensor(written)[torch.randint(len(written), (3, 41), generator=generator)]
     source_mask, mask = torch.ones_like(source).bool(), torch.ones_like(target).bool()
@@ -63,7 +69,13 @@ def counts_padding(model: Any) -> bool:
 
 
 def run(model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, **options: Any) -> Any:
-    return model(source, attention_mask=source_mask.long(), decoder_input_ids=target, decoder_attention_mask=mask.long(), **options)
+    return model(
+        source,
+        attention_mask=source_mask.long(),
+        decoder_input_ids=target,
+        decoder_attention_mask=mask.long(),
+        **options,
+    )
 
 
 def layers(output: Any) -> list[Tensor]:
@@ -71,7 +83,9 @@ def layers(output: Any) -> list[Tensor]:
     return [*output.encoder_hidden_states, *output.decoder_hidden_states]
 
 
-def expected(model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, side: str) -> tuple[list[Tensor], Tensor]:
+def expected(
+    model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, side: str
+) -> tuple[list[Tensor], Tensor]:
     """What the reference says at the real tokens, row after row: hidden states, then logits (hidden states of a model without)."""
     if side == "right" or not counts_padding(model):
         out = run(model, source, source_mask, target, mask, output_hidden_states=True)
@@ -90,13 +104,21 @@ def expected(model: Any, source: Tensor, source_mask: Tensor, target: Tensor, ma
 def check_outputs(model: Any, ours: ch.Loaded, side: str) -> tuple[float, float]:
     """Logits and the hidden states of both stacks; the largest differences of each."""
     source, source_mask, target, mask = pair(model.config, side)
-    with torch.no_grad(), ch.record(ours.model, "encoder.blocks.*.resid_pre", "encoder.hidden", "blocks.*.resid_pre", "hidden") as seen:
+    with (
+        torch.no_grad(),
+        ch.record(
+            ours.model, "encoder.blocks.*.resid_pre", "encoder.hidden", "blocks.*.resid_pre", "hidden"
+        ) as seen,
+    ):
         out = ours.model(target, mask, source, source_mask)
         states, said = expected(model, source, source_mask, target, mask, side)
     off = float((out.logits[mask] - said).abs().max())
     assert off <= LOGITS, f"logits, source padded {side}: largest difference {off:.2e}, allowed {LOGITS}"
     assert ours.config.n_encoder_layers is not None
-    names = [*(f"encoder.blocks.{i}.resid_pre" for i in range(ours.config.n_encoder_layers)), "encoder.hidden"]
+    names = [
+        *(f"encoder.blocks.{i}.resid_pre" for i in range(ours.config.n_encoder_layers)),
+        "encoder.hidden",
+    ]
     mine = [seen[name][source_mask] for name in names]
     names += [*(f"blocks.{i}.resid_pre" for i in range(ours.config.n_layers)), "hidden"]
     mine += [seen[name][mask] for name in names[len(mine) :]]
@@ -107,7 +129,9 @@ def check_outputs(model: Any, ours: ch.Loaded, side: str) -> tuple[float, float]
     return off, worst
 
 
-def continued(model: Any, source: Tensor, source_mask: Tensor, ours: ch.Loaded, **options: Any) -> list[list[int]]:
+def continued(
+    model: Any, source: Tensor, source_mask: Tensor, ours: ch.Loaded, **options: Any
+) -> list[list[int]]:
     """What the reference writes, from the start token on."""
     said = model.generate(
         source,
@@ -120,7 +144,8 @@ def continued(model: Any, source: Tensor, source_mask: Tensor, ours: ch.Loaded, 
         forced_bos_token_id=None,
         forced_eos_token_id=None,
         pad_token_id=model.config.pad_token_id,
-        use_cache=ours.config.n_layers <= (ours.config.n_encoder_layers or 0),  # T5's own has a layer per layer of its encoder
+        use_cache=ours.config.n_layers
+        <= (ours.config.n_encoder_layers or 0),  # T5's own has a layer per layer of its encoder
         **options,
     )
     return said[:, 1:].tolist()  # type: ignore[no-any-return]
@@ -130,7 +155,9 @@ def check_greedy(model: Any, ours: ch.Loaded) -> None:
     """Thirty tokens for a batch of padded sources."""
     source, source_mask, _, _ = pair(model.config, "right")
     start = torch.full((len(source), 1), START)
-    assert greedy(ours.model, start, TOKENS, source=source, source_mask=source_mask).tolist() == continued(model, source, source_mask, ours)
+    assert greedy(ours.model, start, TOKENS, source=source, source_mask=source_mask).tolist() == continued(
+        model, source, source_mask, ours
+    )
 
 
 @torch.inference_mode()
@@ -146,7 +173,9 @@ def check_without_repeats(model: Any, ours: ch.Loaded, side: str) -> None:
 
     cache, written = ch.Cache(), torch.full((len(source), 1), START)
     for _ in range(TOKENS):
-        logits = ours.model(written[:, -1:], source=source, source_mask=source_mask, cache=cache).logits[:, -1]
+        logits = ours.model(written[:, -1:], source=source, source_mask=source_mask, cache=cache).logits[
+            :, -1
+        ]
         written = torch.cat([written, fresh(written, logits).argmax(-1, keepdim=True)], dim=1)
     assert written[:, 1:].tolist() == continued(model, source, source_mask, ours, logits_processor=[fresh])
 
@@ -174,12 +203,18 @@ def check_saved(model: Any, ours: ch.Loaded, tmp: Path) -> None:
     for name, saved, kind in (("saved", ours, type(model)), ("fresh", ch.Loaded(ours.model), auto)):
         saved.save(tmp / name)
         again, info = kind.from_pretrained(tmp / name, output_loading_info=True, attn_implementation="eager")
-        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], (name, info)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], (
+            name,
+            info,
+        )
         with torch.no_grad():
             close(f"reference reads what was {name}", said(again.eval()), said(model), 1e-6)
             back = ch.load(tmp / name)
             assert back.config == ours.config
-            assert torch.equal(back.model(target, mask, source, source_mask).logits, ours.model(target, mask, source, source_mask).logits)
+            assert torch.equal(
+                back.model(target, mask, source, source_mask).logits,
+                ours.model(target, mask, source, source_mask).logits,
+            )
 
 
 def check_encoder_decoder(model: Any, folder: Path, tmp: Path) -> ch.Loaded:

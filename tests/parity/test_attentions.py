@@ -16,7 +16,19 @@ from tests.conftest import Differences
 from tests.parity import seq2seq
 from tests.parity.encoders import text_inputs
 from tests.parity.harness import batch, positions_of, reference
-from tests.parity.test_decoders import DEEP, FALCON, GROUPED, HALF, KINDS, LLAMA3, NEW, ODD, SMALL, WINDOW, config_of
+from tests.parity.test_decoders import (
+    DEEP,
+    FALCON,
+    GROUPED,
+    HALF,
+    KINDS,
+    LLAMA3,
+    NEW,
+    ODD,
+    SMALL,
+    WINDOW,
+    config_of,
+)
 from tests.parity.test_encoder_decoders import BART, MARIAN, T5
 from tests.parity.test_encoder_decoders import DEEP as TALL
 from tests.parity.test_encoders import OPTIONS as ENCODERS
@@ -34,10 +46,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 2, window by layer": ("Qwen2", {**GROUPED, **WINDOW, "layer_types": KINDS}),
     "Qwen 3, normed queries": ("Qwen3", {**ODD, "head_dim": 10, "attention_bias": True}),
     "Gemma": ("Gemma", {**GROUPED, "head_dim": 10}),
-    "Gemma 2, soft cap and windows": ("Gemma2", {**DEEP, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "sliding_window": 6}),
+    "Gemma 2, soft cap and windows": (
+        "Gemma2",
+        {**DEEP, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "sliding_window": 6},
+    ),
     "Gemma 3, two bases": ("Gemma3", {**DEEP, "sliding_window": 8, "query_pre_attn_scalar": 9}),
     "Mixtral": ("Mixtral", {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "Phi, normed queries": ("Phi", {**GROUPED, "hidden_size": 40, "partial_rotary_factor": 0.4, "qk_layernorm": True}),
+    "Phi, normed queries": (
+        "Phi",
+        {**GROUPED, "hidden_size": 40, "partial_rotary_factor": 0.4, "qk_layernorm": True},
+    ),
     "Phi 3": ("Phi3", {**ODD, "sliding_window": 7}),
     "OLMo 2": ("Olmo2", GROUPED),
     "StableLM": ("StableLm", {**GROUPED, **HALF}),
@@ -48,7 +66,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
     "T5": ("T5ForConditionalGeneration", "T5", T5),
-    "T5, few buckets": ("T5ForConditionalGeneration", "T5", {**T5, "relative_attention_num_buckets": 8, "num_heads": 5}),
+    "T5, few buckets": (
+        "T5ForConditionalGeneration",
+        "T5",
+        {**T5, "relative_attention_num_buckets": 8, "num_heads": 5},
+    ),
     "mT5": ("MT5ForConditionalGeneration", "MT5", T5),
     "BART": ("BartForConditionalGeneration", "Bart", BART),
     "mBART": ("MBartForConditionalGeneration", "MBart", {**BART, **TALL}),
@@ -83,7 +105,12 @@ def _is_of(name: str, part: str) -> bool:
 
 
 def compare(
-    differences: Differences, check: str, ours: list[Tensor], theirs: list[Tensor], queries: Tensor | None, keys: Tensor | None
+    differences: Differences,
+    check: str,
+    ours: list[Tensor],
+    theirs: list[Tensor],
+    queries: Tensor | None,
+    keys: Tensor | None,
 ) -> None:
     """At real queries and keys; what stands at padding keys is nothing at all here. Masks are [B, T] and [B, S]."""
     assert len(ours) == len(theirs)
@@ -115,16 +142,24 @@ def test_decoders(name: str, tmp_path: Path, differences: Differences) -> None:
     for side in ("right", "left"):
         ids, mask = batch(model.config, side=side)
         with torch.no_grad():
-            theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask), output_attentions=True).attentions
+            theirs = model(
+                ids, attention_mask=mask.long(), position_ids=positions_of(mask), output_attentions=True
+            ).attentions
         (mine,) = recorded(ours.model, "blocks.*.attention", ids=ids, mask=mask)
         compare(differences, f"padded {side}", mine, theirs, mask, mask)
     compare_maps(differences, attention(ours, ids[0].tolist()), "self", [each[0] for each in theirs])
 
 
 @pytest.mark.ledger("K1", "K2")
-@pytest.mark.parametrize(("name", "label"), [(name, label) for name in ENCODERS for label in list(ENCODERS[name])[:2]])
+@pytest.mark.parametrize(
+    ("name", "label"), [(name, label) for name in ENCODERS for label in list(ENCODERS[name])[:2]]
+)
 def test_encoders(name: str, label: str, tmp_path: Path, differences: Differences) -> None:
-    model = sharpened(make(name, "ForMaskedLM", ENCODERS[name][label], tmp_path), tmp_path, 12.0 if name == "Albert" else 6.0)
+    model = sharpened(
+        make(name, "ForMaskedLM", ENCODERS[name][label], tmp_path),
+        tmp_path,
+        12.0 if name == "Albert" else 6.0,
+    )
     ours = ch.load(tmp_path)
     for side in ("right", "left"):
         theirs_in, ours_in = text_inputs(model, side)
@@ -135,13 +170,17 @@ def test_encoders(name: str, label: str, tmp_path: Path, differences: Difference
     row = {name: value[:1] for name, value in theirs_in.items() if name != "token_type_ids"}
     with torch.no_grad():
         alone = model(**row, output_attentions=True).attentions
-    compare_maps(differences, attention(ours, ours_in["ids"][0].tolist()), "self", [each[0] for each in alone])
+    compare_maps(
+        differences, attention(ours, ours_in["ids"][0].tolist()), "self", [each[0] for each in alone]
+    )
 
 
 @pytest.mark.ledger("K1", "K2")
 @pytest.mark.parametrize("label", list(IMAGES))
 def test_images(label: str, tmp_path: Path, differences: Differences) -> None:
-    model = sharpened(reference("ViTForImageClassification", transformers.ViTConfig(**IMAGES[label]), tmp_path), tmp_path)
+    model = sharpened(
+        reference("ViTForImageClassification", transformers.ViTConfig(**IMAGES[label]), tmp_path), tmp_path
+    )
     ours = ch.load(tmp_path)
     assert ours.config.image_size is not None
     pixels = torch.randn(2, ours.config.n_channels, *ours.config.image_size)
@@ -163,12 +202,18 @@ def test_encoder_decoders(name: str, tmp_path: Path, differences: Differences) -
         with torch.no_grad():
             theirs = seq2seq.run(model, source, source_mask, target, mask, output_attentions=True)
         parts = ("encoder.blocks.*.attention", "blocks.*.attention", "blocks.*.cross")
-        encoder, decoder, cross = recorded(ours.model, *parts, ids=target, mask=mask, source=source, source_mask=source_mask)
+        encoder, decoder, cross = recorded(
+            ours.model, *parts, ids=target, mask=mask, source=source, source_mask=source_mask
+        )
         compare(differences, f"encoder {side}", encoder, theirs.encoder_attentions, source_mask, source_mask)
         compare(differences, f"self {side}", decoder, theirs.decoder_attentions, mask, mask)
         compare(differences, f"cross {side}", cross, theirs.cross_attentions, mask, source_mask)
     maps = attention(ours, source[0].tolist(), target=target[0].tolist())
     assert maps.kinds == ("encoder", "self", "cross")
-    wanted = {"encoder": theirs.encoder_attentions, "self": theirs.decoder_attentions, "cross": theirs.cross_attentions}
+    wanted = {
+        "encoder": theirs.encoder_attentions,
+        "self": theirs.decoder_attentions,
+        "cross": theirs.cross_attentions,
+    }
     for kind, patterns in wanted.items():
         compare_maps(differences, maps, kind, [each[0] for each in patterns])

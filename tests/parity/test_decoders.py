@@ -14,7 +14,16 @@ from clearhead.errors import CheckpointError
 from clearhead.hub.files import read_json
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.model.experts import Experts, balance_loss
-from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, check_decoder, close, positions_of, reference
+from tests.parity.harness import (
+    GRADIENTS,
+    HIDDEN,
+    LOGITS,
+    batch,
+    check_decoder,
+    close,
+    positions_of,
+    reference,
+)
 
 SMALL = {
     "vocab_size": 61,
@@ -26,12 +35,25 @@ SMALL = {
     "pad_token_id": 0,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2}
-ODD = {**SMALL, "vocab_size": 53, "hidden_size": 30, "intermediate_size": 37, "num_attention_heads": 5, "num_key_value_heads": 1}
+ODD = {
+    **SMALL,
+    "vocab_size": 53,
+    "hidden_size": 30,
+    "intermediate_size": 37,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+}
 DEEP = {**GROUPED, "num_hidden_layers": 7, "head_dim": 8}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 HALF = {"partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def config_of(kind, options):
@@ -54,7 +76,13 @@ def options(**cases):
 @pytest.mark.ledger("L2")
 @options(
     plain=SMALL,
-    sequential_tied={**SMALL, **TIED, "use_parallel_residual": False, "rotary_pct": 0.5, "hidden_act": "gelu_new"},
+    sequential_tied={
+        **SMALL,
+        **TIED,
+        "use_parallel_residual": False,
+        "rotary_pct": 0.5,
+        "hidden_act": "gelu_new",
+    },
     odd_no_bias={**ODD, "attention_bias": False, "rotary_pct": 0.7, "rotary_emb_base": 700.0},
     scaled={**SMALL, "rotary_pct": 1.0, "rope_scaling": LINEAR},
 )
@@ -66,7 +94,13 @@ def test_gpt_neox(options, tmp_path):
 @options(
     window={**GROUPED, "sliding_window": 7},
     odd_tied={**ODD, **TIED, "sliding_window": 11, "head_dim": 8},
-    scaled={**GROUPED, "sliding_window": 9, "rope_theta": 500.0, "rope_scaling": LLAMA3, "hidden_act": "gelu"},
+    scaled={
+        **GROUPED,
+        "sliding_window": 9,
+        "rope_theta": 500.0,
+        "rope_scaling": LLAMA3,
+        "hidden_act": "gelu",
+    },
     no_window={**GROUPED, "sliding_window": None},
 )
 def test_mistral(options, tmp_path):
@@ -108,13 +142,24 @@ def test_gemma(options, tmp_path):
     check("Gemma", options, tmp_path)
 
 
-TIGHT = {**DEEP, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}  # so that most scores feel the cap
+TIGHT = {
+    **DEEP,
+    "query_pre_attn_scalar": 1,
+    "attn_logit_softcapping": 0.5,
+}  # so that most scores feel the cap
 
 
 @pytest.mark.ledger("L3")
 @options(
     plain={**GROUPED, "head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 17},
-    odd_untied_no_cap={**ODD, **UNTIED, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8},
+    odd_untied_no_cap={
+        **ODD,
+        **UNTIED,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": None,
+        "query_pre_attn_scalar": 8,
+    },
     tight_cap={**TIGHT, "sliding_window": 6, "final_logit_softcapping": None, "attention_bias": True},
     no_window={**GROUPED, "head_dim": 10, "layer_types": ["full_attention"] * 3},
 )
@@ -125,9 +170,27 @@ def test_gemma2(options, tmp_path):
 @pytest.mark.ledger("L3")
 @options(
     five_of_six={**DEEP, "sliding_window": 8, "query_pre_attn_scalar": 9},
-    scaled_old_keys={**DEEP, "sliding_window": 6, "rope_scaling": LINEAR, "rope_theta": 5e5, "rope_local_base_freq": 90.0},
-    odd_untied_no_window={**ODD, **UNTIED, "head_dim": 8, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": 4.0},
-    one_base={**DEEP, "sliding_window": 6, "layer_types": [*KINDS, *KINDS, KINDS[0]], "rope_theta": 300.0, "rope_local_base_freq": 300.0},
+    scaled_old_keys={
+        **DEEP,
+        "sliding_window": 6,
+        "rope_scaling": LINEAR,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 90.0,
+    },
+    odd_untied_no_window={
+        **ODD,
+        **UNTIED,
+        "head_dim": 8,
+        "layer_types": ["full_attention"] * 3,
+        "final_logit_softcapping": 4.0,
+    },
+    one_base={
+        **DEEP,
+        "sliding_window": 6,
+        "layer_types": [*KINDS, *KINDS, KINDS[0]],
+        "rope_theta": 300.0,
+        "rope_local_base_freq": 300.0,
+    },
 )
 def test_gemma3(options, tmp_path):
     check("Gemma3", options, tmp_path)
@@ -135,7 +198,13 @@ def test_gemma3(options, tmp_path):
 
 NEOX_KEYS = {"rotary_pct": 0.5, "rotary_emb_base": 700.0}
 QWEN_KEYS = {**WINDOW, "max_window_layers": 2, "rope_theta": 5e5}
-GEMMA3_KEYS = {"rope_theta": 5e5, "rope_local_base_freq": 90.0, "rope_scaling": LINEAR, "sliding_window_pattern": 3, "sliding_window": 8}
+GEMMA3_KEYS = {
+    "rope_theta": 5e5,
+    "rope_local_base_freq": 90.0,
+    "rope_scaling": LINEAR,
+    "sliding_window_pattern": 3,
+    "sliding_window": 8,
+}
 
 
 @pytest.mark.ledger("L2", "L3")
@@ -144,8 +213,18 @@ GEMMA3_KEYS = {"rope_theta": 5e5, "rope_local_base_freq": 90.0, "rope_scaling": 
     [
         ("GPTNeoX", SMALL, NEOX_KEYS, {"rope_fraction": 0.5, "rope_base": 700.0}),
         ("Qwen2", GROUPED, QWEN_KEYS, {"window": (None, None, 6), "rope_base": 5e5}),
-        ("Gemma2", {**GROUPED, "head_dim": 10}, {"sliding_window": 8}, {"window": (8, None, 8), "logit_softcap": 30.0}),
-        ("Gemma3", {**DEEP}, GEMMA3_KEYS, {"window": (8, 8, None, 8, 8, None, 8), "rope_base": 5e5, "rope_local_base": 90.0}),
+        (
+            "Gemma2",
+            {**GROUPED, "head_dim": 10},
+            {"sliding_window": 8},
+            {"window": (8, None, 8), "logit_softcap": 30.0},
+        ),
+        (
+            "Gemma3",
+            {**DEEP},
+            GEMMA3_KEYS,
+            {"window": (8, 8, None, 8, 8, None, 8), "rope_base": 5e5, "rope_local_base": 90.0},
+        ),
     ],
     ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3"],
 )
@@ -154,19 +233,34 @@ def test_keys_of_older_files(kind, options, keys, expected):
     architecture = ARCHITECTURES[config.model_type]
     theirs = json.loads(config.to_json_string())
     new = architecture.read(theirs)
-    old = architecture.read({**{key: value for key, value in theirs.items() if key not in ("rope_parameters", "layer_types")}, **keys})
+    old = architecture.read(
+        {
+            **{key: value for key, value in theirs.items() if key not in ("rope_parameters", "layer_types")},
+            **keys,
+        }
+    )
     assert old == new
     assert {name: getattr(new, name) for name in expected} == expected
 
 
-EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}  # the reference's experts want rows of whole 16 bytes
+EVEN = {
+    **ODD,
+    "hidden_size": 40,
+    "intermediate_size": 36,
+}  # the reference's experts want rows of whole 16 bytes
 
 
 @pytest.mark.ledger("L6", "D5")
 @options(
     two_of_five={**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2},
     tied_all_of_three={**EVEN, **TIED, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 8},
-    one_of_four={**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 10, "rope_theta": 500.0},
+    one_of_four={
+        **GROUPED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 10,
+        "rope_theta": 500.0,
+    },
 )
 def test_mixtral(options, tmp_path):
     check("Mixtral", options, tmp_path)
@@ -174,7 +268,13 @@ def test_mixtral(options, tmp_path):
 
 @options(
     plain=SMALL,
-    query_norm_tied={**GROUPED, **TIED, "hidden_size": 40, "partial_rotary_factor": 0.4, "qk_layernorm": True},
+    query_norm_tied={
+        **GROUPED,
+        **TIED,
+        "hidden_size": 40,
+        "partial_rotary_factor": 0.4,
+        "qk_layernorm": True,
+    },
     odd={**ODD, "hidden_act": "relu", "partial_rotary_factor": 1.0, "rope_theta": 900.0},
 )
 def test_phi(options, tmp_path):
@@ -194,11 +294,22 @@ def test_phi3(options, fresh, tmp_path):
     check("Phi3", options, tmp_path, fresh)
 
 
-@pytest.mark.parametrize("factor", [{}, {"factor": 6.0}, {"attention_factor": 1.2}], ids=["by length", "factor", "attention factor"])
+@pytest.mark.parametrize(
+    "factor",
+    [{}, {"factor": 6.0}, {"attention_factor": 1.2}],
+    ids=["by length", "factor", "attention factor"],
+)
 def test_phi3_beyond_its_trained_length(factor, tmp_path):
-    scaling = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0], **factor}
+    scaling = {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 3.0, 5.0],
+        **factor,
+    }
     options = {**GROUPED, "rope_scaling": scaling, "original_max_position_embeddings": 32}
-    check("Phi3", options, tmp_path, "llama", greedy_tokens=0)  # the reference's cached keys keep the angles of a shorter length
+    check(
+        "Phi3", options, tmp_path, "llama", greedy_tokens=0
+    )  # the reference's cached keys keep the angles of a shorter length
 
 
 @options(
@@ -221,7 +332,13 @@ def test_stablelm(options, tmp_path):
 
 
 @options(
-    factors={**GROUPED, "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 7.0},
+    factors={
+        **GROUPED,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 7.0,
+    },
     odd_tied_biases={**ODD, **TIED, "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.1},
     divided={**GROUPED, "logits_scaling": 3.0, "rope_theta": 500.0},
 )
@@ -231,7 +348,13 @@ def test_granite(options, tmp_path):
 
 @options(
     every_fourth={**GROUPED, "num_hidden_layers": 5},
-    odd_untied_biases={**ODD, **UNTIED, "no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True},
+    odd_untied_biases={
+        **ODD,
+        **UNTIED,
+        "no_rope_layers": [0, 1, 0],
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     windows={**GROUPED, **WINDOW, "no_rope_layer_interval": 2, "rope_theta": 500.0},
 )
 def test_smollm3(options, tmp_path):
@@ -253,7 +376,14 @@ NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
         ({**FALCON, "parallel_attn": False, "activation": "relu", "rope_theta": 500.0}, None),
         ({**FALCON, "multi_query": False, "parallel_attn": False, "bias": True}, "gpt_neox"),
     ],
-    ids=["multi-query", "new", "new, one norm", "all heads", "sequential, multi-query", "sequential, all heads"],
+    ids=[
+        "multi-query",
+        "new",
+        "new, one norm",
+        "all heads",
+        "sequential, multi-query",
+        "sequential, all heads",
+    ],
 )
 def test_falcon(options, fresh, tmp_path):
     check("Falcon", options, tmp_path, fresh)
@@ -273,7 +403,10 @@ def test_falcon(options, fresh, tmp_path):
         ("Gemma2", {**GROUPED, "head_dim": 10, "sliding_window": 6}),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}),
         ("Falcon", FALCON),
-        ("GPT2", {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}),
+        (
+            "GPT2",
+            {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -295,7 +428,9 @@ def test_classifiers(kind, options, side, tmp_path):
         close(f"{kind}{head}", said, theirs, LOGITS)
         for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
             save.save(folder / name)
-            again, info = type(model).from_pretrained(folder / name, output_loading_info=True, attn_implementation="eager")
+            again, info = type(model).from_pretrained(
+                folder / name, output_loading_info=True, attn_implementation="eager"
+            )
             assert not info["missing_keys"] and not info["unexpected_keys"]
             again.config.pad_token_id = 0  # which a config of ours does not know
             close(f"{name}, read back", logits(again.eval()), theirs, 1e-6)
@@ -317,7 +452,9 @@ def test_classifiers(kind, options, side, tmp_path):
 )
 def test_base_models(kind, options, tmp_path):
     """No head, and names without the prefix that they have under one."""
-    model = reference(kind, getattr(transformers, f"{kind.removesuffix('Model')}Config")(**options), tmp_path / "reference")
+    model = reference(
+        kind, getattr(transformers, f"{kind.removesuffix('Model')}Config")(**options), tmp_path / "reference"
+    )
     ours = ch.load(tmp_path / "reference")
     ids, mask = batch(model.config, side="left")
     theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]
@@ -325,9 +462,13 @@ def test_base_models(kind, options, tmp_path):
     assert torch.equal(ours.model(ids, mask).logits, ours.model(ids, mask).hidden)
     for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
         save.save(tmp_path / name)
-        again, info = type(model).from_pretrained(tmp_path / name, output_loading_info=True, attn_implementation="eager")
+        again, info = type(model).from_pretrained(
+            tmp_path / name, output_loading_info=True, attn_implementation="eager"
+        )
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        read = again.eval()(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]
+        read = again.eval()(
+            ids, attention_mask=mask.long(), position_ids=positions_of(mask)
+        ).last_hidden_state[mask]
         close(f"{name}, read back", read, theirs, 1e-6)
 
 
@@ -339,7 +480,11 @@ def test_base_models(kind, options, tmp_path):
     ("kind", "options", "key"),
     [
         ("Qwen3", {**GROUPED, "head_dim": 8}, "model.layers.1.self_attn.q_norm.weight"),
-        ("Mixtral", {**GROUPED, "num_local_experts": 3}, "model.layers.2.block_sparse_moe.experts.1.w3.weight"),
+        (
+            "Mixtral",
+            {**GROUPED, "num_local_experts": 3},
+            "model.layers.2.block_sparse_moe.experts.1.w3.weight",
+        ),
         ("GPTNeoX", SMALL, "gpt_neox.layers.0.attention.query_key_value.bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -364,8 +509,18 @@ def test_a_missing_and_an_unknown_tensor_are_named(kind, options, key, tmp_path)
 @pytest.mark.parametrize(
     ("kind", "options", "changes", "said"),
     [
-        ("Llama", GROUPED, {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor 0.5"),
-        ("Gemma2", {**GROUPED, "head_dim": 10}, {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        (
+            "Llama",
+            GROUPED,
+            {"partial_rotary_factor": 0.5, "rope_parameters": None},
+            "partial_rotary_factor 0.5",
+        ),
+        (
+            "Gemma2",
+            {**GROUPED, "head_dim": 10},
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention True",
+        ),
         ("StableLm", GROUPED, {"qk_layernorm": True}, "qk_layernorm True"),
         ("Falcon", FALCON, {"alibi": True}, "alibi True"),
         ("Falcon", FALCON, {**NEW, "parallel_attn": False}, "not supported together"),
@@ -383,7 +538,9 @@ def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):
 
 @pytest.fixture
 def mixtral(tmp_path):
-    config = config_of("Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True})
+    config = config_of(
+        "Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True}
+    )
     return reference("MixtralForCausalLM", config, tmp_path / "reference"), tmp_path
 
 
@@ -412,7 +569,11 @@ def test_the_balance_loss_and_its_router_gradients(mixtral, padded):
     ours = ch.load(folder / "reference")
     ids, mask = batch(model.config)
     given = mask if padded else None
-    theirs = model(ids, attention_mask=given.long() if padded else None, position_ids=positions_of(mask) if padded else None)
+    theirs = model(
+        ids,
+        attention_mask=given.long() if padded else None,
+        position_ids=positions_of(mask) if padded else None,
+    )
     ours.model.train()
     ours.model(ids, given)
     loss = balance_loss(ours.model, given)

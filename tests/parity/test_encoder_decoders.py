@@ -10,7 +10,16 @@ import clearhead as ch
 from clearhead.presets import preset
 from tests.parity.seq2seq import check_encoder_decoder, check_outputs, check_saved, pair, reference
 
-T5 = {"vocab_size": 61, "d_model": 24, "d_kv": 7, "d_ff": 37, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 3, "pad_token_id": 0}
+T5 = {
+    "vocab_size": 61,
+    "d_model": 24,
+    "d_kv": 7,
+    "d_ff": 37,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 3,
+    "pad_token_id": 0,
+}
 BART = {
     "vocab_size": 61,
     "d_model": 24,
@@ -39,10 +48,29 @@ def untie(model, folder):
     ("options", "own_output"),
     [
         ({"feed_forward_proj": "relu"}, False),
-        ({"feed_forward_proj": "relu", "num_layers": 4, "num_decoder_layers": None, "relative_attention_num_buckets": 10}, True),
+        (
+            {
+                "feed_forward_proj": "relu",
+                "num_layers": 4,
+                "num_decoder_layers": None,
+                "relative_attention_num_buckets": 10,
+            },
+            True,
+        ),
         ({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "d_kv": 8}, True),
-        ({"feed_forward_proj": "gated-silu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}, False),
-        ({"feed_forward_proj": "gelu", "num_heads": 5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}, False),
+        (
+            {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+            False,
+        ),
+        (
+            {
+                "feed_forward_proj": "gelu",
+                "num_heads": 5,
+                "relative_attention_num_buckets": 8,
+                "relative_attention_max_distance": 20,
+            },
+            False,
+        ),
     ],
     ids=["v1.0", "v1.0, untied", "v1.1", "v1.1, tied", "gelu, few buckets"],
 )
@@ -106,14 +134,20 @@ def test_m2m100(options, tmp_path):
     ids=["shared", "two vocabularies", "nothing tied, odd width"],
 )
 def test_marian(options, tmp_path):
-    model = reference("MarianMTModel", transformers.MarianConfig(**{**MARIAN, **options}), tmp_path / "reference")
+    model = reference(
+        "MarianMTModel", transformers.MarianConfig(**{**MARIAN, **options}), tmp_path / "reference"
+    )
     check_encoder_decoder(model, tmp_path / "reference", tmp_path)
 
 
 @pytest.mark.ledger("L4", "E3")
-@pytest.mark.parametrize(("kind", "options"), [("T5", T5), ("MT5", T5), ("Bart", BART), ("MBart", BART), ("M2M100", BART)])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("T5", T5), ("MT5", T5), ("Bart", BART), ("MBart", BART), ("M2M100", BART)]
+)
 def test_without_a_head(kind, options, tmp_path):
-    model = reference(f"{kind}Model", getattr(transformers, f"{kind}Config")(**options), tmp_path / "reference")
+    model = reference(
+        f"{kind}Model", getattr(transformers, f"{kind}Config")(**options), tmp_path / "reference"
+    )
     ours = ch.load(tmp_path / "reference")
     check_outputs(model, ours, "right")
     check_saved(model, ours, tmp_path)
@@ -122,7 +156,9 @@ def test_without_a_head(kind, options, tmp_path):
 @pytest.mark.ledger("L4", "E3")
 @pytest.mark.parametrize("kind", ["T5", "MT5"])
 def test_t5_encoder_alone(kind, tmp_path):
-    model = reference(f"{kind}EncoderModel", getattr(transformers, f"{kind}Config")(**T5), tmp_path / "reference")
+    model = reference(
+        f"{kind}EncoderModel", getattr(transformers, f"{kind}Config")(**T5), tmp_path / "reference"
+    )
     ours = ch.load(tmp_path / "reference")
     source, mask, _, _ = pair(model.config, "left")
     ch.Loaded(ours.model).save(tmp_path / "fresh")
@@ -131,19 +167,27 @@ def test_t5_encoder_alone(kind, tmp_path):
         wanted = model(source, attention_mask=mask.long()).last_hidden_state[mask]
         assert (ours.model(source, mask).logits[mask] - wanted).abs().max() <= 2e-5
         for name, opened in (("saved", type(model)), ("fresh", transformers.T5EncoderModel)):
-            again, info = opened.from_pretrained(tmp_path / name, output_loading_info=True, attn_implementation="eager")
+            again, info = opened.from_pretrained(
+                tmp_path / name, output_loading_info=True, attn_implementation="eager"
+            )
             assert not info["missing_keys"] and not info["unexpected_keys"]
-            assert (again(source, attention_mask=mask.long()).last_hidden_state[mask] - wanted).abs().max() <= 1e-6
+            assert (
+                again(source, attention_mask=mask.long()).last_hidden_state[mask] - wanted
+            ).abs().max() <= 1e-6
 
 
 @pytest.mark.ledger("L4")
 def test_a_file_without_the_bias_on_logits(tmp_path):
     """BART's bias is a buffer of zeros to most; some files leave it out, and a model trained here need not have one."""
-    config = preset("bart-base").replace(vocab_size=61, d_model=24, n_layers=2, n_heads=3, d_ff=40, max_positions=64)
+    config = preset("bart-base").replace(
+        vocab_size=61, d_model=24, n_layers=2, n_heads=3, d_ff=40, max_positions=64
+    )
     model = ch.Transformer(config).eval()
     ch.Loaded(model).save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "bart"
-    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     source, target = torch.randint(61, (2, 11)), torch.randint(61, (2, 9))
     with torch.no_grad():
@@ -166,7 +210,10 @@ def test_older_files(tmp_path):
     check_outputs(model, ch.load(tmp_path / "reference"), "right")
 
     model = reference("T5ForConditionalGeneration", transformers.T5Config(**T5), tmp_path / "aliases")
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "aliases" / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        tmp_path / "aliases" / "model.safetensors",
+    )
     ours = ch.load(tmp_path / "aliases")
     assert ours.config.tie_embeddings
     check_outputs(model, ours, "right")
@@ -174,15 +221,25 @@ def test_older_files(tmp_path):
 
 @pytest.mark.ledger("E3")
 def test_an_original_transformer_with_sines_first_is_marian(tmp_path):
-    config = preset("transformer-base").replace(vocab_size=61, n_layers=2, bias=True, norm_eps=1e-5, sinusoid_layout="half")
-    config = config.replace(qkv_bias=True, attention_out_bias=True, d_model=24, n_heads=3, d_ff=40, embedding_scale=24**0.5)
+    config = preset("transformer-base").replace(
+        vocab_size=61, n_layers=2, bias=True, norm_eps=1e-5, sinusoid_layout="half"
+    )
+    config = config.replace(
+        qkv_bias=True, attention_out_bias=True, d_model=24, n_heads=3, d_ff=40, embedding_scale=24**0.5
+    )
     model = ch.Transformer(config).eval()
     ch.Loaded(model).save(tmp_path / "saved")
-    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert type(again).__name__ == "MarianMTModel" and not info["missing_keys"] and not info["unexpected_keys"]
+    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
+    assert (
+        type(again).__name__ == "MarianMTModel" and not info["missing_keys"] and not info["unexpected_keys"]
+    )
     source, target = torch.randint(61, (2, 40)), torch.randint(61, (2, 37))
     with torch.no_grad():
-        assert (model(target, source=source).logits - again.eval()(source, decoder_input_ids=target).logits).abs().max() <= 2e-5
+        assert (
+            model(target, source=source).logits - again.eval()(source, decoder_input_ids=target).logits
+        ).abs().max() <= 2e-5
     assert ch.load(tmp_path / "saved").config == config
 
 
@@ -195,7 +252,9 @@ def test_presets_come_back(name, tmp_path):
     torch.manual_seed(0)
     model = ch.Transformer(config).eval()
     ch.Loaded(model).save(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == known.get(name, "clearhead")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == known.get(
+        name, "clearhead"
+    )
     back = ch.load(tmp_path / "saved")
     assert back.config == config
     source, target = torch.randint(61, (2, 11)), torch.randint(61, (2, 9))

@@ -18,17 +18,49 @@ SMALL = {
     "max_position_embeddings": 80,
     "num_labels": 3,
 }
-DISTIL = {"vocab_size": 61, "dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 80, "num_labels": 3}
-HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+DISTIL = {
+    "vocab_size": 61,
+    "dim": 24,
+    "hidden_dim": 40,
+    "n_layers": 3,
+    "n_heads": 4,
+    "max_position_embeddings": 80,
+    "num_labels": 3,
+}
+HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 OPTIONS = {
     "Bert": {
         "plain": SMALL,
-        "odd sizes, untied": {**SMALL, "hidden_size": 35, "num_attention_heads": 5, "intermediate_size": 51, "tie_word_embeddings": False},
-        "one head, one type": {**SMALL, "num_attention_heads": 1, "type_vocab_size": 1, "hidden_act": "relu", "layer_norm_eps": 1e-3},
+        "odd sizes, untied": {
+            **SMALL,
+            "hidden_size": 35,
+            "num_attention_heads": 5,
+            "intermediate_size": 51,
+            "tie_word_embeddings": False,
+        },
+        "one head, one type": {
+            **SMALL,
+            "num_attention_heads": 1,
+            "type_vocab_size": 1,
+            "hidden_act": "relu",
+            "layer_norm_eps": 1e-3,
+        },
     },
     "Roberta": {
         "plain": SMALL,
-        "odd sizes, untied": {**SMALL, "hidden_size": 35, "num_attention_heads": 5, "tie_word_embeddings": False, "type_vocab_size": 1},
+        "odd sizes, untied": {
+            **SMALL,
+            "hidden_size": 35,
+            "num_attention_heads": 5,
+            "tie_word_embeddings": False,
+            "type_vocab_size": 1,
+        },
         "other padding id and activation": {
             **SMALL,
             "pad_token_id": 2,
@@ -39,7 +71,14 @@ OPTIONS = {
     },
     "DistilBert": {
         "plain": DISTIL,
-        "odd sizes, untied": {**DISTIL, "dim": 35, "n_heads": 5, "hidden_dim": 51, "tie_word_embeddings": False, "activation": "relu"},
+        "odd sizes, untied": {
+            **DISTIL,
+            "dim": 35,
+            "n_heads": 5,
+            "hidden_dim": 51,
+            "tie_word_embeddings": False,
+            "activation": "relu",
+        },
         "sinusoidal table": {**DISTIL, "n_heads": 1, "n_layers": 1, "sinusoidal_pos_embds": True},
     },
     "Albert": {
@@ -53,7 +92,13 @@ OPTIONS = {
             "num_hidden_groups": 3,
             "tie_word_embeddings": False,
         },
-        "as wide a table, one type": {**SMALL, "embedding_size": 24, "type_vocab_size": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-5},
+        "as wide a table, one type": {
+            **SMALL,
+            "embedding_size": 24,
+            "type_vocab_size": 1,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+        },
     },
 }
 CASES = [(name, head, label) for name, options in OPTIONS.items() for head in HEADS for label in options]
@@ -109,7 +154,9 @@ def test_published_bert_has_old_names_and_tensors_of_other_heads(tmp_path):
 
     def edit(tensors):
         for name in list(tensors):
-            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
             tensors[old] = tensors.pop(name)
         tensors["bert.embeddings.position_ids"] = torch.arange(80)[None]
         tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
@@ -121,7 +168,9 @@ def test_published_bert_has_old_names_and_tensors_of_other_heads(tmp_path):
     loaded.save(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert "bert.embeddings.LayerNorm.weight" in saved
-    assert all(torch.equal(saved[name], tensor) for name, tensor in others.items()), "what was learned for other heads is lost"
+    assert all(torch.equal(saved[name], tensor) for name, tensor in others.items()), (
+        "what was learned for other heads is lost"
+    )
     assert torch.equal(logits(ch.load(tmp_path / "saved"), model), wanted)
 
 
@@ -129,12 +178,19 @@ def test_published_bert_has_old_names_and_tensors_of_other_heads(tmp_path):
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_unmatched_and_missing_tensors_are_named(name, tmp_path):
     make(name, "ForSequenceClassification", OPTIONS[name]["plain"], tmp_path)
-    change(tmp_path, lambda tensors: tensors.update({f"{name.lower()}.embeddings.surprise.weight": torch.zeros(3)}))
+    change(
+        tmp_path,
+        lambda tensors: tensors.update({f"{name.lower()}.embeddings.surprise.weight": torch.zeros(3)}),
+    )
     with pytest.raises(ch.CheckpointError, match=r"embeddings\.surprise\.weight"):
         ch.load(tmp_path)
     change(
         tmp_path,
-        lambda tensors: [tensors.pop(key) for key in list(tensors) if "surprise" in key or key.endswith("embeddings.LayerNorm.bias")],
+        lambda tensors: [
+            tensors.pop(key)
+            for key in list(tensors)
+            if "surprise" in key or key.endswith("embeddings.LayerNorm.bias")
+        ],
     )
     with pytest.raises(ch.CheckpointError, match=r"encoder\.embedding\.norm\.bias"):
         ch.load(tmp_path)
@@ -163,7 +219,14 @@ def test_what_is_not_supported_is_named(name, changes, complaint, tmp_path):
 def test_a_model_no_architecture_is_exactly_keeps_its_own_format(tmp_path):
     """Segments are part of BERT and RoBERTa, so an encoder without them is one of those only as DistilBERT, whose eps is fixed."""
     config = ch.ModelConfig(
-        family="encoder", vocab_size=31, d_model=12, n_layers=1, n_heads=2, norm_position="post", embedding_norm=True, norm_eps=1e-12
+        family="encoder",
+        vocab_size=31,
+        d_model=12,
+        n_layers=1,
+        n_heads=2,
+        norm_position="post",
+        embedding_norm=True,
+        norm_eps=1e-12,
     )
     model = ch.Transformer(config).eval()
     ch.Loaded(model).save(tmp_path / "distil")

@@ -11,7 +11,14 @@ SMALL = {"vocab_size": 61, "n_positions": 80, "n_embd": 24, "n_layer": 3, "n_hea
     "options",
     [
         SMALL,
-        {**SMALL, "n_embd": 30, "n_head": 5, "n_inner": 50, "activation_function": "gelu", "tie_word_embeddings": False},
+        {
+            **SMALL,
+            "n_embd": 30,
+            "n_head": 5,
+            "n_inner": 50,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
         {**SMALL, "n_head": 1, "n_layer": 1, "activation_function": "relu", "layer_norm_epsilon": 1e-3},
     ],
     ids=["plain", "odd sizes, untied", "one head"],

@@ -18,7 +18,13 @@ SMALL = {
     "options",
     [
         {**SMALL, "num_key_value_heads": 2},
-        {**SMALL, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {
+            **SMALL,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
         {**SMALL, "head_dim": 10, "rope_theta": 500.0, "hidden_act": "gelu"},
         {**SMALL, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
         {**SMALL, "max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -32,7 +38,10 @@ SMALL = {
                 "original_max_position_embeddings": 16,
             },
         },
-        {**SMALL, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        {
+            **SMALL,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
         {
             **SMALL,
             "rope_scaling": {
@@ -44,7 +53,16 @@ SMALL = {
             },
         },
     ],
-    ids=["grouped", "multi-query, biases, tied", "head_dim, base", "linear", "dynamic", "llama3", "yarn", "longrope"],
+    ids=[
+        "grouped",
+        "multi-query, biases, tied",
+        "head_dim, base",
+        "linear",
+        "dynamic",
+        "llama3",
+        "yarn",
+        "longrope",
+    ],
 )
 def test_llama(options, tmp_path):
     model = reference("LlamaForCausalLM", LlamaConfig(**options), tmp_path / "reference")

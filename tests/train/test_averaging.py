@@ -52,7 +52,13 @@ def test_applied_weights_are_the_average_and_go_away_again():
     ema.update(model)
     before, own = {name: x.clone() for name, x in model.state_dict().items()}, model(ids).logits
     expected = build()
-    expected.load_state_dict({**model.state_dict(), **ema.weights, "head.out.weight": ema.weights["decoder.embedding.front.tokens.weight"]})
+    expected.load_state_dict(
+        {
+            **model.state_dict(),
+            **ema.weights,
+            "head.out.weight": ema.weights["decoder.embedding.front.tokens.weight"],
+        }
+    )
     with ema.applied(model):
         assert torch.equal(model(ids).logits, expected(ids).logits)
         assert worst(model(ids).logits, own) > 0.01
@@ -85,7 +91,9 @@ def test_frozen_and_half_precision_weights():
     model.decoder.embedding.requires_grad_(False)
     ema = Ema(model, 0.999)
     assert "decoder.embedding.front.tokens.weight" not in ema.weights
-    assert {weight.dtype for weight in ema.weights.values()} == {torch.float32}  # small moves are not rounded away
+    assert {weight.dtype for weight in ema.weights.values()} == {
+        torch.float32
+    }  # small moves are not rounded away
     ema.update(model)
     with ema.applied(model):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -39,7 +39,9 @@ def words(*specials: str, template: str = "$A") -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.add_special_tokens([*specials, "<unk>"])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[(name, vocab[name]) for name in specials])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, vocab[name]) for name in specials]
+    )
     return tokenizer
 
 
@@ -59,10 +61,18 @@ def gpt2(tmp_path):
     torch.manual_seed(1)
     tokenizer = words("<|endoftext|>")
     config = transformers.GPT2Config(
-        vocab_size=tokenizer.get_vocab_size(), n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+        vocab_size=tokenizer.get_vocab_size(),
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     config.initializer_range = 0.4
-    return hugging(tmp_path / "gpt2", transformers.GPT2LMHeadModel(config), tokenizer, eos_token="<|endoftext|>")
+    return hugging(
+        tmp_path / "gpt2", transformers.GPT2LMHeadModel(config), tokenizer, eos_token="<|endoftext|>"
+    )
 
 
 @pytest.fixture
@@ -70,7 +80,13 @@ def t5(tmp_path):
     torch.manual_seed(2)
     tokenizer = words("<pad>", "</s>", template="$A </s>")
     config = transformers.T5Config(
-        vocab_size=tokenizer.get_vocab_size(), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     config.initializer_factor = 3.0
     model = transformers.T5ForConditionalGeneration(config)
@@ -104,7 +120,9 @@ def test_text_has_the_loss_of_transformers_and_of_a_plain_loop(tmp_path, gpt2):
             plain += math.log(sum(math.exp(x) for x in logits[place].tolist())) - float(logits[place, token])
     assert (found.task, found.targets, found.examples, found.outputs) == ("lm", 74, 5, ())
     assert found.metrics["loss"] == pytest.approx(theirs / 74, abs=1e-5)
-    assert ch.evaluate(ch.load(gpt2, torch.float64), data).metrics["loss"] == pytest.approx(plain / 74, abs=1e-12)
+    assert ch.evaluate(ch.load(gpt2, torch.float64), data).metrics["loss"] == pytest.approx(
+        plain / 74, abs=1e-12
+    )
     assert found.metrics["perplexity"] == pytest.approx(math.exp(theirs / 74), rel=1e-5)
     bits = theirs / 74 * 75 / math.log(2)
     assert found.metrics["bits_per_byte"] == pytest.approx(bits / len(data.read_bytes()), rel=1e-5)
@@ -121,7 +139,12 @@ def test_a_tokenizer_that_begins_texts_makes_their_first_token_a_target(tmp_path
     found = ch.evaluate(m, data)
     assert found.targets == 40
     ids = torch.tensor([m.encode([data.read_text().strip()])[0]])
-    losses = [nnf.cross_entropy(m.model.eval()(ids[:, a : a + 16]).logits[0], ids[0, a + 1 : a + 17], reduction="sum") for a in (0, 16)]
+    losses = [
+        nnf.cross_entropy(
+            m.model.eval()(ids[:, a : a + 16]).logits[0], ids[0, a + 1 : a + 17], reduction="sum"
+        )
+        for a in (0, 16)
+    ]
     rest = m.model(ids[:, 32:40]).logits[0]
     total = float((sum(losses) + nnf.cross_entropy(rest, ids[0, 33:41], reduction="sum")).detach())
     assert found.metrics["loss"] == pytest.approx(total / 40, abs=1e-5)
@@ -141,7 +164,11 @@ def test_masked_text(tmp_path):
     data = write(tmp_path / "text.txt", [prose(300)])
     found = ch.evaluate(m, data)
     assert found.task == "mlm" and ch.evaluate(m, data) == found
-    assert 0.08 < found.targets / len(m.text_tokenizer.encode(data.read_text(), add_special_tokens=False).ids) < 0.25
+    assert (
+        0.08
+        < found.targets / len(m.text_tokenizer.encode(data.read_text(), add_special_tokens=False).ids)
+        < 0.25
+    )
     assert ch.evaluate(m, data, seed=1).metrics["loss"] != found.metrics["loss"]
 
 
@@ -151,7 +178,11 @@ def test_masked_text(tmp_path):
 def pairs(count: int) -> list[tuple[str, str]]:
     draw = random.Random(5)
     return [
-        (" ".join(draw.choices(WORDS, k=draw.randint(2, 7))), " ".join(draw.choices(WORDS, k=draw.randint(1, 6)))) for _ in range(count)
+        (
+            " ".join(draw.choices(WORDS, k=draw.randint(2, 7))),
+            " ".join(draw.choices(WORDS, k=draw.randint(1, 6))),
+        )
+        for _ in range(count)
     ]
 
 
@@ -159,7 +190,9 @@ def test_pairs_have_the_loss_of_transformers_and_sacrebleus_scores(tmp_path, t5)
     rows = pairs(12)
     data = write(tmp_path / "pairs.tsv", rows)
     m = ch.load(t5)
-    found = ch.evaluate(m, data, DataPlan(header=False), num_beams=2, max_new_tokens=8, tokenize="none", lowercase=True)
+    found = ch.evaluate(
+        m, data, DataPlan(header=False), num_beams=2, max_new_tokens=8, tokenize="none", lowercase=True
+    )
     reference = transformers.T5ForConditionalGeneration.from_pretrained(t5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(t5)
     total = count = 0
@@ -188,13 +221,33 @@ def test_targets_that_begin_with_a_special_token_have_the_loss_of_transformers(t
     """BART: the decoder reads </s> <s> a b and is to say <s> a b </s>."""
     tokenizer = words("<s>", "<pad>", "</s>", template="<s> $A </s>")
     config = transformers.BartConfig(
-        vocab_size=tokenizer.get_vocab_size(), d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
     )
-    config.update({"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32, "init_std": 0.5})
+    config.update(
+        {
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "init_std": 0.5,
+        }
+    )
     model = transformers.BartForConditionalGeneration(config)
-    folder = hugging(tmp_path / "bart", model, tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>")
+    folder = hugging(
+        tmp_path / "bart", model, tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
+    )
     rows = pairs(9)
-    found = ch.evaluate(ch.load(folder), write(tmp_path / "pairs.tsv", rows), DataPlan(header=False), num_beams=1, max_new_tokens=3)
+    found = ch.evaluate(
+        ch.load(folder),
+        write(tmp_path / "pairs.tsv", rows),
+        DataPlan(header=False),
+        num_beams=1,
+        max_new_tokens=3,
+    )
     total = count = 0
     for source, target in rows:
         ids, labels = (torch.tensor([tokenizer.encode(text).ids]) for text in (source, target))
@@ -207,7 +260,9 @@ def test_targets_that_begin_with_a_special_token_have_the_loss_of_transformers(t
 def test_a_source_with_several_targets_is_one_example(tmp_path, t5):
     m = ch.load(t5)
     sources = [source for source, _ in pairs(4)]
-    said = ch.evaluate(m, write(tmp_path / "a.tsv", [(s, "rain") for s in sources]), DataPlan(header=False), max_new_tokens=5).outputs
+    said = ch.evaluate(
+        m, write(tmp_path / "a.tsv", [(s, "rain") for s in sources]), DataPlan(header=False), max_new_tokens=5
+    ).outputs
     right = [(source, text or "rain") for source, text in zip(sources, said)]
     rows = [(sources[0], "two dogs"), right[0], *right[1:3], (sources[3], "birds birds birds"), right[0]]
     found = ch.evaluate(m, write(tmp_path / "b.tsv", rows), DataPlan(header=False), max_new_tokens=5)
@@ -224,7 +279,11 @@ def test_figures_of_texts_by_hand():
     assert figures.metrics["token_error"] == pytest.approx((0 + 1 + 2) / (3 + 3 + 2))
     letters = Figures(0)
     letters.texts(["abc"], [["abd"]], None, False)
-    assert letters.metrics["token_error"] == pytest.approx(1 / 3) and "characters" in letters.said[0] and not letters.intervals
+    assert (
+        letters.metrics["token_error"] == pytest.approx(1 / 3)
+        and "characters" in letters.said[0]
+        and not letters.intervals
+    )
 
 
 # Classes, tags, answers, pictures -------------------------------------------------------------------------------------
@@ -262,17 +321,25 @@ def test_pairs_of_texts_with_a_model_that_has_no_segments(tmp_path):
     m = ch.load(folder)
     config = m.config.replace(n_types=0)
     m = ch.Loaded(ch.Transformer(config), m.tokenizer, special=m.special, labels=("no", "yes"))
-    rows = [{"sentence1": "anna lives", "sentence2": "two dogs", "label": label} for label in ("yes", "no", "no", "yes")]
+    rows = [
+        {"sentence1": "anna lives", "sentence2": "two dogs", "label": label}
+        for label in ("yes", "no", "no", "yes")
+    ]
     data = write(tmp_path / "data.jsonl", [json.dumps(row) for row in rows])
     assert ch.evaluate(m, data).metrics["accuracy"] == 0.5
 
 
 def test_tags_by_hand(tmp_path):
-    names = {"id2label": dict(enumerate(LABELS)), "label2id": {name: number for number, name in enumerate(LABELS)}}
+    names = {
+        "id2label": dict(enumerate(LABELS)),
+        "label2id": {name: number for number, name in enumerate(LABELS)},
+    }
     folder = saved(tmp_path / "model", "BertForTokenClassification", positions=24, **names)
     m = ch.load(folder)
     draw = random.Random(9)
-    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [draw.choices(WORDS, k=60)]  # the last is cut
+    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [
+        draw.choices(WORDS, k=60)
+    ]  # the last is cut
     tags = [[draw.choice(LABELS) for _ in row] for row in sentences]
     blocks = ["".join(f"{word}\t{tag}\n" for word, tag in zip(*both)) for both in zip(sentences, tags)]
     data = write(tmp_path / "data.conll", blocks)
@@ -292,7 +359,13 @@ def test_answers_as_squad_judges_them(tmp_path):
     for _ in range(6):
         context = draw.choices(WORDS, k=30)
         start = draw.randrange(26)
-        rows.append({"question": "where", "context": " ".join(context), "answer": " ".join(context[start : start + 3])})
+        rows.append(
+            {
+                "question": "where",
+                "context": " ".join(context),
+                "answer": " ".join(context[start : start + 3]),
+            }
+        )
     rows.append({**rows[0], "answer": rows[0]["context"].split()[0]})  # a second right answer
     data = write(tmp_path / "data.jsonl", [json.dumps(row) for row in rows])
     found = ch.evaluate(m, data)
@@ -306,9 +379,22 @@ def test_answers_as_squad_judges_them(tmp_path):
 
 def test_pictures_are_prepared_as_the_model_says(tmp_path):
     config = ch.preset("vit-tiny").replace(
-        d_model=16, n_layers=1, n_heads=2, image_size=(8, 8), patch_size=4, n_channels=1, n_classes=3, max_positions=5
+        d_model=16,
+        n_layers=1,
+        n_heads=2,
+        image_size=(8, 8),
+        patch_size=4,
+        n_channels=1,
+        n_classes=3,
+        max_positions=5,
     )
-    settings = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.4], "image_std": [0.3]}
+    settings = {
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.4],
+        "image_std": [0.3],
+    }
     m = ch.Loaded(ch.Transformer(config), labels=("0", "1", "2"), images=settings)
     draw = np.random.default_rng(0)
     pixels, labels = draw.integers(0, 256, (70, 8, 8, 1), dtype=np.uint8), draw.integers(0, 3, 70)
@@ -327,7 +413,11 @@ def test_pictures_are_prepared_as_the_model_says(tmp_path):
 def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
     heads = {"tag": {"head": "tagger", "n_classes": 3}, "answer": {"head": "span"}, "seq2seq": {}}
     family = preset("bart-base") if task == "seq2seq" else preset("bert-base")
-    model = ch.Transformer(family.replace(d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=30, max_positions=12, **heads[task]))
+    model = ch.Transformer(
+        family.replace(
+            d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=30, max_positions=12, **heads[task]
+        )
+    )
     ids, mask = torch.randint(30, (4, 9)), torch.arange(9) < torch.tensor([9, 4, 6, 2])[:, None]
     targets = torch.randint(3, (4, 9)).masked_fill(~mask, IGNORE)
     if task == "answer":
@@ -345,7 +435,12 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
         total, count = batch_loss(model.eval(), batch)
     assert (seen.losses.sum(), seen.counts.sum()) == (pytest.approx(float(total), rel=1e-6), count)
     for row in range(4):
-        alone = Batch(ids[[row]], targets[[row]], mask[[row]], **({"source": ids.flip(1)[[row]]} if task == "seq2seq" else {}))
+        alone = Batch(
+            ids[[row]],
+            targets[[row]],
+            mask[[row]],
+            **({"source": ids.flip(1)[[row]]} if task == "seq2seq" else {}),
+        )
         with torch.no_grad():
             assert seen.losses[row] == pytest.approx(float(batch_loss(model, alone)[0]), rel=1e-5)
 
@@ -353,7 +448,9 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [("test",), ("test.en", "test.de"), ("test.de", "test.en"), ("test.de.gz", "test.en")])
+@pytest.mark.parametrize(
+    "given", [("test",), ("test.en", "test.de"), ("test.de", "test.en"), ("test.de.gz", "test.en")]
+)
 def test_parallel_files_are_read_the_way_of_the_run(tmp_path, given):
     """Not in the order of names, nor in that in which they are named."""
     (tmp_path / "train.toml").write_text('[data]\npaths = ["gone/train.en", "gone/train.de.gz"]\n')
@@ -362,7 +459,9 @@ def test_parallel_files_are_read_the_way_of_the_run(tmp_path, given):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
     paths = [str(tmp_path / name) for name in given]
     plan = data_plan(tmp_path, paths)
-    assert open_data(dataclasses.replace(plan, paths=tuple(paths)), split=False).validation == [Pair("a house", "ein Haus")]
+    assert open_data(dataclasses.replace(plan, paths=tuple(paths)), split=False).validation == [
+        Pair("a house", "ein Haus")
+    ]
 
 
 def test_other_files_are_not_read_by_the_languages_of_the_run(tmp_path):
@@ -384,7 +483,12 @@ def test_a_runs_own_recipe_says_how_to_read(tmp_path):
     (run / "best").symlink_to(checkpoint, target_is_directory=True)
     for folder in (run, checkpoint, run / "best"):
         plan = data_plan(folder)
-        assert (plan.lowercase, dict(plan.columns), plan.paths, plan.validation) == (True, {"text": "review"}, (), ())
+        assert (plan.lowercase, dict(plan.columns), plan.paths, plan.validation) == (
+            True,
+            {"text": "review"},
+            (),
+            (),
+        )
         assert data_plan(folder, settings=["data.lowercase=false"]).lowercase is False
     assert data_plan(tmp_path) == DataPlan()
 
@@ -395,7 +499,14 @@ def test_command(tmp_path, capsys, t5):
     more = ["--beams", "1", "--max-new-tokens", "4", "--set", "data.header=false"]
     main(["eval", str(t5), str(data), *more, "--json", "--output", str(out)])
     shown = json.loads(capsys.readouterr().out)
-    assert shown["examples"] == 5 and set(shown["metrics"]) == {"loss", "perplexity", "exact", "token_error", "bleu", "chrf"}
+    assert shown["examples"] == 5 and set(shown["metrics"]) == {
+        "loss",
+        "perplexity",
+        "exact",
+        "token_error",
+        "bleu",
+        "chrf",
+    }
     assert len(out.read_text().splitlines()) == 5
     main(["eval", str(t5), str(data), *more])
     captured = capsys.readouterr()
@@ -413,14 +524,24 @@ def test_wrong_input_is_one_line(tmp_path, capsys, gpt2, t5):
         (classifier, text): "task classify needs labels",
         (classifier, bad): "line 7: the label '7' is none of the model's: LABEL_0, LABEL_1",
         (number, table): "choose one of several classes",
-        (gpt2, text, "--set", "data.task=seq2seq"): "does not fit a model of family decoder with head lm, which is judged by lm",
+        (
+            gpt2,
+            text,
+            "--set",
+            "data.task=seq2seq",
+        ): "does not fit a model of family decoder with head lm, which is judged by lm",
         (gpt2, text, "--beams", "4"): "num_beams is for models that write",
         (gpt2, text, "--output", tmp_path / "out"): "no answers to write",
         (gpt2, text, "--batch-size", "0"): "batch_size 0",
         (gpt2, tmp_path / "gone.txt"): "gone.txt",
         (gpt2, write(tmp_path / "empty.txt", [])): "empty",
         (t5, text): "task seq2seq needs pairs",
-        (t5, write(tmp_path / "pairs.tsv", pairs(3)), "--tokenize", "foo"): "tokenize 'foo' cannot be used: choose from",
+        (
+            t5,
+            write(tmp_path / "pairs.tsv", pairs(3)),
+            "--tokenize",
+            "foo",
+        ): "tokenize 'foo' cannot be used: choose from",
         (t5, text, "--output", tmp_path / "none" / "out"): "cannot be written",
         (tmp_path / "nothing", text): "is not a directory",
         (gpt2, text, "--recipe", "foo"): 'no recipe is called "foo"',

@@ -34,14 +34,20 @@ def test_a_sound_model_has_no_fault_and_keeps_its_gradients():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["decoder.blocks.1.attention.k", "decoder.blocks.0.feedforward.down", "decoder.norm", "head.out"])
+@pytest.mark.parametrize(
+    "name", ["decoder.blocks.1.attention.k", "decoder.blocks.0.feedforward.down", "decoder.norm", "head.out"]
+)
 def test_a_weight_that_is_not_finite_is_named(name, value):
     model = build(tie_embeddings=False)
     model.get_submodule(name).weight.data.flatten()[3] = value
     fault = find_fault(model, a_batch(), loss_of)
     assert (fault.kind, fault.name, fault.weight) == ("output", name, f"{name}.weight")
     line = diagnose(model, [a_batch()], 7, FLOAT32, PLAN)
-    assert line.startswith(f"step 7: the weight {name}.weight is not finite: ") and "train.lr (now 0.5)" in line and "\n" not in line
+    assert (
+        line.startswith(f"step 7: the weight {name}.weight is not finite: ")
+        and "train.lr (now 0.5)" in line
+        and "\n" not in line
+    )
 
 
 def test_the_examples_that_break_are_named():
@@ -54,7 +60,10 @@ def test_the_examples_that_break_are_named():
     fault = find_fault(model, batch, loss_of)
     assert fault.kind == "output" and fault.weight is None and fault.examples == (12,)
     line = diagnose(model, [batch], 7, FLOAT32, PLAN)
-    assert "decoder.embedding gave a number that is not finite" in line and "in example 12: lower train.lr" in line
+    assert (
+        "decoder.embedding gave a number that is not finite" in line
+        and "in example 12: lower train.lr" in line
+    )
 
 
 def test_an_overflow_of_float16_asks_for_another_precision():
@@ -65,7 +74,9 @@ def test_an_overflow_of_float16_asks_for_another_precision():
     layer.bias.data.fill_(6e4)
     assert "computed again" in diagnose(model, [a_batch()], 7, FLOAT32, PLAN)  # float32 can hold it
     line = diagnose(model, [a_batch()], 7, half, PLAN)
-    assert line.startswith("step 7: decoder.blocks.1.feedforward.down passed 65504, where float16 ends, from an input of ")
+    assert line.startswith(
+        "step 7: decoder.blocks.1.feedforward.down passed 65504, where float16 ends, from an input of "
+    )
     assert line.endswith("set train.precision to bfloat16 or float32")
 
     seen = {}
@@ -102,4 +113,7 @@ def test_a_gradient_that_is_not_finite_is_named_in_the_order_of_the_backward_pas
     fault = find_fault(model, a_batch(), loss_of)
     assert fault.kind == "gradient" and fault.name == "decoder.blocks.1.attention.out.bias"
     line = diagnose(model, [a_batch()], 7, FLOAT32, TrainPlan(clip=0.0))
-    assert "the gradient of decoder.blocks.1.attention.out.bias is not in examples 10, 11, 12, 13: set train.clip (now 0) to 1" in line
+    assert (
+        "the gradient of decoder.blocks.1.attention.out.bias is not in examples 10, 11, 12, 13: set train.clip (now 0) to 1"
+        in line
+    )

@@ -14,7 +14,13 @@ from clearhead.train.log import read_log
 from clearhead.train.recipe import read_recipe
 
 WORDS = ["sea", "ship", "storm", "wind", "sail", "rope", "captain", "island"]
-PLAIN = ["train.device=cpu", "train.precision=float32", "train.samples=0", "data.batch_size=8", "train.steps=2"]
+PLAIN = [
+    "train.device=cpu",
+    "train.precision=float32",
+    "train.samples=0",
+    "data.batch_size=8",
+    "train.steps=2",
+]
 TINY = [*PLAIN, "model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.max_positions=16"]
 
 
@@ -24,10 +30,18 @@ def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("bases")
     sentences = [" ".join(WORDS[(i * j) % 8] for j in range(1, 5)) for i in range(48)]
     (place / "text.txt").write_text("\n".join(sentences) + "\n")
-    (place / "labels.tsv").write_text("".join(f"{text} {i}\t{('no', 'yes')[i % 2]}\n" for i, text in enumerate(sentences)))
-    (place / "pairs.tsv").write_text("".join(f"{text} {i}\t{text[::-1]} {i}\n" for i, text in enumerate(sentences)))
+    (place / "labels.tsv").write_text(
+        "".join(f"{text} {i}\t{('no', 'yes')[i % 2]}\n" for i, text in enumerate(sentences))
+    )
+    (place / "pairs.tsv").write_text(
+        "".join(f"{text} {i}\t{text[::-1]} {i}\n" for i, text in enumerate(sentences))
+    )
     ch.train(place / "text.txt", out=place / "gpt2", settings=TINY)
-    ch.train(place / "text.txt", out=place / "distilbert", settings=[*TINY, "data.task=mlm", "model.base=distilbert"])
+    ch.train(
+        place / "text.txt",
+        out=place / "distilbert",
+        settings=[*TINY, "data.task=mlm", "model.base=distilbert"],
+    )
     ch.train(place / "pairs.tsv", out=place / "bart", settings=[*TINY, "model.dropout=0.2"])
     return place
 
@@ -40,7 +54,14 @@ def learn(place: Path, out: Path, data: str, *settings: str, **more):
 @pytest.mark.parametrize("setting", ["model.n_classes=7", "model.head=mlm"])
 def test_the_task_decides_the_head_of_a_base(place, tmp_path, setting):
     events = []
-    done = learn(place, tmp_path / "run", "labels.tsv", f"model.base={place / 'distilbert'}", setting, on_event=events.append)
+    done = learn(
+        place,
+        tmp_path / "run",
+        "labels.tsv",
+        f"model.base={place / 'distilbert'}",
+        setting,
+        on_event=events.append,
+    )
     assert (done.model.config.head, done.model.labels) == ("classifier", ("no", "yes"))
     assert any("by the data" in event.line for event in events if isinstance(event, Said))
 
@@ -49,7 +70,9 @@ def test_the_task_decides_the_head_of_a_base(place, tmp_path, setting):
 def test_dropout_holds_wherever_the_base_has_it(place, tmp_path):
     base = ch.load(place / "bart").config
     assert base.dropout == base.feedforward_dropout == 0.2
-    config = learn(place, tmp_path / "run", "pairs.tsv", f"model.base={place / 'bart'}", "model.dropout=0").model.config
+    config = learn(
+        place, tmp_path / "run", "pairs.tsv", f"model.base={place / 'bart'}", "model.dropout=0"
+    ).model.config
     assert (config.dropout, config.attention_dropout, config.feedforward_dropout) == (0, 0, 0)
 
 
@@ -82,9 +105,13 @@ def test_pictures_are_classified_by_what_a_base_without_classes_read(place, tmp_
     import transformers
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1)).save_pretrained(tmp_path / "vit")
+    transformers.ViTModel(
+        transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1)
+    ).save_pretrained(tmp_path / "vit")
     done = ch.train("digits", out=tmp_path / "run", settings=[*PLAIN, f"model.base={tmp_path / 'vit'}"])
-    assert json.loads((done.folder / "config.json").read_text())["architectures"] == ["ViTForImageClassification"]
+    assert json.loads((done.folder / "config.json").read_text())["architectures"] == [
+        "ViTForImageClassification"
+    ]
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (16, 4), (8, 1)])
@@ -92,7 +119,11 @@ def test_an_epoch_is_a_pass_however_many_batches_make_a_step(place, tmp_path, si
     events = []
     settings = [*TINY, "train.epochs=8", f"data.batch_size={size}", f"train.accumulate={accumulate}"]
     done = ch.train(place / "labels.tsv", out=tmp_path / "run", settings=settings, on_event=events.append)
-    rows = next(int(event.line.split()[0]) for event in events if isinstance(event, Said) and "to train on" in event.line)
+    rows = next(
+        int(event.line.split()[0])
+        for event in events
+        if isinstance(event, Said) and "to train on" in event.line
+    )
     batches = -(-rows // size)
     assert done.step == round(8 * batches / accumulate)
 
@@ -104,19 +135,30 @@ def test_rows_that_run_into_the_next_pass_are_not_counted_twice(tmp_path):
 
 
 def test_a_single_step_learns(place, tmp_path):
-    done = learn(place, tmp_path / "run", "text.txt", *TINY[5:], "train.steps=1", "train.floor=0", "train.schedule=linear")
+    done = learn(
+        place,
+        tmp_path / "run",
+        "text.txt",
+        *TINY[5:],
+        "train.steps=1",
+        "train.floor=0",
+        "train.schedule=linear",
+    )
     assert read_log(done.folder)[0]["rate"] == 1e-3
 
 
 @pytest.mark.ledger("H8")
 @pytest.mark.parametrize(
-    ("key", "old", "new"), [("optimizer", '"adamw"', '"adafactor"'), ("metric", '"loss"', '"chrf"'), ("lora", "2", "4")]
+    ("key", "old", "new"),
+    [("optimizer", '"adamw"', '"adafactor"'), ("metric", '"loss"', '"chrf"'), ("lora", "2", "4")],
 )
 def test_a_recipe_that_was_changed_is_not_gone_on_with(place, tmp_path, key, old, new):
     run = learn(place, tmp_path / "run", "pairs.tsv", f"model.base={place / 'bart'}", "train.lora=2").folder
     text = (run / "train.toml").read_text()
     assert f"\n{key} = {old}" in text
-    (run / "train.toml").write_text(text.replace(f"\n{key} = {old}", f"\n{key} = {new}").replace("\nsteps = 2", "\nsteps = 4"))
+    (run / "train.toml").write_text(
+        text.replace(f"\n{key} = {old}", f"\n{key} = {new}").replace("\nsteps = 2", "\nsteps = 4")
+    )
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     with pytest.raises(ch.CheckpointError, match=f"train.{key} is another than when .* put it back"):
         ch.train(resume=run)
@@ -142,4 +184,6 @@ def test_transformers_writes_no_more_than_the_decoder_has_positions(place, tmp_p
     done = learn(place, tmp_path / "run", "pairs.tsv", *start, "generate.max_new_tokens=100")
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(done.folder).eval()
     theirs.generation_config.eos_token_id = None  # as a model that has not learned to stop
-    assert theirs.generate(torch.arange(5, 12)[None]).shape[1] == done.model.config.max_positions + 1  # what it begins with is one more
+    assert (
+        theirs.generate(torch.arange(5, 12)[None]).shape[1] == done.model.config.max_positions + 1
+    )  # what it begins with is one more

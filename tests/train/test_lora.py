@@ -35,7 +35,10 @@ def updated(changes: dict, targets: tuple[str, ...], rank: int = 3) -> tuple[ch.
 
 
 def inputs(model: ch.Transformer) -> dict:
-    return {"ids": some_ids(), **({"source": some_ids(seed=5)} if model.config.encoder and model.config.decoder else {})}
+    return {
+        "ids": some_ids(),
+        **({"source": some_ids(seed=5)} if model.config.encoder and model.config.decoder else {}),
+    }
 
 
 @pytest.mark.ledger("H9")
@@ -77,16 +80,27 @@ def test_merged_is_updated_and_unmerged_is_what_was(changes, targets, count, dif
     before, state = model(**given).logits, {name: x.clone() for name, x in model.state_dict().items()}
     kept = merge(model)
     assert len(kept) == count
-    assert differences.see("merged", model(**given).logits / before.abs().max(), before / before.abs().max()) < 1e-6
+    assert (
+        differences.see("merged", model(**given).logits / before.abs().max(), before / before.abs().max())
+        < 1e-6
+    )
     assert worst(before, plain(**given).logits) > 0.01  # the updates do something
-    assert [(name, type(part)) for name, part in model.named_modules()] == [(name, type(part)) for name, part in plain.named_modules()]
+    assert [(name, type(part)) for name, part in model.named_modules()] == [
+        (name, type(part)) for name, part in plain.named_modules()
+    ]
     assert list(model.state_dict()) == list(plain.state_dict())
     ch.Transformer(model.config).load_state_dict(model.state_dict())  # it saves and loads as any other
     unmerge(model, kept)
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert torch.equal(model(**given).logits, before)
-    bare = {name.replace(".base.", "."): x for name, x in model.state_dict().items() if name not in lora_state(model)}
-    assert all(torch.equal(x, bare[name]) for name, x in plain.state_dict().items())  # the base was never touched
+    bare = {
+        name.replace(".base.", "."): x
+        for name, x in model.state_dict().items()
+        if name not in lora_state(model)
+    }
+    assert all(
+        torch.equal(x, bare[name]) for name, x in plain.state_dict().items()
+    )  # the base was never touched
 
 
 def test_merged_for_a_while():
@@ -94,7 +108,9 @@ def test_merged_for_a_while():
     with merged(model):
         assert not any(isinstance(part, LoraLinear) for part in model.modules())
     assert sum(isinstance(part, LoraLinear) for part in model.modules()) == 4
-    assert all(parameter.requires_grad == (name in lora_state(model)) for name, parameter in model.named_parameters())
+    assert all(
+        parameter.requires_grad == (name in lora_state(model)) for name, parameter in model.named_parameters()
+    )
 
 
 def test_the_fast_copy_has_the_updates():
@@ -112,7 +128,9 @@ def test_a_new_head_can_be_trained_along():
 
 def test_wrong_targets_and_ranks_say_what_is_right():
     model = ch.Transformer(config())
-    with pytest.raises(InputError, match=r'"q_proj" names no linear layer.*: choose from down, k, out, q, up, v'):
+    with pytest.raises(
+        InputError, match=r'"q_proj" names no linear layer.*: choose from down, k, out, q, up, v'
+    ):
         add_lora(model, 2, 4.0, ("q_proj",))
     with pytest.raises(InputError, match="lora_targets is empty"):
         add_lora(model, 2, 4.0, ())

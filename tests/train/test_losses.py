@@ -46,7 +46,9 @@ def language_batch(model: ch.Transformer, rows: int = 4, length: int = 9, seed: 
 def all_at_once(model: ch.Transformer, batch: Batch, smoothing: float = 0.0) -> Tensor:
     """Every score of every position, and PyTorch's cross-entropy."""
     logits = model(**batch.arguments()).logits.flatten(0, -2)
-    return nnf.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    return nnf.cross_entropy(
+        logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+    )
 
 
 def assert_same_gradients(model: ch.Transformer, a: Tensor, b: Tensor, tolerance: float = 1e-6) -> None:
@@ -125,7 +127,9 @@ def test_pieces_with_checkpointed_activations_frozen_parts_and_scaled_losses(mon
     wanted = gradients(model, batch_loss(model, batch, 0.1, 0)[0] / 7)
     forward = Block.forward
     with monkeypatch.context() as patch:
-        patch.setattr(Block, "forward", lambda self, *given: checkpoint(forward, self, *given, use_reentrant=False))
+        patch.setattr(
+            Block, "forward", lambda self, *given: checkpoint(forward, self, *given, use_reentrant=False)
+        )
         found = gradients(model, batch_loss(model, batch, 0.1, 4)[0] / 7)
     assert all(worst(found[name], wanted[name]) < 1e-5 for name in wanted)
     model.head.out.weight.requires_grad_(False)
@@ -152,12 +156,16 @@ def test_pieces_under_autocast(changes):
 
 @pytest.mark.ledger("H5")
 def test_pieces_of_a_compiled_model(monkeypatch):
-    monkeypatch.setattr(losses, "_compiled_row_loss", lambda: torch.compile(losses.row_loss, backend="aot_eager"))
+    monkeypatch.setattr(
+        losses, "_compiled_row_loss", lambda: torch.compile(losses.row_loss, backend="aot_eager")
+    )
     model = build(logit_softcap=5.0, n_layers=1)
     fast = torch.compile(model, backend="aot_eager")
     batch = language_batch(model)
     for chunk in (0, 5):
-        assert_same_gradients(model, batch_loss(fast, batch, 0.1, chunk)[0], batch_loss(model, batch, 0.1, 0)[0])
+        assert_same_gradients(
+            model, batch_loss(fast, batch, 0.1, chunk)[0], batch_loss(model, batch, 0.1, 0)[0]
+        )
 
 
 @pytest.mark.ledger("H3")
@@ -176,7 +184,11 @@ def test_label_smoothing_by_hand():
 def test_classes_of_texts_and_tokens(head, places, smoothing):
     model = build(family="encoder", head=head, n_classes=5)
     batch = language_batch(model)
-    targets = some_ids(4, 9, vocab=5).where(batch.targets != IGNORE, IGNORE) if places else some_ids(4, 1, vocab=5)[:, 0]
+    targets = (
+        some_ids(4, 9, vocab=5).where(batch.targets != IGNORE, IGNORE)
+        if places
+        else some_ids(4, 1, vocab=5)[:, 0]
+    )
     batch = Batch(batch.ids, targets, batch.mask)
     loss, count = batch_loss(model, batch, smoothing)
     assert count == int((targets != IGNORE).sum())
@@ -197,13 +209,21 @@ def test_spans_are_chosen_among_real_tokens():
     loss, count = batch_loss(model, batch)
     assert count == 4 and loss.item() == pytest.approx(total, rel=1e-6)
     assert batch_loss(model, batch, 0.1)[0].item() == pytest.approx(0.9 * total + 0.1 * smooth, rel=1e-6)
-    assert all(g is None or g.isfinite().all() for g in gradients(model, batch_loss(model, batch, 0.1)[0]).values())
+    assert all(
+        g is None or g.isfinite().all() for g in gradients(model, batch_loss(model, batch, 0.1)[0]).values()
+    )
 
 
 @pytest.mark.ledger("H3")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"family": "encoder"}, {"family": "encoder-decoder"}, {"n_experts": 3}, {"family": "encoder", "head": "tagger", "n_classes": V}],
+    [
+        {},
+        {"family": "encoder"},
+        {"family": "encoder-decoder"},
+        {"n_experts": 3},
+        {"family": "encoder", "head": "tagger", "n_classes": V},
+    ],
     ids=["lm", "mlm", "encoder-decoder", "experts", "tagger"],
 )
 def test_padding_changes_no_loss_and_no_gradient(changes):
@@ -220,13 +240,18 @@ def test_padding_changes_no_loss_and_no_gradient(changes):
         source=longer(batch.source, 2),
         source_mask=longer(batch.source_mask, False),
     )
-    (loss, count), (padded_loss, padded_count) = batch_loss(model, batch, 0.1, 4), batch_loss(model, padded, 0.1, 4)
+    (loss, count), (padded_loss, padded_count) = (
+        batch_loss(model, batch, 0.1, 4),
+        batch_loss(model, padded, 0.1, 4),
+    )
     assert count == padded_count
     assert_same_gradients(model, padded_loss / count, loss / count)
 
 
 @pytest.mark.parametrize("chunk", [0, 3, None])
-@pytest.mark.parametrize("changes", [{}, {"family": "encoder"}, {"family": "encoder", "head": "tagger", "n_classes": V}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "encoder"}, {"family": "encoder", "head": "tagger", "n_classes": V}]
+)
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradients(changes, chunk):
     model = build(**changes)
     loss, count = batch_loss(model, Batch(some_ids(), torch.full((2, 8), IGNORE)), 0.1, chunk)
@@ -236,7 +261,9 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradients(changes, chunk
 
 def part(batch: Batch, rows: slice, length: int) -> Batch:
     """Some rows of a batch, cut to `length`."""
-    source = {} if batch.source is None else {"source": batch.source[rows], "source_mask": batch.source_mask[rows]}
+    source = (
+        {} if batch.source is None else {"source": batch.source[rows], "source_mask": batch.source_mask[rows]}
+    )
     return Batch(batch.ids[rows, :length], batch.targets[rows, :length], batch.mask[rows, :length], **source)
 
 
@@ -265,11 +292,16 @@ def test_experts_are_balanced_by_the_mean_of_targets():
     assert worst(plain / count, all_at_once(model, batch) / count) < 1e-6
     model.train()
     total, _ = batch_loss(model, batch, balance=0.5)
-    assert total.item() / count == pytest.approx(plain.item() / count + 0.5 * balance_loss(model, batch.mask).item(), rel=1e-6)
+    assert total.item() / count == pytest.approx(
+        plain.item() / count + 0.5 * balance_loss(model, batch.mask).item(), rel=1e-6
+    )
     both = build(n_experts=4, family="encoder-decoder").train()
     batch = language_batch(both)
     plain, total = (batch_loss(both, batch, balance=weight)[0] for weight in (0.0, 0.5))
-    each = [balance_loss(stack, mask).item() for stack, mask in ((both.encoder, batch.source_mask), (both.decoder, batch.mask))]
+    each = [
+        balance_loss(stack, mask).item()
+        for stack, mask in ((both.encoder, batch.source_mask), (both.decoder, batch.mask))
+    ]
     assert (total - plain).item() == pytest.approx(0.5 * batch.n_targets * sum(each) / 2, rel=1e-4)
     assert all(math.isfinite(value) and value >= 1 for value in each)
 
@@ -281,7 +313,11 @@ def test_a_head_without_a_loss_says_so():
 
 def test_what_counts_as_a_target():
     tagged = torch.tensor([[1, IGNORE, 0], [1, 1, IGNORE]])
-    ids, vectors, pictures = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 5), torch.zeros(2, 3, 8, 8)
+    ids, vectors, pictures = (
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.zeros(2, 3, 5),
+        torch.zeros(2, 3, 8, 8),
+    )
     cases = [
         (Batch(ids, tagged), 4, False),
         (Batch(vectors, tagged), 4, False),  # a tag for each vector

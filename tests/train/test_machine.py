@@ -45,7 +45,10 @@ def learned(model: ch.Transformer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("change", MODELS.values(), ids=list(MODELS))
-@pytest.mark.parametrize("make", [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))])
+@pytest.mark.parametrize(
+    "make",
+    [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))],
+)
 def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
     monkeypatch.setattr(machine, "MANY", 1)
     model = build(**change).double()
@@ -69,7 +72,9 @@ def test_a_joined_model_speaks_and_is_saved_like_any_other(tmp_path):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_slope_of_gelu_from_its_value(approximate):
     """Everywhere, at nothing itself and beside it too; the reference is PyTorch's own, in float64."""
-    x = torch.cat([torch.linspace(-30, 30, 100_001), torch.tensor([0.0, -0.0, 1e-20, -1e-30, 1e-38, -1e-42])]).requires_grad_()
+    x = torch.cat(
+        [torch.linspace(-30, 30, 100_001), torch.tensor([0.0, -0.0, 1e-20, -1e-30, 1e-38, -1e-42])]
+    ).requires_grad_()
     exact = x.detach().double().requires_grad_()
     torch.nn.functional.gelu(exact, approximate=approximate).sum().backward()
     y = narrow_gelu(x, approximate)

@@ -18,7 +18,13 @@ from clearhead.train import metrics
 from clearhead.train.metrics import answer_counts, bootstrap, edit_distance, spans
 
 HYPOTHESES = ["the cat sat on the mat", "a dog", "there is nothing here at all to see", "", "the cat"]
-REFERENCES = ["the cat sat on a mat", "a small dog ran", "there is nothing here to see at all", "empty", "the cat"]
+REFERENCES = [
+    "the cat sat on a mat",
+    "a small dog ran",
+    "there is nothing here to see at all",
+    "empty",
+    "the cat",
+]
 
 
 def drawn(n: int, classes: int, seed: int) -> list[str]:
@@ -30,7 +36,9 @@ def drawn(n: int, classes: int, seed: int) -> list[str]:
 def test_accuracy_and_macro_f1_are_scikit_learns(seed):
     predicted, wanted = drawn(40, 3 + seed % 2, seed), drawn(40, 5, seed + 100)
     assert metrics.accuracy(predicted, wanted) == pytest.approx(accuracy_score(wanted, predicted), abs=1e-12)
-    assert metrics.macro_f1(predicted, wanted) == pytest.approx(f1_score(wanted, predicted, average="macro", zero_division=0), abs=1e-12)
+    assert metrics.macro_f1(predicted, wanted) == pytest.approx(
+        f1_score(wanted, predicted, average="macro", zero_division=0), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,9 @@ def test_spans_and_their_f1_by_brute_force():
     for _ in range(30):
         predicted, wanted = generator.choices(every, k=5), generator.choices(every, k=5)
         pairs = [(brute_spans(said), brute_spans(meant)) for said, meant in zip(predicted, wanted)]
-        hits, n_said, n_meant = (sum(counts) for counts in zip(*((len(a & b), len(a), len(b)) for a, b in pairs)))
+        hits, n_said, n_meant = (
+            sum(counts) for counts in zip(*((len(a & b), len(a), len(b)) for a, b in pairs))
+        )
         found = metrics.span_f1(predicted, wanted)
         assert found.precision == pytest.approx(hits / n_said if n_said else 0)
         assert found.recall == pytest.approx(hits / n_meant if n_meant else 0)
@@ -89,12 +99,16 @@ def test_exact_match_with_several_references():
 def slow_distance(a: tuple, b: tuple) -> int:
     if not a or not b:
         return len(a) + len(b)
-    return min(slow_distance(a[1:], b) + 1, slow_distance(a, b[1:]) + 1, slow_distance(a[1:], b[1:]) + (a[0] != b[0]))
+    return min(
+        slow_distance(a[1:], b) + 1, slow_distance(a, b[1:]) + 1, slow_distance(a[1:], b[1:]) + (a[0] != b[0])
+    )
 
 
 def test_edit_distance_is_the_recursive_definition():
     assert edit_distance("kitten", "sitting") == 3
-    for a, b in itertools.product([word for size in range(5) for word in itertools.product("ab", repeat=size)], repeat=2):
+    for a, b in itertools.product(
+        [word for size in range(5) for word in itertools.product("ab", repeat=size)], repeat=2
+    ):
         assert edit_distance(a, b) == slow_distance(a, b)
     generator = random.Random(1)
     for _ in range(30):
@@ -104,18 +118,32 @@ def test_edit_distance_is_the_recursive_definition():
 
 def test_error_rates():
     assert metrics.word_error_rate(["the cat sat"], ["the cat sat down"]) == pytest.approx(1 / 4)
-    assert metrics.word_error_rate(["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx((1 + 1) / (3 + 2))  # the better reference
+    assert metrics.word_error_rate(["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx(
+        (1 + 1) / (3 + 2)
+    )  # the better reference
     assert metrics.token_error_rate([[1, 2, 3]], [[[1, 3], [9]]]) == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_bleu_and_chrf_are_sacrebleus(several):
-    references = [[one, "the dog"] if place % 2 else [one] for place, one in enumerate(REFERENCES)] if several else REFERENCES
-    streams = [REFERENCES, ["the dog" if place % 2 else None for place in range(5)]] if several else [REFERENCES]
+    references = (
+        [[one, "the dog"] if place % 2 else [one] for place, one in enumerate(REFERENCES)]
+        if several
+        else REFERENCES
+    )
+    streams = (
+        [REFERENCES, ["the dog" if place % 2 else None for place in range(5)]] if several else [REFERENCES]
+    )
     bleu, chrf = metrics.bleu(HYPOTHESES, references), metrics.chrf(HYPOTHESES, references)
-    assert bleu.score == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, streams).score) and 5 < bleu.score < 95
+    assert (
+        bleu.score == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, streams).score) and 5 < bleu.score < 95
+    )
     assert chrf.score == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, streams).score)
-    assert "tok:13a" in bleu.signature and f"version:{sacrebleu.__version__}" in bleu.signature and "nc:6" in chrf.signature
+    assert (
+        "tok:13a" in bleu.signature
+        and f"version:{sacrebleu.__version__}" in bleu.signature
+        and "nc:6" in chrf.signature
+    )
     assert metrics.bleu_of(metrics.bleu_counts(HYPOTHESES, references).sum(0)) == pytest.approx(bleu.score)
 
 
@@ -136,7 +164,9 @@ def test_bootstrap_of_a_share_is_the_binomial_interval():
     counts = metrics.accuracy_counts([1] * 400 + [0] * 600, [1] * 1000)
     low, high = bootstrap(counts, metrics.ratio_of)
     deviation = math.sqrt(0.4 * 0.6 / 1000)
-    assert low == pytest.approx(0.4 - 1.96 * deviation, abs=0.004) and high == pytest.approx(0.4 + 1.96 * deviation, abs=0.004)
+    assert low == pytest.approx(0.4 - 1.96 * deviation, abs=0.004) and high == pytest.approx(
+        0.4 + 1.96 * deviation, abs=0.004
+    )
     assert bootstrap(counts, metrics.ratio_of) == (low, high) != bootstrap(counts, metrics.ratio_of, seed=1)
     narrow = bootstrap(counts, metrics.ratio_of, share=0.5)
     assert low < narrow[0] < 0.4 < narrow[1] < high
@@ -148,7 +178,14 @@ def test_bootstrap_of_f1_is_that_of_sets_drawn_anew():
     generator, figures = np.random.default_rng(3), []
     for _ in range(200):
         rows = generator.integers(60, size=60)
-        figures.append(f1_score([wanted[row] for row in rows], [predicted[row] for row in rows], average="macro", zero_division=0))
+        figures.append(
+            f1_score(
+                [wanted[row] for row in rows],
+                [predicted[row] for row in rows],
+                average="macro",
+                zero_division=0,
+            )
+        )
     assert found == pytest.approx(tuple(np.quantile(figures, [0.025, 0.975])))
 
 
@@ -165,7 +202,12 @@ def test_nothing_to_measure_and_counts_that_differ():
 
 @pytest.mark.parametrize(
     ("said", "meant", "f1"),
-    [("The cat", "cat", 1.0), ("\u201cthe wire\u201d", "\u201c wire\u201d", 1.0), ("x\u201ca\u201d y", "x y", 0.4), ("then", "n", 0.0)],
+    [
+        ("The cat", "cat", 1.0),
+        ("\u201cthe wire\u201d", "\u201c wire\u201d", 1.0),
+        ("x\u201ca\u201d y", "x y", 0.4),
+        ("then", "n", 0.0),
+    ],
 )
 def test_articles_are_left_aside_as_squads_own_script_does(said, meant, f1):
     """Its rule is a boundary of words, which a typographic quotation mark is too."""

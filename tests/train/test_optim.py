@@ -22,7 +22,14 @@ MODELS = {
     "encoder-decoder": {"family": "encoder-decoder", "n_encoder_layers": 3, "positions": "relative"},
     "experts": {"n_experts": 4, "gated": True, "norm": "rmsnorm", "positions": "rope"},
     "shared layers": {"layer_groups": 1},
-    "patches": {"family": "encoder", "input": "patches", "image_size": (8, 8), "patch_size": 4, "class_token": True, "n_classes": 3},
+    "patches": {
+        "family": "encoder",
+        "input": "patches",
+        "image_size": (8, 8),
+        "patch_size": 4,
+        "class_token": True,
+        "n_classes": 3,
+    },
 }
 
 
@@ -35,7 +42,9 @@ def names_of(model: torch.nn.Module, groups: list[dict]) -> list[set[str]]:
 def decayed_names(model: torch.nn.Module, plan: TrainPlan) -> set[str]:
     """The names of the parameters that decay."""
     groups = parameter_groups(model, plan)
-    return set().union(*(names for names, group in zip(names_of(model, groups), groups) if group["weight_decay"]))
+    return set().union(
+        *(names for names, group in zip(names_of(model, groups), groups) if group["weight_decay"])
+    )
 
 
 @pytest.mark.ledger("H2")
@@ -46,7 +55,12 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(changes):
     members = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(id(parameter) for parameter in model.parameters())  # each, once
     decayed = decayed_names(model, TrainPlan(weight_decay=0.1, layer_decay=0.9))
-    tables = ("embedding.front.tokens.weight", "embedding.types.weight", "positions.table.weight", "class_token")
+    tables = (
+        "embedding.front.tokens.weight",
+        "embedding.types.weight",
+        "positions.table.weight",
+        "class_token",
+    )
     for name, parameter in model.named_parameters():
         plain = name.endswith(".bias") or "norm" in name or "residual" in name or name.endswith(tables)
         assert (name in decayed) == (not plain), name
@@ -88,9 +102,13 @@ def test_frozen_parameters_stay_and_the_rest_moves():
     model(some_ids()).logits.logsumexp(-1).sum().backward()
     optimizer.step()
     stayed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
-    assert stayed == {name for name in before if name.startswith(("decoder.embedding", "decoder.blocks.0."))} | {"decoder.norm.weight"}
+    assert stayed == {
+        name for name in before if name.startswith(("decoder.embedding", "decoder.blocks.0."))
+    } | {"decoder.norm.weight"}
     held = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    assert held == sum(parameter.numel() for name, parameter in model.named_parameters() if name not in stayed)
+    assert held == sum(
+        parameter.numel() for name, parameter in model.named_parameters() if name not in stayed
+    )
 
 
 def test_a_shared_weight_freezes_by_either_name():
@@ -102,7 +120,8 @@ def test_a_shared_weight_freezes_by_either_name():
 def test_freezing_what_is_not_there_says_what_is():
     model = ch.Transformer(config())
     with pytest.raises(
-        InputError, match=r'"decoder.blocks.0.atention.q.weight" names no parameter \(did you mean "decoder.blocks.0.attention'
+        InputError,
+        match=r'"decoder.blocks.0.atention.q.weight" names no parameter \(did you mean "decoder.blocks.0.attention',
     ):
         make_optimizer(model, TrainPlan(freeze=("decoder.blocks.0.atention.q.weight",)), CPU)
     with pytest.raises(InputError, match="nothing to train"):
@@ -110,7 +129,12 @@ def test_freezing_what_is_not_there_says_what_is():
 
 
 def adamw(
-    weights: list[float], gradients: list[list[float]], lr: float, betas: tuple[float, float], eps: float, decay: float
+    weights: list[float],
+    gradients: list[list[float]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
 ) -> list[float]:
     """The paper's loop on plain numbers: decoupled decay, bias-corrected moments."""
     m, v = [0.0] * len(weights), [0.0] * len(weights)
@@ -135,7 +159,14 @@ def test_adamw_is_the_loop_by_hand(plan):
     model.weight.data.normal_(), model.bias.data.normal_()
     optimizer = make_optimizer(model, plan, CPU)
     drawn = [torch.randn(8, dtype=torch.float64) for _ in range(5)]
-    matrix = adamw(model.weight.flatten().tolist(), [d[:6].tolist() for d in drawn], 0.01, plan.betas, plan.eps, plan.weight_decay)
+    matrix = adamw(
+        model.weight.flatten().tolist(),
+        [d[:6].tolist() for d in drawn],
+        0.01,
+        plan.betas,
+        plan.eps,
+        plan.weight_decay,
+    )
     vector = adamw(model.bias.tolist(), [d[6:].tolist() for d in drawn], 0.01, plan.betas, plan.eps, 0.0)
     for gradient in drawn:
         model.weight.grad, model.bias.grad = gradient[:6].view(2, 3).clone(), gradient[6:].clone()
@@ -146,12 +177,16 @@ def test_adamw_is_the_loop_by_hand(plan):
 
 
 @pytest.mark.ledger("H2")
-@pytest.mark.parametrize("size", [1.0, 1e-5], ids=["large gradients", "gradients as small as a language model's"])
+@pytest.mark.parametrize(
+    "size", [1.0, 1e-5], ids=["large gradients", "gradients as small as a language model's"]
+)
 def test_adafactor_is_transformers(size):
     ours, theirs = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, TrainPlan(optimizer="adafactor", weight_decay=0.0, lr=0.01), CPU)
-    reference = Adafactor(theirs.parameters(), lr=0.01, relative_step=False, scale_parameter=True, warmup_init=False)
+    reference = Adafactor(
+        theirs.parameters(), lr=0.01, relative_step=False, scale_parameter=True, warmup_init=False
+    )
     for _ in range(6):
         for mine, yours in zip(ours.parameters(), theirs.parameters()):
             mine.grad = size * torch.randn_like(mine)
@@ -181,7 +216,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
     ]:
         weight(torch.ones(1, 3)).sum().backward()
         before = weight.weight.detach().clone()
-        found = step_if_finite(made, torch.amp.GradScaler(enabled=False), torch.tensor(loss), torch.tensor(norm))()
+        found = step_if_finite(
+            made, torch.amp.GradScaler(enabled=False), torch.tensor(loss), torch.tensor(norm)
+        )()
         assert str(found[:2]) == str([loss, norm]) and math.isfinite(found[2]) is changed
         assert torch.equal(before, weight.weight) is not changed
 

@@ -65,7 +65,9 @@ def test_the_clock_runs_here():
 )
 def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3" if has else "Tesla V100-SXM2")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3" if has else "Tesla V100-SXM2"
+    )
     chosen = choose_precision(TrainPlan(precision=wanted), GPU)
     assert chosen.dtype == dtype and chosen.scaled == (dtype == torch.float16)
     assert chosen.peak == (None if dtype is None else 989e12 if has else 125e12)

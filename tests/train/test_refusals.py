@@ -71,10 +71,28 @@ def test_a_value_that_means_nothing_is_named(setting, line):
 
 
 def test_the_ends_of_each_range_are_taken():
-    settings = ["train.betas=0,0", "train.seed=4294967295", "train.decay=1", "train.floor=1", "train.layer_decay=1", "train.warmup=0"]
-    settings += ["train.loss_chunk=0", "train.samples=0", "data.stride=0", "data.span_length=1", "generate.temperature=0"]
+    settings = [
+        "train.betas=0,0",
+        "train.seed=4294967295",
+        "train.decay=1",
+        "train.floor=1",
+        "train.layer_decay=1",
+        "train.warmup=0",
+    ]
+    settings += [
+        "train.loss_chunk=0",
+        "train.samples=0",
+        "data.stride=0",
+        "data.span_length=1",
+        "generate.temperature=0",
+    ]
     recipe = read_recipe(None, [*settings, "generate.top_p=1"])
-    assert (recipe.train.seed, recipe.train.floor, recipe.data.stride, recipe.generate.top_p) == (4294967295, 1, 0, 1)
+    assert (recipe.train.seed, recipe.train.floor, recipe.data.stride, recipe.generate.top_p) == (
+        4294967295,
+        1,
+        0,
+        1,
+    )
     torch.manual_seed(recipe.train.seed * 1_000_003 + 10**9)  # the seed of a late step
     assert Recipe.from_tables(tomllib.loads(recipe.to_toml())) == recipe
 
@@ -128,7 +146,9 @@ def test_a_metric_fits_its_task(task):
     for metric in (None, *allowed):
         check_metric(metric, task)
     for metric in set(get_args(Measure)) - allowed:
-        with pytest.raises(ConfigError, match=f"train.metric {metric} is not measured for task {task}: choose loss"):
+        with pytest.raises(
+            ConfigError, match=f"train.metric {metric} is not measured for task {task}: choose loss"
+        ):
             check_metric(metric, task)
 
 
@@ -141,47 +161,83 @@ def words(size: int) -> Tokenizer:
 
 def loaded(**changes) -> Loaded:
     model = micro(**changes)
-    return Loaded(model, words(model.config.vocab_size) if model.config.vocab_size else None, folder=Path("the-base"))
+    return Loaded(
+        model, words(model.config.vocab_size) if model.config.vocab_size else None, folder=Path("the-base")
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), [("encoder", "lm"), ("decoder", "seq2seq"), ("decoder", "mlm"), ("encoder-decoder", "lm"), ("decoder", "denoise")]
+    ("family", "task"),
+    [
+        ("encoder", "lm"),
+        ("decoder", "seq2seq"),
+        ("decoder", "mlm"),
+        ("encoder-decoder", "lm"),
+        ("decoder", "denoise"),
+    ],
 )
 def test_a_base_of_another_family_is_refused(family, task):
     base = loaded(family=family)
-    with pytest.raises(ConfigError, match=f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such"):
+    with pytest.raises(
+        ConfigError,
+        match=f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such",
+    ):
         build(Recipe(model={"base": "the-base"}), task, base.tokenizer, {}, base=base)
     with pytest.raises(ConfigError, match=rf"\[model\] has family {family}"):
         build(Recipe(model={"family": family}), task, base.tokenizer, {})
 
 
 def test_a_decoder_may_learn_classes_and_a_reader_of_pictures_no_text():
-    made = build(Recipe(model={"base": "the-base"}), "classify", words(13), {}, labels=("a", "b"), base=loaded())
+    made = build(
+        Recipe(model={"base": "the-base"}), "classify", words(13), {}, labels=("a", "b"), base=loaded()
+    )
     assert (made.config.family, made.config.n_classes) == ("decoder", 2)
     pictures = Recipe(model={"base": "vit-tiny"})
-    with pytest.raises(ConfigError, match=r"base vit-tiny has family encoder and reads patches, and task classify needs .* tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=r"base vit-tiny has family encoder and reads patches, and task classify needs .* tokens",
+    ):
         build(pictures, "classify", words(13), {}, labels=("a", "b"))
 
 
 @pytest.mark.parametrize("image", [(16, 8, 3), (8, 8, 1)], ids=["size", "channels"])
 def test_a_base_for_other_pictures_names_both_sizes(image):
-    base = loaded(family="encoder", vocab_size=0, input="patches", image_size=(8, 8), patch_size=4, n_classes=2, max_positions=5)
+    base = loaded(
+        family="encoder",
+        vocab_size=0,
+        input="patches",
+        image_size=(8, 8),
+        patch_size=4,
+        n_classes=2,
+        max_positions=5,
+    )
     recipe, shape = Recipe(model={"base": "the-base"}), " x ".join(map(str, image))
-    with pytest.raises(ConfigError, match=rf"the-base reads images of 8 x 8 x 3 \(.*\), and those of the data are {shape}: convert"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"the-base reads images of 8 x 8 x 3 \(.*\), and those of the data are {shape}: convert",
+    ):
         build(recipe, "image", None, {}, labels=("a", "b"), image=image, base=base)
-    assert build(recipe, "image", None, {}, labels=("a", "b"), image=(8, 8, 3), base=base).config.n_classes == 2
+    assert (
+        build(recipe, "image", None, {}, labels=("a", "b"), image=(8, 8, 3), base=base).config.n_classes == 2
+    )
 
 
 def test_a_base_with_a_smaller_vocabulary_names_both():
     recipe, base = Recipe(model={"base": "the-base"}), loaded()
-    with pytest.raises(ConfigError, match=r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: leave tokens.model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: leave tokens.model",
+    ):
         build(recipe, "lm", words(14), {}, base=base)
     assert build(recipe, "lm", words(12), {}, base=base).config.vocab_size == 13
 
 
 @pytest.mark.parametrize("base", [(), ("model.base=gpt2",)], ids=["none", "a preset"])
 def test_low_rank_updates_need_a_trained_model(base):
-    with pytest.raises(ConfigError, match=r"train.lora 8 updates a trained model, and \[model\] base names no directory of one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.lora 8 updates a trained model, and \[model\] base names no directory of one",
+    ):
         base_of(read_recipe("lora-finetune", base))
 
 
@@ -194,7 +250,9 @@ def test_low_rank_updates_need_a_trained_model(base):
     ],
 )
 def test_a_size_of_nothing_is_named(model, line):
-    task, tokenizer, image = ("image", None, (8, 8, 3)) if "patch_size" in model else ("denoise", words(13), None)
+    task, tokenizer, image = (
+        ("image", None, (8, 8, 3)) if "patch_size" in model else ("denoise", words(13), None)
+    )
     base = {} if image else {"base": "transformer-base"}  # whose embedding is scaled by the root of its width
     with pytest.raises(ClearheadError) as caught:
         build(Recipe(model={**base, **model}), task, tokenizer, {}, labels=("a", "b"), image=image)
@@ -204,22 +262,41 @@ def test_a_size_of_nothing_is_named(model, line):
 # Two texts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"family": "encoder"}, {"family": "encoder", "n_types": 1}], ids=["decoder", "none", "one"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"family": "encoder"}, {"family": "encoder", "n_types": 1}],
+    ids=["decoder", "none", "one"],
+)
 def test_a_model_without_types_learns_from_pairs(changes):
     model, ids, types = micro(n_classes=3, **changes), some_ids(), some_ids(vocab=2)
     targets = torch.tensor([0, 2])
     loss, count = batch_loss(model, Batch(ids, targets, types=types))
     assert count == 2 and torch.equal(loss, batch_loss(model, Batch(ids, targets))[0])
     typed = micro(n_classes=3, family="encoder", n_types=2)
-    assert not torch.equal(batch_loss(typed, Batch(ids, targets, types=types))[0], batch_loss(typed, Batch(ids, targets))[0])
+    assert not torch.equal(
+        batch_loss(typed, Batch(ids, targets, types=types))[0], batch_loss(typed, Batch(ids, targets))[0]
+    )
 
 
 def test_pairs_are_classified_by_a_decoder(tmp_path):
     draws = np.random.default_rng(0).integers(0, 2, (30, 2))
-    rows = [f"it is {'red' if a else 'old'}\tit is {'red' if b else 'old'}\t{'same' if a == b else 'other'}" for a, b in draws]
+    rows = [
+        f"it is {'red' if a else 'old'}\tit is {'red' if b else 'old'}\t{'same' if a == b else 'other'}"
+        for a, b in draws
+    ]
     (tmp_path / "pairs.tsv").write_text("\n".join(["premise\thypothesis\tlabel", *rows]))
-    settings = ["model.base=gpt2", "model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.max_positions=32"]
-    done = ch.train(tmp_path / "pairs.tsv", out=tmp_path / "run", settings=[*settings, "train.steps=2", "data.batch_size=4"])
+    settings = [
+        "model.base=gpt2",
+        "model.d_model=16",
+        "model.n_layers=1",
+        "model.n_heads=2",
+        "model.max_positions=32",
+    ]
+    done = ch.train(
+        tmp_path / "pairs.tsv",
+        out=tmp_path / "run",
+        settings=[*settings, "train.steps=2", "data.batch_size=4"],
+    )
     assert done.step == 2 and done.model.labels == ("other", "same")
 
 
@@ -227,11 +304,14 @@ def test_pairs_are_classified_by_a_decoder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "line"), [(["--seed", "-1"], "seed -1 must be 0 or more"), (["--beams", "0"], "num_beams 0 must be 1 or more")]
+    ("wrong", "line"),
+    [(["--seed", "-1"], "seed -1 must be 0 or more"), (["--beams", "0"], "num_beams 0 must be 1 or more")],
 )
 def test_eval_names_what_is_wrong(tmp_path, capsys, wrong, line):
     (tmp_path / "pairs.tsv").write_text("w1 w2\tw2 w1\nw3\tw3\n")
-    made = Loaded(micro(family="encoder-decoder"), words(13), special={"bos": 0, "eos": 1, "pad": 2, "decoder_start": 0})
+    made = Loaded(
+        micro(family="encoder-decoder"), words(13), special={"bos": 0, "eos": 1, "pad": 2, "decoder_start": 0}
+    )
     made.save(tmp_path / "model")
     with pytest.raises(SystemExit, match="2"):
         main(["eval", str(tmp_path / "model"), str(tmp_path / "pairs.tsv"), "--device", "cpu", *wrong])

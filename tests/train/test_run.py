@@ -70,7 +70,14 @@ class StopAt:
 @pytest.mark.ledger("H8")
 @pytest.mark.parametrize(
     "settings",
-    [(), ("train.ema=0.9",), ("train.optimizer=adafactor",), ("train.accumulate=3",), ("data.packing=isolated",), ("train.average=2",)],
+    [
+        (),
+        ("train.ema=0.9",),
+        ("train.optimizer=adafactor",),
+        ("train.accumulate=3",),
+        ("data.packing=isolated",),
+        ("train.average=2",),
+    ],
     ids=["plain", "ema", "adafactor", "accumulate", "isolated", "average"],
 )
 def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):
@@ -94,9 +101,14 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
     assert (done.reason, done.step) == ("done", 12)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
     assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
-    first = {tuple(row): None for row in seen}  # the batch that was made ready when the stop came is made again
+    first = {
+        tuple(row): None for row in seen
+    }  # the batch that was made ready when the stop came is made again
     assert list(first) == [tuple(row) for row in order]
-    logs = [[(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)] for name in ("whole", "part")]
+    logs = [
+        [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)]
+        for name in ("whole", "part")
+    ]
     assert logs[0] == logs[1]
     assert whole.metrics == done.metrics
 
@@ -104,7 +116,14 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
 @pytest.mark.ledger("H8")
 def test_lora_and_frozen_layers_resume_too(text, tmp_path):
     base = run(text, tmp_path / "base").folder
-    settings = [f"model.base={base}", "train.lora=2", "train.steps=6", "train.samples=0", "train.validate_every=3", "data.batch_size=4"]
+    settings = [
+        f"model.base={base}",
+        "train.lora=2",
+        "train.steps=6",
+        "train.samples=0",
+        "train.validate_every=3",
+        "data.batch_size=4",
+    ]
     ch.train(text, out=tmp_path / "whole", settings=settings)
     ch.train(text, out=tmp_path / "part", settings=settings, stop=StopAt(4))
     ch.train(resume=tmp_path / "part")
@@ -146,7 +165,10 @@ def test_killed_at_ten_moments(text, tmp_path):
         ready = newest(folder) is not None
         if not ready:
             shutil.rmtree(folder, ignore_errors=True)
-        before, changes = entries(folder), moments.randint(1, 5)  # of the listing: a checkpoint begun, finished, forgotten
+        before, changes = (
+            entries(folder),
+            moments.randint(1, 5),
+        )  # of the listing: a checkpoint begun, finished, forgotten
         number = child((lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often)))
         while changes:
             assert os.waitpid(number, os.WNOHANG) == (0, 0), "the run ended before it was killed"
@@ -171,7 +193,9 @@ def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
     out = tmp_path / "run"
     settings = [part for setting in [*TINY, "train.steps=100000"] for part in ("--set", setting)]
     command = [sys.executable, "-m", "clearhead", "train", str(text), "--out", str(out), *settings]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     while newest(out) is None or newest(out).name == "step-0":
         assert process.poll() is None
         time.sleep(0.05)
@@ -211,7 +235,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
 
 @pytest.mark.ledger("H7")
 def test_patience_ends_a_run_and_the_best_is_kept(text, tmp_path):
-    done = run(text, tmp_path / "run", "train.lr=0.5", "train.warmup=1", "train.steps=400", "train.patience=2", "train.keep_best=2")
+    done = run(
+        text,
+        tmp_path / "run",
+        "train.lr=0.5",
+        "train.warmup=1",
+        "train.steps=400",
+        "train.patience=2",
+        "train.keep_best=2",
+    )
     assert done.reason == "patience" and done.step < 400
     judged = [line for line in read_log(done.folder) if line["event"] == "validated"]
     best = min(judged, key=lambda line: line["metrics"]["loss"])
@@ -239,7 +271,16 @@ def test_the_reported_loss_is_the_mean_over_the_whole_validation_text(text, tmp_
 def test_what_a_folder_holds(text, tmp_path):
     done = run(text, tmp_path / "run")
     names = {path.name for path in done.folder.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "train.toml", "log.jsonl", "checkpoints", "best", "last"} <= names
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "train.toml",
+        "log.jsonl",
+        "checkpoints",
+        "best",
+        "last",
+    } <= names
     again = ch.read_recipe(done.folder / "train.toml")
     assert again.train.steps == 12 and again.data.task == "lm" and again.model["d_model"] == 16
     assert ch.Recipe.from_tables({"train": {"steps": 12}}).train.steps == 12
@@ -256,7 +297,10 @@ def test_what_a_folder_holds(text, tmp_path):
         (["train.steps=many"], "steps 'many' is not allowed"),
         (["train.steps"], "is not understood: write section.key=value"),
         (["model.base=gtp2"], '"gtp2" is no directory and no preset (did you mean "gpt2"?)'),
-        (["model.base=t5-small"], "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder"),
+        (
+            ["model.base=t5-small"],
+            "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder",
+        ),
         (["tokens.vocab_size=40000", "tokens.kind=bpe"], "40"),
         (["train.freeze=encodr.*"], 'train.freeze "encodr.*" names no parameter'),
         (["train.lora=4"], "train.lora 4 updates a trained model"),
@@ -306,10 +350,19 @@ def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: plain(model, backend=backend))
     said: list[str] = []
-    run(data, tmp_path / "a", "train.compile=true", on_event=lambda event: said.append(str(getattr(event, "line", ""))))
+    run(
+        data,
+        tmp_path / "a",
+        "train.compile=true",
+        on_event=lambda event: said.append(str(getattr(event, "line", ""))),
+    )
     run(data, tmp_path / "b", "train.compile=false")
     found, plainly = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert same(found, plainly) if callable(backend) else max(worst(found[name], plainly[name]) for name in found) < 1e-4
+    assert (
+        same(found, plainly)
+        if callable(backend)
+        else max(worst(found[name], plainly[name]) for name in found) < 1e-4
+    )
     assert "compiling the model, which takes a moment" in said
     refused = [line for line in said if line.startswith("not compiled, and slower for it: ")]
     assert len(refused) == (backend != "eager") and not any("\n" in line for line in refused)

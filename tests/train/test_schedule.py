@@ -49,11 +49,15 @@ def test_transformers_gives_the_same_rates(schedule, reference):
 def test_original_is_the_papers_formula():
     plan = TrainPlan(schedule="original", lr=2.0, warmup=50)
     for step in (1, 49, 50, 51, 5000):
-        assert rate(plan, step, 100, 512) == pytest.approx(2.0 * 512**-0.5 * min(step**-0.5, step * 50**-1.5), rel=1e-12)
+        assert rate(plan, step, 100, 512) == pytest.approx(
+            2.0 * 512**-0.5 * min(step**-0.5, step * 50**-1.5), rel=1e-12
+        )
     every = [rate(plan, step, 100, 512) for step in range(1, 400)]
     assert every.index(max(every)) + 1 == 50
     assert original_schedule(4000, 512) == pytest.approx((512 * 4000) ** -0.5)
-    assert rate(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(4000, 512)  # its warm-up is 4,000
+    assert rate(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(
+        4000, 512
+    )  # its warm-up is 4,000
     assert math.isfinite(rate(TrainPlan(schedule="original", warmup=0), 1, 100, 512))
 
 
@@ -79,5 +83,10 @@ def test_wsd_is_stable_until_its_decay():
 def test_warmup_by_default_is_a_twentieth():
     assert warmup_steps(TrainPlan(), 1000) == 50
     assert rate(TrainPlan(lr=LR), 50, 1000, 64) == LR
-    assert rate(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 10))))  # none
-    assert [rate(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [0.01, 0.1]  # longer than the run
+    assert rate(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(
+        LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 10)))
+    )  # none
+    assert [rate(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [
+        0.01,
+        0.1,
+    ]  # longer than the run

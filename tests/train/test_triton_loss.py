@@ -10,13 +10,17 @@ import torch
 import torch.nn.functional as nnf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUNS = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+RUNS = importlib.util.find_spec("triton") is not None and (
+    DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+)
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("vocab_size", [300, 4096, 9001])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)]
+)
 def test_loss_and_gradient_equal_those_in_float64(dtype, tolerance, vocab_size, smoothing):
     from clearhead.train.triton_loss import CrossEntropy
 
@@ -29,6 +33,8 @@ def test_loss_and_gradient_equal_those_in_float64(dtype, tolerance, vocab_size, 
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     (loss / 3).backward(retain_graph=True)
     (wanted / 3).backward()
-    assert (scores.grad - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()  # the rounding of the type
+    assert (
+        scores.grad - exact.grad
+    ).abs().max() <= tolerance * exact.grad.abs().max()  # the rounding of the type
     with pytest.raises(RuntimeError, match="spent"):
         torch.autograd.grad(loss, scores)

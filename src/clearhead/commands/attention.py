@@ -17,17 +17,30 @@ LINKS = 3  # tokens named per place in a table of rollout
 
 def attention(
     folder: Folder,
-    text: Annotated[Positional[str], arg(metavar="TEXT", help="the text; for a model of images, an image file")],
-    target: Annotated[str | None, arg(help="what the decoder of two stacks has written; default: what it writes by itself")] = None,
+    text: Annotated[
+        Positional[str], arg(metavar="TEXT", help="the text; for a model of images, an image file")
+    ],
+    target: Annotated[
+        str | None, arg(help="what the decoder of two stacks has written; default: what it writes by itself")
+    ] = None,
     pair: Annotated[str | None, arg(help="the second text of a pair, for an encoder")] = None,
-    kind: Annotated[Literal["self", "encoder", "cross"] | None, arg(help="one kind of attention; default: all that there are")] = None,
+    kind: Annotated[
+        Literal["self", "encoder", "cross"] | None,
+        arg(help="one kind of attention; default: all that there are"),
+    ] = None,
     layer: Annotated[int | None, arg(help="one layer, all of its heads")] = None,
     head: Annotated[str | None, arg(help="one head, layer.head: 3.2, encoder.0.5, cross.1.2")] = None,
-    rollout: Annotated[bool, arg(help="follow attention through all layers: what each place is made of")] = False,
-    entropy: Annotated[bool, arg(help="draw how spread each head's attention is, in place of the patterns")] = False,
+    rollout: Annotated[
+        bool, arg(help="follow attention through all layers: what each place is made of")
+    ] = False,
+    entropy: Annotated[
+        bool, arg(help="draw how spread each head's attention is, in place of the patterns")
+    ] = False,
     plot: Annotated[Path | None, arg(help="draw a picture: FILE.png, .svg or .pdf")] = None,
     output: Annotated[Path | None, arg(help="write the patterns themselves: FILE.json or .npz")] = None,
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Where each head looks: its entropy and its strongest link; patterns and rollout as pictures and files.
@@ -46,7 +59,9 @@ def attention(
     if sum((layer is not None, head is not None, rollout, entropy)) > 1:
         raise InputError("layer, head, rollout and entropy are four views: choose one of them")
     if entropy and plot is None:
-        raise InputError("entropy is a picture, and the table has its numbers anyway: name a file with --plot")
+        raise InputError(
+            "entropy is a picture, and the table has its numbers anyway: name a file with --plot"
+        )
     if not text:
         raise InputError("the text is empty: give some text, or the name of an image file")
     if output is not None:
@@ -77,11 +92,20 @@ def _kind(name: str) -> Literal["self", "encoder", "cross"]:
 def _axes(maps: AttentionMaps) -> dict[str, Any]:
     """The tokens of each kind, said once."""
     firsts = {kind: maps.of(kind)[0] for kind in maps.kinds}
-    return {kind: {"queries": each.queries.to_dict(), "keys": each.keys.to_dict()} for kind, each in firsts.items()}
+    return {
+        kind: {"queries": each.queries.to_dict(), "keys": each.keys.to_dict()}
+        for kind, each in firsts.items()
+    }
 
 
 def _files(
-    maps: AttentionMaps, head: str | None, layer: int | None, rollout: bool, entropy: bool, plot: Path | None, output: Path | None
+    maps: AttentionMaps,
+    head: str | None,
+    layer: int | None,
+    rollout: bool,
+    entropy: bool,
+    plot: Path | None,
+    output: Path | None,
 ) -> dict[str, str]:
     """Write what was asked for; the names of the files."""
     written = {}
@@ -104,11 +128,16 @@ def _files(
     return written
 
 
-def _show(console: Any, maps: AttentionMaps, shown: list[HeadMap], rollout: bool, files: dict[str, str]) -> None:
+def _show(
+    console: Any, maps: AttentionMaps, shown: list[HeadMap], rollout: bool, files: dict[str, str]
+) -> None:
     if "plot" not in files:
         console.print(_rollout_table(maps) if rollout else _table(shown))
     if maps.aggregated > 1:
-        console.print(f"a long input: {maps.aggregated} tokens per cell; entropies are of single tokens", highlight=False)
+        console.print(
+            f"a long input: {maps.aggregated} tokens per cell; entropies are of single tokens",
+            highlight=False,
+        )
     for name in files.values():
         console.print(f"saved {name}", highlight=False, markup=False)
 
@@ -139,7 +168,9 @@ def _rollout_table(maps: AttentionMaps) -> Any:
     table.add_column("made of")
     for place, shares in enumerate(rollout.last):
         most = shares.argsort()[::-1][:LINKS]
-        parts = ", ".join(f"{_named(rollout.tokens, token)} {shares[token]:.3f}" for token in most if shares[token] > 0)
+        parts = ", ".join(
+            f"{_named(rollout.tokens, token)} {shares[token]:.3f}" for token in most if shares[token] > 0
+        )
         table.add_row(Text(_named(rollout.tokens, place)), Text(parts))
     return table
 

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 Json = Annotated[bool, arg(help="print one JSON object instead of a table")]
-Folder = Annotated[Positional[Path], arg(metavar="DIR", help="a model directory, clearhead's or Hugging Face's")]
+Folder = Annotated[
+    Positional[Path], arg(metavar="DIR", help="a model directory, clearhead's or Hugging Face's")
+]
 
 
 def show_result(body: dict[str, Any], as_json: bool, show: Any) -> None:

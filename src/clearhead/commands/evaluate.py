@@ -21,18 +21,37 @@ if TYPE_CHECKING:
 
 def evaluate(
     folder: Folder,
-    data: Annotated[Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")],
-    recipe: Annotated[str | None, arg(help="whose [data] says how to read them; default: the one the model was trained by")] = None,
-    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help="change that, such as data.header=true")] = (),
-    beams: Annotated[int | None, arg(help="search with this many beams; default: the model's own, else 4")] = None,
-    length_penalty: Annotated[float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")] = None,
-    max_new_tokens: Annotated[int | None, arg(help="where a text ends at the latest; default: the model's own")] = None,
+    data: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")
+    ],
+    recipe: Annotated[
+        str | None, arg(help="whose [data] says how to read them; default: the one the model was trained by")
+    ] = None,
+    set: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        arg(metavar="KEY=VALUE", help="change that, such as data.header=true"),
+    ] = (),
+    beams: Annotated[
+        int | None, arg(help="search with this many beams; default: the model's own, else 4")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, arg(help="where a text ends at the latest; default: the model's own")
+    ] = None,
     batch_size: Annotated[int | None, arg(help="rows at a time; default: by their length")] = None,
     device: Annotated[str, arg(help="cpu, cuda, cuda:1, mps; auto: the best there is")] = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")] = None,
-    output: Annotated[Path | None, arg(help="write what the model said there, a line for each example")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")
+    ] = None,
+    output: Annotated[
+        Path | None, arg(help="write what the model said there, a line for each example")
+    ] = None,
     lowercase: Annotated[bool, arg(help="give BLEU without regard to case too")] = False,
-    tokenize: Annotated[str | None, arg(help="sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")] = None,
+    tokenize: Annotated[
+        str | None, arg(help="sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")
+    ] = None,
     seed: Annotated[int, arg(help="of the intervals, and of the masks of a masked model")] = 0,
     json: Json = False,
 ) -> None:
@@ -52,18 +71,28 @@ def evaluate(
     from clearhead.train.precision import best_device
 
     if not data:
-        raise InputError("no data is named: name files after the model's directory, such as clearhead eval my-model/ test.txt")
+        raise InputError(
+            "no data is named: name files after the model's directory, such as clearhead eval my-model/ test.txt"
+        )
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise InputError(f"{output} cannot be written: name a file in a folder that is there")
     if output is not None:
-        check_apart(output, [*expand(name for name in data if name not in CORPORA), *([Path(recipe)] if recipe is not None else [])])
+        check_apart(
+            output,
+            [
+                *expand(name for name in data if name not in CORPORA),
+                *([Path(recipe)] if recipe is not None else []),
+            ],
+        )
     import torch
 
     loaded = load(folder, getattr(torch, dtype) if dtype else None, str(best_device(device)))
     plan = data_plan(folder, data, recipe, set)
     task = task_for(loaded, plan.task)
     if output is not None and SHAPES[task] == "text":
-        raise InputError(f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
+        raise InputError(
+            f"--output {output}: a model judged by {task} gives no answers to write: leave it out"
+        )
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with progress() as on_progress:
         done = run(
@@ -83,7 +112,10 @@ def evaluate(
                 write(" ".join(text.splitlines()))
     for line in done.said:
         print(line, file=sys.stderr)
-    body: dict[str, Any] = {name: getattr(done, name) for name in ("task", "examples", "targets", "metrics", "intervals", "signatures")}
+    body: dict[str, Any] = {
+        name: getattr(done, name)
+        for name in ("task", "examples", "targets", "metrics", "intervals", "signatures")
+    }
     show_result(body, json, lambda console: _show(console, done, str(folder)))
 
 

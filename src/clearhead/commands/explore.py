@@ -13,13 +13,22 @@ from clearhead.commands.common import Folder
 
 def explore(
     folder: Folder,
-    text: Annotated[str | None, arg(help="what the page begins with; an image file for a model of images")] = None,
-    target: Annotated[str | None, arg(help="what the decoder of an encoder-decoder has written; default: its own answer")] = None,
+    text: Annotated[
+        str | None, arg(help="what the page begins with; an image file for a model of images")
+    ] = None,
+    target: Annotated[
+        str | None, arg(help="what the decoder of an encoder-decoder has written; default: its own answer")
+    ] = None,
     pair: Annotated[str | None, arg(help="the second text, for an encoder of pairs")] = None,
     compare: Annotated[Path | None, arg(metavar="DIR", help="a second model, to see side by side")] = None,
     tokenizer: Annotated[Path | None, arg(help="where the tokenizer lies, if not with the model")] = None,
-    export: Annotated[Path | None, arg(metavar="FILE.html", help="write one self-contained page with this text, and open nothing")] = None,
-    host: Annotated[str, arg(help="address to listen on; others than this machine's own let others in")] = "127.0.0.1",
+    export: Annotated[
+        Path | None,
+        arg(metavar="FILE.html", help="write one self-contained page with this text, and open nothing"),
+    ] = None,
+    host: Annotated[
+        str, arg(help="address to listen on; others than this machine's own let others in")
+    ] = "127.0.0.1",
     port: Annotated[int, arg(help="0: any that is free")] = 8321,
     no_open: Annotated[bool, arg(help="do not open the browser")] = False,
 ) -> None:
@@ -62,7 +71,9 @@ def _serve(
 
         from clearhead.explorer.app import is_loopback, make_app
     except ImportError:
-        raise MissingExtraError("the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
+        raise MissingExtraError(
+            "the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'"
+        ) from None
     from clearhead.explorer.session import Opened, Session, starting_example
     from clearhead.hub.checkpoint import describe
     from clearhead.loaded import load
@@ -77,7 +88,10 @@ def _serve(
     socket = _bind(host, port)
     address = f"http://{'[' + host + ']' if ':' in host else host}:{socket.getsockname()[1]}/"
     if not is_loopback(host):
-        print(f"warning: {host} can be reached by others: whoever opens {address} can use this model", file=sys.stderr)
+        print(
+            f"warning: {host} can be reached by others: whoever opens {address} can use this model",
+            file=sys.stderr,
+        )
     server = uvicorn.Server(uvicorn.Config(make_app(session, host), log_level="warning", server_header=False))
     session.start()
     print(f"clearhead explorer: {address}  (Ctrl-C ends it)", file=sys.stderr, flush=True)
@@ -104,5 +118,7 @@ def _bind(host: str, port: int) -> Any:
         made.listen(128)  # who comes before the server is there waits, and is not sent away
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"cannot listen on {host}:{port}: {reason}; choose another --port, or 0 for any that is free") from None
+        raise InputError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --port, or 0 for any that is free"
+        ) from None
     return made

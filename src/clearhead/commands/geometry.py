@@ -40,10 +40,18 @@ def geometry(
         ),
     ],
     words: Annotated[Positional[tuple[str, ...]], arg(metavar="WORDS", help="what WHAT takes")] = (),
-    k: Annotated[int | None, arg(help="neighbours listed, 10 unless said; tokens on a map without words, 60 unless said")] = None,
-    table: Annotated[Literal["input", "output"], arg(help="vectors that tokens are read as, or that the head compares with")] = "input",
+    k: Annotated[
+        int | None,
+        arg(help="neighbours listed, 10 unless said; tokens on a map without words, 60 unless said"),
+    ] = None,
+    table: Annotated[
+        Literal["input", "output"],
+        arg(help="vectors that tokens are read as, or that the head compares with"),
+    ] = "input",
     length: Annotated[int | None, arg(help="positions; default: what the model takes, 64 at most")] = None,
-    stack: Annotated[Literal["main", "encoder"], arg(help="whose positions, where an encoder feeds a decoder")] = "main",
+    stack: Annotated[
+        Literal["main", "encoder"], arg(help="whose positions, where an encoder feeds a decoder")
+    ] = "main",
     plot: Annotated[Path | None, arg(help="save a picture")] = None,
     json: Json = False,
 ) -> None:
@@ -103,9 +111,13 @@ def _nearest_table(found: Nearest) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    several = [f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1]
+    several = [
+        f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1
+    ]
     caption = Text("; ".join(several)) if several else None
-    table = Table("token", "id", "score", title=Text(f"nearest to {found.query} ({found.table} table)"), caption=caption)
+    table = Table(
+        "token", "id", "score", title=Text(f"nearest to {found.query} ({found.table} table)"), caption=caption
+    )
     for name, number, score in zip(found.labels, found.ids, found.scores):
         table.add_row(Text(name), str(number), f"{score:.4f}")
     return table
@@ -116,7 +128,11 @@ def _map_table(found: Projection) -> Table:
     from rich.text import Text
 
     titles = [f"component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained)]
-    table = Table("word", *titles, title=f"words of the {found.table} table, with the share of their variance along each axis")
+    table = Table(
+        "word",
+        *titles,
+        title=f"words of the {found.table} table, with the share of their variance along each axis",
+    )
     for name, point in zip(found.labels, found.points.tolist()):
         table.add_row(Text(name), *(f"{value:+.4f}" for value in point))
     return table
@@ -127,7 +143,9 @@ def _position_table(found: PositionMap) -> Table:
 
     shown = min(8, found.values.shape[1])
     title = f"{found.scheme} positions, {found.values.shape[0]} x {found.values.shape[1]}: {found.measure}; --plot draws all of it"
-    table = Table(found.row_name, *found.columns[:shown], title=title, caption=f"columns: {found.column_name}")
+    table = Table(
+        found.row_name, *found.columns[:shown], title=title, caption=f"columns: {found.column_name}"
+    )
     for name, row in zip(found.rows, found.values.tolist()):
         table.add_row(name, *(f"{value:.3f}" for value in row[:shown]))
     return table
@@ -138,7 +156,9 @@ def _word_table(found: SameWord) -> Table:
     from rich.text import Text
 
     tokens = " and ".join(" ".join(names) for names in found.tokens)
-    table = Table("after layer", "likeness", "other tokens", title=Text(f"{found.word} in two sentences, as {tokens}"))
+    table = Table(
+        "after layer", "likeness", "other tokens", title=Text(f"{found.word} in two sentences, as {tokens}")
+    )
     for layer, own, other in zip(found.layers, found.similarity.tolist(), found.baseline.tolist()):
         table.add_row(layer, f"{own:.4f}", f"{other:.4f}")
     return table

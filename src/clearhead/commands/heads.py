@@ -26,15 +26,25 @@ def heads(
     folder: Folder,
     texts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="TEXT", help="texts, or images for a model of patches; default: sentences from Python's standard library"),
+        arg(
+            metavar="TEXT",
+            help="texts, or images for a model of patches; default: sentences from Python's standard library",
+        ),
     ] = (),
     file: Annotated[Path | None, arg(help="a file of texts, one on each line")] = None,
-    treebank: Annotated[Path | None, arg(help="sentences with their trees: FILE.conllu or FILE.conllu.gz")] = None,
-    alignment: Annotated[Path | None, arg(help='pairs of spans, a JSON object on each line: {"text", "pairs": [[[0, 3], [4, 7]]]}')] = None,
+    treebank: Annotated[
+        Path | None, arg(help="sentences with their trees: FILE.conllu or FILE.conllu.gz")
+    ] = None,
+    alignment: Annotated[
+        Path | None,
+        arg(help='pairs of spans, a JSON object on each line: {"text", "pairs": [[[0, 3], [4, 7]]]}'),
+    ] = None,
     limit: Annotated[int | None, arg(help="texts, sentences and alignments to read at most")] = None,
     seed: Annotated[int, arg(help="of the random sequences that show induction")] = 0,
     device: Annotated[str, arg(help="cpu, cuda, cuda:1, mps; auto: the best there is")] = "auto",
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     plot: Annotated[Path | None, arg(help="draw the role of each head: FILE.png, .svg or .pdf")] = None,
     json: Json = False,
 ) -> None:
@@ -57,7 +67,9 @@ def heads(
     from clearhead.train.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise InputError(f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}')
+        raise InputError(
+            f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}'
+        )
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit} leaves nothing to read: ask for 1 or more")
     given = _texts(texts, file, limit)
@@ -102,7 +114,9 @@ def _trees(treebank: Path | None, limit: int | None) -> Any:
     return None if treebank is None else read_treebank(treebank, limit)
 
 
-def _show(console: Console, name: str, roles: HeadRoles, followed: Syntax | None, agreed: Agreement | None) -> None:
+def _show(
+    console: Console, name: str, roles: HeadRoles, followed: Syntax | None, agreed: Agreement | None
+) -> None:
     _show_roles(console, name, roles)
     if followed is not None:
         _show_syntax(console, followed)
@@ -123,8 +137,14 @@ def _show_roles(console: Console, name: str, found: HeadRoles) -> None:
         table.add_column(heading, justify="left" if heading in ("head", "role", "next best") else "right")
     for at, (head, role) in enumerate(zip(found.heads, found.roles)):
         ranked = sorted(found.scores, key=lambda one: -_lift(found, one, at))
-        others = [one for one in ranked if one != role and one != "uniform" and _lift(found, one, at) >= 0.1][:2]
-        own = (f"{found.scores[role][at]:.2f}", f"{found.baselines[role][at]:.2f}") if role != MIXED else ("", "")
+        others = [one for one in ranked if one != role and one != "uniform" and _lift(found, one, at) >= 0.1][
+            :2
+        ]
+        own = (
+            (f"{found.scores[role][at]:.2f}", f"{found.baselines[role][at]:.2f}")
+            if role != MIXED
+            else ("", "")
+        )
         where = f" {found.distances[at]:+}" if role == "position" else ""
         more = ", ".join(f"{one} {found.scores[one][at]:.2f}" for one in others)
         table.add_row(str(head), Text(role + where), *own, f"{found.entropy[at]:.2f}", Text(more))
@@ -145,8 +165,19 @@ def _show_syntax(console: Console, found: Syntax) -> None:
     for heading in ("relation", "arcs", "head", "looks at", "right", "held out", "baseline", "gain"):
         table.add_column(heading, justify="left" if heading in ("relation", "head", "looks at") else "right")
     for row in found.table(LEAST) or found.table():
-        shares = (f"{100 * row.accuracy:.1f}", f"{100 * row.held_out:.1f}", f"{100 * row.baseline:.1f} at {row.distance:+}")
-        table.add_row(Text(row.name), f"{row.arcs:,}", row.head, row.direction.removeprefix("to "), *shares, f"{100 * row.gain:+.1f}")
+        shares = (
+            f"{100 * row.accuracy:.1f}",
+            f"{100 * row.held_out:.1f}",
+            f"{100 * row.baseline:.1f} at {row.distance:+}",
+        )
+        table.add_row(
+            Text(row.name),
+            f"{row.arcs:,}",
+            row.head,
+            row.direction.removeprefix("to "),
+            *shares,
+            f"{100 * row.gain:+.1f}",
+        )
     console.print(table)
 
 
@@ -162,6 +193,10 @@ def _show_agreement(console: Console, found: Agreement) -> None:
         table.add_column(heading, justify="left" if heading in ("head", "direction") else "right")
     for row in found.ranking()[:RANKED]:
         table.add_row(
-            row["head"], row["direction"], f"{100 * row['accuracy']:.1f}", f"{100 * row['chance']:.1f}", f"{row['attention']:.2f}"
+            row["head"],
+            row["direction"],
+            f"{100 * row['accuracy']:.1f}",
+            f"{100 * row['chance']:.1f}",
+            f"{row['attention']:.2f}",
         )
     console.print(table)

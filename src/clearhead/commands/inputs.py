@@ -23,7 +23,9 @@ from clearhead.errors import ClearheadError, InputError
 if TYPE_CHECKING:
     from clearhead.loaded import Loaded
 
-Text = Annotated[Positional[str | None], arg(metavar="TEXT", help="the text; - or nothing: stdin, one text per line")]
+Text = Annotated[
+    Positional[str | None], arg(metavar="TEXT", help="the text; - or nothing: stdin, one text per line")
+]
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,12 @@ class Fields:
         for name in self.needed:
             if values.get(name) is None:
                 named = ", ".join(f'"{each}"' for each in self.needed)
-                raise InputError(f"there is no {name}: {named} {'is' if len(self.needed) == 1 else 'are'} needed")
-        found = {name: values[name] for name in (*self.needed, *self.optional) if values.get(name) is not None}
+                raise InputError(
+                    f"there is no {name}: {named} {'is' if len(self.needed) == 1 else 'are'} needed"
+                )
+        found = {
+            name: values[name] for name in (*self.needed, *self.optional) if values.get(name) is not None
+        }
         for name, value in found.items():
             if not isinstance(value, str):
                 raise InputError(f"{name} is {value!r:.40}: it must be text")
@@ -60,13 +66,19 @@ class Fields:
 class Reading:
     """Options of every command that uses a model."""
 
-    file: Annotated[Path | None, arg(help="read one text per line; .jsonl: one JSON object per line; .gz as well")] = None
+    file: Annotated[
+        Path | None, arg(help="read one text per line; .jsonl: one JSON object per line; .gz as well")
+    ] = None
     output: Annotated[Path | None, arg(help="write there, whole, in place of stdout")] = None
     json: Annotated[bool, arg(help="one JSON object; for a file or stdin, one per line")] = False
     batch_size: Annotated[int, arg(help="texts at a time")] = 16
-    tokenizer: Annotated[Path | None, arg(help="a directory, tokenizer.json, SentencePiece .model or llama2.c .bin")] = None
+    tokenizer: Annotated[
+        Path | None, arg(help="a directory, tokenizer.json, SentencePiece .model or llama2.c .bin")
+    ] = None
     device: Annotated[str, arg(help="cpu, cuda, cuda:1, mps, ...")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")
+    ] = None
 
     def load(self, folder: Path) -> Loaded:
         """The model of a directory, as these options want it."""
@@ -74,7 +86,9 @@ class Reading:
 
         from clearhead.loaded import load
 
-        return load(folder, getattr(torch, self.dtype) if self.dtype else None, self.device, tokenizer=self.tokenizer)
+        return load(
+            folder, getattr(torch, self.dtype) if self.dtype else None, self.device, tokenizer=self.tokenizer
+        )
 
     def run(
         self,
@@ -127,12 +141,16 @@ class Reading:
             ):
                 yield _lines(seen(plain), str(self.file), fields, ".jsonl" in self.file.suffixes)
         elif sys.stdin.isatty():
-            raise InputError("no text was given: write it after the directory, name a --file, or pipe it in, one text per line")
+            raise InputError(
+                "no text was given: write it after the directory, name a --file, or pipe it in, one text per line"
+            )
         else:
             yield _lines(getattr(sys.stdin, "buffer", sys.stdin), "stdin", fields, jsonl=False)
 
 
-def results(items: Iterator[Item], work: Callable[[list[Item]], list[Any]], batch_size: int) -> Iterator[tuple[Item, Any]]:
+def results(
+    items: Iterator[Item], work: Callable[[list[Item]], list[Any]], batch_size: int
+) -> Iterator[tuple[Item, Any]]:
     """Each item with its result, in order; a bad item is an error that names its place, after all before it."""
     while True:
         batch, wrong = _take(items, batch_size)
@@ -179,7 +197,9 @@ def _lines(stream: Any, name: str, fields: Fields, jsonl: bool) -> Iterator[Item
             except UnicodeDecodeError as error:
                 raise InputError(f"{place}: byte {error.start + 1} is not UTF-8: convert the file") from None
             try:
-                yield Item(fields.check(_from_json(text) if jsonl else _from_tabs(text, fields.needed)), place)
+                yield Item(
+                    fields.check(_from_json(text) if jsonl else _from_tabs(text, fields.needed)), place
+                )
             except InputError as error:
                 raise _placed(error, place) from None
     except (EOFError, OSError, zlib.error) as error:
@@ -189,7 +209,9 @@ def _lines(stream: Any, name: str, fields: Fields, jsonl: bool) -> Iterator[Item
 def _from_tabs(text: str, names: Sequence[str]) -> dict[str, Any]:
     parts = text.split("\t") if len(names) > 1 else [text]
     if len(parts) != len(names):
-        raise InputError(f"it has {len(parts)} fields and needs {len(names)} ({', '.join(names)}), with a tab between them")
+        raise InputError(
+            f"it has {len(parts)} fields and needs {len(names)} ({', '.join(names)}), with a tab between them"
+        )
     return dict(zip(names, parts))
 
 
@@ -222,7 +244,9 @@ def _progress(raw: IO[bytes], path: Path) -> Iterator[Callable[[Any], Any]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
         task = bar.add_task(path.name, total=path.stat().st_size)
 
         def seen(stream: Any) -> Iterator[bytes]:

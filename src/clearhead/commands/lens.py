@@ -19,16 +19,26 @@ SHOWN = 20  # terms in a table
 
 def lens(
     folder: Folder,
-    text: Annotated[Positional[str], arg(metavar="TEXT", help="the text; for a model of images, an image file")],
-    target: Annotated[str | None, arg(help="what the decoder of two stacks has written; default: what it writes by itself")] = None,
+    text: Annotated[
+        Positional[str], arg(metavar="TEXT", help="the text; for a model of images, an image file")
+    ],
+    target: Annotated[
+        str | None, arg(help="what the decoder of two stacks has written; default: what it writes by itself")
+    ] = None,
     pair: Annotated[str | None, arg(help="the second text of a pair, for an encoder")] = None,
     top: Annotated[int, arg(help="how many of the likeliest tokens to keep")] = 5,
     position: Annotated[int, arg(help="which token's answer to print; -1 is the last")] = -1,
-    contributions: Annotated[bool, arg(help="show what each head, feed-forward and embedding adds to a token's logit")] = False,
-    token: Annotated[str | None, arg(help="of contributions: whose logit (· is a space); default: what the model says")] = None,
+    contributions: Annotated[
+        bool, arg(help="show what each head, feed-forward and embedding adds to a token's logit")
+    ] = False,
+    token: Annotated[
+        str | None, arg(help="of contributions: whose logit (· is a space); default: what the model says")
+    ] = None,
     against: Annotated[str | None, arg(help="of contributions: subtract this token's logit")] = None,
     plot: Annotated[Path | None, arg(help="draw a picture: FILE.png, .svg or .pdf")] = None,
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What the model would say if it stopped after each layer; with --contributions, what each part adds to a logit.
@@ -98,18 +108,31 @@ def _lens_table(found: Lens, column: int) -> Any:
     from rich.text import Text
 
     true = found.true_names[column]
-    table = Table(title=Text(f"after {found.columns[column]}: {found.chosen_names[column]}"), title_justify="left")
+    table = Table(
+        title=Text(f"after {found.columns[column]}: {found.chosen_names[column]}"), title_justify="left"
+    )
     table.add_column("layer")
     table.add_column(f"likeliest {found.kind}, probability")
     for name in ("entropy", "KL", "rank", *(["true"] if true else [])):
         table.add_column(name, justify="right")
     for layer, name in enumerate(found.layers):
         best = zip(found.top_names[layer][column], found.top_probabilities[layer, column].tolist())
-        numbers = [f"{float(found.entropy[layer, column]):.2f}", f"{float(found.divergence[layer, column]):.2f}"]
-        ranks = [str(int(found.chosen_ranks[layer, column])), *([str(int(found.true_ranks[layer, column]))] if true else [])]
-        table.add_row(name, Text("  ".join(f"{token} {share:.2f}" for token, share in best)), *numbers, *ranks)
+        numbers = [
+            f"{float(found.entropy[layer, column]):.2f}",
+            f"{float(found.divergence[layer, column]):.2f}",
+        ]
+        ranks = [
+            str(int(found.chosen_ranks[layer, column])),
+            *([str(int(found.true_ranks[layer, column]))] if true else []),
+        ]
+        table.add_row(
+            name, Text("  ".join(f"{token} {share:.2f}" for token, share in best)), *numbers, *ranks
+        )
     words = f"entropy and KL (of the last layer from this one) in bits; rank: of {found.chosen_names[column]}"
-    table.caption, table.caption_justify = Text(words + (f"; true: rank of {true}, which does come" if true else "")), "left"
+    table.caption, table.caption_justify = (
+        Text(words + (f"; true: rank of {true}, which does come" if true else "")),
+        "left",
+    )
     return table
 
 
@@ -119,7 +142,10 @@ def _contribution_table(found: Contributions) -> Any:
     from rich.text import Text
 
     versus = f" less that of {found.against}" if found.against is not None else ""
-    table = Table(title=Text(f"logit of {found.choice}{versus}, after {found.columns[found.column]}"), title_justify="left")
+    table = Table(
+        title=Text(f"logit of {found.choice}{versus}, after {found.columns[found.column]}"),
+        title_justify="left",
+    )
     table.add_column("part")
     table.add_column("adds", justify="right")
     shown = found.largest(SHOWN)
@@ -130,7 +156,9 @@ def _contribution_table(found: Contributions) -> Any:
         table.add_row(f"{len(found.terms) - len(shown)} others", f"{left:+.4f}")
     table.add_section()
     table.add_row("sum", f"{found.total:+.4f}")
-    table.add_row("the model's logit" + " before its soft cap" * (found.capped is not None), f"{found.logit:+.4f}")
+    table.add_row(
+        "the model's logit" + " before its soft cap" * (found.capped is not None), f"{found.logit:+.4f}"
+    )
     if found.capped is not None:
         table.add_row("the model's logit", f"{found.capped:+.4f}")
     return table

@@ -26,19 +26,33 @@ def memories(
     folder: Folder,
     corpus: Annotated[
         Positional[str | None],
-        arg(metavar="CORPUS", help="a file, a folder or an embedded corpus; default: stdlib-docs, or dates for an encoder-decoder"),
+        arg(
+            metavar="CORPUS",
+            help="a file, a folder or an embedded corpus; default: stdlib-docs, or dates for an encoder-decoder",
+        ),
     ] = None,
     text: Annotated[
         UseAppendAction[tuple[str, ...]],
-        arg(help="a text, or an image file, in place of a corpus; source, tab, target for two stacks. May be repeated"),
+        arg(
+            help="a text, or an image file, in place of a corpus; source, tab, target for two stacks. May be repeated"
+        ),
     ] = (),
     layer: Annotated[str | None, arg(help="a layer, such as 2 or encoder.0; default: all")] = None,
-    neuron: Annotated[UseAppendAction[tuple[str, ...]], arg(help="a neuron, such as 2.117 or encoder.0.5. May be repeated")] = (),
-    token: Annotated[str | None, arg(help="the neurons that promote this token or class, and those it fires")] = None,
+    neuron: Annotated[
+        UseAppendAction[tuple[str, ...]], arg(help="a neuron, such as 2.117 or encoder.0.5. May be repeated")
+    ] = (),
+    token: Annotated[
+        str | None, arg(help="the neurons that promote this token or class, and those it fires")
+    ] = None,
     top: Annotated[int, arg(help="contexts and tokens kept for each neuron, and neurons listed")] = 10,
-    sort: Annotated[Literal["agreement", "activation"] | None, arg(help="of the list; default: agreement where it is known")] = None,
+    sort: Annotated[
+        Literal["agreement", "activation"] | None,
+        arg(help="of the list; default: agreement where it is known"),
+    ] = None,
     limit: Annotated[int, arg(help="tokens of the corpus that are read; 0: all")] = 30_000,
-    plot: Annotated[Path | None, arg(help="save a picture: of the neuron named, else of the agreement of all")] = None,
+    plot: Annotated[
+        Path | None, arg(help="save a picture: of the neuron named, else of the agreement of all")
+    ] = None,
     json: Json = False,
 ) -> None:
     """The feed-forward as a memory: the places that fire each neuron, the tokens it promotes, and whether the two agree.
@@ -72,7 +86,9 @@ def memories(
         _save(plot, found, neuron, sort)
 
 
-def _save(plot: Path, found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None) -> None:
+def _save(
+    plot: Path, found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None
+) -> None:
     """A neuron where one is named or there is no agreement to draw, else all of them."""
     from clearhead.plot.canvas import save
     from clearhead.plot.memories import draw_agreement, draw_neuron
@@ -108,7 +124,9 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
     from clearhead.data.plan import DataPlan
     from clearhead.errors import InputError
 
-    rows = open_data(DataPlan(paths=(corpus,), task="image" if images else "seq2seq" if both else None), split=False).validation
+    rows = open_data(
+        DataPlan(paths=(corpus,), task="image" if images else "seq2seq" if both else None), split=False
+    ).validation
     if isinstance(rows, Images):
         if not images:
             raise InputError(f"{corpus} holds images, and this model reads text: name a file of text")
@@ -138,7 +156,15 @@ def _list_table(listed: list[Memory]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("neuron", "agreement", "chance", "highest", "promotes", "fired by", title="what fires neurons, and what they promote")
+    table = Table(
+        "neuron",
+        "agreement",
+        "chance",
+        "highest",
+        "promotes",
+        "fired by",
+        title="what fires neurons, and what they promote",
+    )
     for memory in listed:
         promoted = Text(" ".join(name for name, _ in memory.promoted[:SHOWN]))
         shares = ("-" if value is None else f"{value:.0%}" for value in (memory.agreement, memory.chance))
@@ -151,8 +177,21 @@ def _neuron_table(memory: Memory) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    agreed = "" if memory.agreement is None else f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
-    table = Table("activation", "fired by", "goes on with", "promotes", "", "suppresses", "", title=f"neuron {memory.name}{agreed}")
+    agreed = (
+        ""
+        if memory.agreement is None
+        else f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    )
+    table = Table(
+        "activation",
+        "fired by",
+        "goes on with",
+        "promotes",
+        "",
+        "suppresses",
+        "",
+        title=f"neuron {memory.name}{agreed}",
+    )
     for row in range(max(len(memory.contexts), len(memory.promoted))):
         fired: list[Any] = ["", "", ""]
         if row < len(memory.contexts):
@@ -180,7 +219,14 @@ def _show_search(console: Any, said: Found, found: Memories) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("promoted by", "score", "fires", "share of contexts", "highest", title=Text(f"neurons and the token {said.token}"))
+    table = Table(
+        "promoted by",
+        "score",
+        "fires",
+        "share of contexts",
+        "highest",
+        title=Text(f"neurons and the token {said.token}"),
+    )
     for row in range(max(len(said.promoting), len(said.fired))):
         first = said.promoting[row] if row < len(said.promoting) else None
         second = said.fired[row] if row < len(said.fired) else None
@@ -193,5 +239,7 @@ def _show_search(console: Any, said: Found, found: Memories) -> None:
 
 def _show_note(console: Any, found: Memories) -> None:
     depth = f" Agreement: the answer is among the first {found.depth} promoted." if found.agrees else ""
-    console.print(f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}", highlight=False)
+    console.print(
+        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}", highlight=False
+    )
     console.print(f"Promoted tokens: {found.note}.", highlight=False)

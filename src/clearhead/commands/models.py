@@ -32,10 +32,15 @@ def demo(
 
 
 def cost(
-    model: Annotated[Positional[str], arg(metavar="CONFIG|DIR|PRESET", help="a config's JSON file, a model directory, or a preset")],
+    model: Annotated[
+        Positional[str],
+        arg(metavar="CONFIG|DIR|PRESET", help="a config's JSON file, a model directory, or a preset"),
+    ],
     length: Annotated[int | None, arg(help="tokens per row; default: the longest the model takes")] = None,
     batch: Annotated[int, arg(help="rows")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], arg(help="of weights, activations and cache")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], arg(help="of weights, activations and cache")
+    ] = "float32",
     json: Json = False,
 ) -> None:
     """What a model will take: parameters, FLOPs, memory and cache, from its config alone.
@@ -54,10 +59,16 @@ def cost(
 
 def check(
     folder: Folder,
-    reference: Annotated[bool, arg(help="compare with transformers too: logits and 50 greedy tokens")] = False,
-    device: Annotated[str, arg(help="where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")] = "cpu",
+    reference: Annotated[
+        bool, arg(help="compare with transformers too: logits and 50 greedy tokens")
+    ] = False,
+    device: Annotated[
+        str, arg(help="where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")
+    ] = "cpu",
     compile: Annotated[bool, arg(help="compare with the compiled model too: 15 seconds and more")] = False,
-    large: Annotated[bool, arg(help="above 500 million parameters, run the rows that copy the model too")] = False,
+    large: Annotated[
+        bool, arg(help="above 500 million parameters, run the rows that copy the model too")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Prove a model right, here: the equality suite on this model and this machine. Exit code 1 if a row fails.
@@ -80,14 +91,19 @@ def check(
     failed = [row for row in rows if not row.passed]
     skipped = sum(row.verdict == "skipped" for row in rows)
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    asked = {"--reference: transformers on the same directory": reference, "--compile: the compiled model": compile}
+    asked = {
+        "--reference: transformers on the same directory": reference,
+        "--compile: the compiled model": compile,
+    }
     left_out = [what for what, given in asked.items() if not given]
 
     def show(console: Any) -> None:
         console.print(check_table(rows))
         took = sum(row.seconds for row in rows)
         summary = f"{len(rows) - len(failed) - skipped} of {len(rows)} equal, {len(failed)} failed, {skipped} skipped, in {took:.0f} s."
-        console.print(f"{summary} Not asked for: {'; '.join(left_out)}." if left_out else summary, highlight=False)
+        console.print(
+            f"{summary} Not asked for: {'; '.join(left_out)}." if left_out else summary, highlight=False
+        )
 
     show_result(body, json, show)
     if failed:
@@ -116,9 +132,13 @@ def _progress() -> Iterator[Callable[[Any], None]]:
 
 
 def convert(
-    source: Annotated[Positional[Path], arg(metavar="IN", help="a model directory, clearhead's or Hugging Face's")],
+    source: Annotated[
+        Positional[Path], arg(metavar="IN", help="a model directory, clearhead's or Hugging Face's")
+    ],
     target: Annotated[Positional[Path], arg(metavar="OUT", help="the directory to write")],
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")
+    ] = None,
     shard_size: Annotated[str, arg(help="largest file, such as 500MB or 5GB")] = "5GB",
     overwrite: Annotated[bool, arg(help="write into OUT although it holds a model already")] = False,
     json: Json = False,
@@ -142,7 +162,13 @@ def convert(
     loaded.save(target, dtype=getattr(torch, dtype) if dtype else None, shard_size=limit)
     saved_as, note = explain_export(loaded.config, loaded.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
-    show_result(body, json, lambda console: console.print(f"saved {target} as {saved_as}{': ' + note if note else ''}", highlight=False))
+    show_result(
+        body,
+        json,
+        lambda console: console.print(
+            f"saved {target} as {saved_as}{': ' + note if note else ''}", highlight=False
+        ),
+    )
 
 
 def _config(name: str) -> Any:
@@ -161,7 +187,9 @@ def _config(name: str) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if name not in PRESETS:
-        raise ConfigError(f'"{name}" is no file, directory or preset{nearest(name, PRESETS)}: presets are {", ".join(PRESETS)}')
+        raise ConfigError(
+            f'"{name}" is no file, directory or preset{nearest(name, PRESETS)}: presets are {", ".join(PRESETS)}'
+        )
     return PRESETS[name]
 
 

@@ -18,15 +18,33 @@ Part = Literal["residual", "attention", "feedforward", "heads"]
 
 def patch(
     folder: Folder,
-    clean: Annotated[Positional[str], arg(metavar="CLEAN", help="the prompt whose activations are put into the other run")],
-    corrupt: Annotated[Positional[str], arg(metavar="CORRUPT", help="the prompt that is run; as many tokens as the clean one")],
-    answer: Annotated[str | None, arg(help="what the clean run should say (· is a space); default: what it says")] = None,
-    wrong: Annotated[str | None, arg(help="what the corrupt run says; default: that, or the runner-up")] = None,
-    part: Annotated[tuple[Part, ...], arg(help="what is patched; heads at all tokens at once")] = ("residual", "attention", "feedforward"),
+    clean: Annotated[
+        Positional[str], arg(metavar="CLEAN", help="the prompt whose activations are put into the other run")
+    ],
+    corrupt: Annotated[
+        Positional[str],
+        arg(metavar="CORRUPT", help="the prompt that is run; as many tokens as the clean one"),
+    ],
+    answer: Annotated[
+        str | None, arg(help="what the clean run should say (· is a space); default: what it says")
+    ] = None,
+    wrong: Annotated[
+        str | None, arg(help="what the corrupt run says; default: that, or the runner-up")
+    ] = None,
+    part: Annotated[tuple[Part, ...], arg(help="what is patched; heads at all tokens at once")] = (
+        "residual",
+        "attention",
+        "feedforward",
+    ),
     position: Annotated[int, arg(help="where the answer is read; -1 is the last token")] = -1,
-    target: Annotated[str | None, arg(help="what the decoder of two stacks has written; default: what it writes for both alike")] = None,
+    target: Annotated[
+        str | None,
+        arg(help="what the decoder of two stacks has written; default: what it writes for both alike"),
+    ] = None,
     plot: Annotated[Path | None, arg(help="draw heat maps: FILE.png, .svg or .pdf")] = None,
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Which layer, token and head carries the answer: put clean activations into a corrupt run, one at a time.
@@ -59,17 +77,27 @@ def _show(console: Any, found: Patching, plot: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"logit of {found.answer} less that of {found.wrong}, after {found.position}"), title_justify="left")
+    table = Table(
+        title=Text(f"logit of {found.answer} less that of {found.wrong}, after {found.position}"),
+        title_justify="left",
+    )
     for name in ("part", "layer", "token or head", "brought back"):
         table.add_column(name, justify="right" if name == "brought back" else "left")
     for one in found.maps:
-        cells = [(abs(value), value, row, column) for row, values in enumerate(one.values.tolist()) for column, value in enumerate(values)]
+        cells = [
+            (abs(value), value, row, column)
+            for row, values in enumerate(one.values.tolist())
+            for column, value in enumerate(values)
+        ]
         cells = [cell for cell in cells if cell[0] == cell[0]]  # not a number: no such head
         for _, value, row, column in sorted(cells, reverse=True)[:SHOWN]:
             table.add_row(one.title, one.rows[row], Text(one.columns[column]), f"{value:+.3f}")
         table.add_section()
     console.print(table)
-    console.print(f"clean run {found.clean_difference:+.4f} = 1, corrupt run {found.corrupt_difference:+.4f} = 0", highlight=False)
+    console.print(
+        f"clean run {found.clean_difference:+.4f} = 1, corrupt run {found.corrupt_difference:+.4f} = 0",
+        highlight=False,
+    )
     if found.note:
         console.print(found.note, highlight=False, markup=False)
     if plot is not None:

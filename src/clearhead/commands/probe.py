@@ -20,21 +20,34 @@ COLUMN = "of a treebank: upos, xpos, deprel, relation (deprel without subtypes),
 
 def probe(
     folder: Folder,
-    data: Annotated[Positional[str], arg(metavar="FILE", help="a treebank (CoNLL-U), tagged words, or texts or images with labels")],
+    data: Annotated[
+        Positional[str],
+        arg(metavar="FILE", help="a treebank (CoNLL-U), tagged words, or texts or images with labels"),
+    ],
     column: Annotated[str | None, arg(help=f"{COLUMN}; default: upos. Other data has one column")] = None,
     test: Annotated[str | None, arg(help="a file to test on; default: a fifth of the sentences")] = None,
-    stack: Annotated[Literal["encoder", "decoder"] | None, arg(help="of a model that has both; default: the encoder")] = None,
+    stack: Annotated[
+        Literal["encoder", "decoder"] | None, arg(help="of a model that has both; default: the encoder")
+    ] = None,
     pool: Annotated[
         Literal["mean", "first", "last"] | None,
-        arg(help="vector of a word from its tokens; default: mean. Of a text: as the model does it, else mean"),
+        arg(
+            help="vector of a word from its tokens; default: mean. Of a text: as the model does it, else mean"
+        ),
     ] = None,
-    words: Annotated[int, arg(help="to train on, and to test on, at most; whole sentences are drawn")] = 20_000,
+    words: Annotated[
+        int, arg(help="to train on, and to test on, at most; whole sentences are drawn")
+    ] = 20_000,
     classes: Annotated[int, arg(help="labels that a column may have")] = 200,
     penalty: Annotated[float, arg(help="on half the square of a probe's weights")] = 0.005,
     iterations: Annotated[int, arg(help="of fitting a probe, at most")] = 100,
-    seed: Annotated[int, arg(help="of the split, the choice of sentences, the control task and the intervals")] = 0,
+    seed: Annotated[
+        int, arg(help="of the split, the choice of sentences, the control task and the intervals")
+    ] = 0,
     device: Annotated[str, arg(help="cpu, cuda, cuda:1, mps; auto: the best there is")] = "auto",
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     plot: Annotated[Path | None, arg(help="draw accuracy by depth: FILE.png, .svg or .pdf")] = None,
     json: Json = False,
 ) -> None:
@@ -53,7 +66,9 @@ def probe(
     from clearhead.train.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise InputError(f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}')
+        raise InputError(
+            f'a picture "{plot}" cannot be written: its ending must be one of {", ".join(FORMATS)}'
+        )
     m = load(folder, device=str(best_device(device)), tokenizer=tokenizer)
     with progress() as on_progress:
         found = run(
@@ -91,10 +106,20 @@ def _show(console: Console, found: Probes, name: str) -> None:
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     for layer in found.layers:
         low, high = layer.interval
-        figures = (f"{layer.accuracy:.4f}", f"{low:.4f} to {high:.4f}", f"{layer.control:.4f}", f"{layer.selectivity:+.4f}")
+        figures = (
+            f"{layer.accuracy:.4f}",
+            f"{low:.4f} to {high:.4f}",
+            f"{layer.control:.4f}",
+            f"{layer.selectivity:+.4f}",
+        )
         table.add_row(layer.name, *figures)
     console.print(table)
     kind = {"words": "each word type", "texts": "each text", "images": "each image"}[found.unit]
-    console.print(f"most frequent label {found.majority:.4f}; most frequent label of {kind} {found.by_type:.4f}", highlight=False)
+    console.print(
+        f"most frequent label {found.majority:.4f}; most frequent label of {kind} {found.by_type:.4f}",
+        highlight=False,
+    )
     if found.unit == "words":
-        console.print(f"{found.seen:.1%} of the words tested have a type that is in the training words", highlight=False)
+        console.print(
+            f"{found.seen:.1%} of the words tested have a type that is in the training words", highlight=False
+        )

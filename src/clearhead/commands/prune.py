@@ -22,21 +22,39 @@ if TYPE_CHECKING:
     from clearhead.loaded import Loaded
 
 By = Literal["importance", "ablation", "random"]
-Names = Annotated[tuple[str, ...], arg(metavar="HEAD", help="such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2")]
+Names = Annotated[
+    tuple[str, ...], arg(metavar="HEAD", help="such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2")
+]
 Plot = Annotated[Path | None, arg(help="draw what is shown, as .png, .svg or .pdf")]
 Most = Annotated[int | None, arg(help="rows of the data that are read at most; None: all")]
-Settings = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true")]
+Settings = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true"),
+]
 
 
 def ablate(
     folder: Folder,
-    data: Annotated[Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")] = (),
-    text: Annotated[str | None, arg(help="in place of data: one text, and what the model says of it with and without")] = None,
-    target: Annotated[str | None, arg(help="with --text, of an encoder-decoder: what it has written so far")] = None,
+    data: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")
+    ] = (),
+    text: Annotated[
+        str | None, arg(help="in place of data: one text, and what the model says of it with and without")
+    ] = None,
+    target: Annotated[
+        str | None, arg(help="with --text, of an encoder-decoder: what it has written so far")
+    ] = None,
     heads: Names = (),
-    layers: Annotated[tuple[str, ...], arg(metavar="LAYER", help="whole layers, such as 3 or encoder.0")] = (),
-    feedforwards: Annotated[tuple[str, ...], arg(metavar="LAYER", help="the feed-forwards of these layers")] = (),
-    how: Annotated[Literal["zero", "mean"], arg(help="what takes their place: zeros, or their mean over the data or text")] = "zero",
+    layers: Annotated[
+        tuple[str, ...], arg(metavar="LAYER", help="whole layers, such as 3 or encoder.0")
+    ] = (),
+    feedforwards: Annotated[
+        tuple[str, ...], arg(metavar="LAYER", help="the feed-forwards of these layers")
+    ] = (),
+    how: Annotated[
+        Literal["zero", "mean"],
+        arg(help="what takes their place: zeros, or their mean over the data or text"),
+    ] = "zero",
     each: Annotated[bool, arg(help="every head alone: a table of layer by head")] = False,
     examples: Most = 1000,
     set: Settings = (),
@@ -55,7 +73,9 @@ def ablate(
 
     _drawable(plot)
     if bool(data) == (text is not None):
-        raise InputError("give data or --text, one of the two: such as clearhead ablate my-model/ test.txt --heads 0.1")
+        raise InputError(
+            "give data or --text, one of the two: such as clearhead ablate my-model/ test.txt --heads 0.1"
+        )
     if target is not None and text is None:
         raise InputError("--target goes with --text")
     if each and (heads or layers or feedforwards):
@@ -63,7 +83,14 @@ def ablate(
     m = load(folder)
     if each:
         one: list[Any] = [text if target is None else (text, target)]
-        _each(m, _opened(m, data, examples, set) if data else examples_from(m, one, texts=True), how, str(folder), plot, json)
+        _each(
+            m,
+            _opened(m, data, examples, set) if data else examples_from(m, one, texts=True),
+            how,
+            str(folder),
+            plot,
+            json,
+        )
     elif text is not None:
         from clearhead.inside.parts.effect import effect
 
@@ -81,15 +108,26 @@ def ablate(
 
 def prune(
     folder: Folder,
-    out: Annotated[Positional[Path | None], arg(metavar="OUT", help="the directory to write the smaller model to")] = None,
+    out: Annotated[
+        Positional[Path | None], arg(metavar="OUT", help="the directory to write the smaller model to")
+    ] = None,
     heads: Names = (),
-    keep: Annotated[float | None, arg(help="in place of --heads: the share of heads that stays, those that count most")] = None,
-    data: Annotated[tuple[str, ...], arg(metavar="DATA", help="files, or an embedded corpus, that heads and loss are judged on")] = (),
-    by: Annotated[By, arg(help="what a head counts by: its gradient, the loss without it, or chance")] = "importance",
+    keep: Annotated[
+        float | None, arg(help="in place of --heads: the share of heads that stays, those that count most")
+    ] = None,
+    data: Annotated[
+        tuple[str, ...],
+        arg(metavar="DATA", help="files, or an embedded corpus, that heads and loss are judged on"),
+    ] = (),
+    by: Annotated[
+        By, arg(help="what a head counts by: its gradient, the loss without it, or chance")
+    ] = "importance",
     whole_groups: Annotated[bool, arg(help="take heads along that share weights with those named")] = False,
     curve: Annotated[bool, arg(help="loss and accuracy while heads go one after another")] = False,
     steps: Annotated[int | None, arg(help="points of the curve; default: one for each head")] = None,
-    recompute: Annotated[bool, arg(help="with --curve, rank the heads that are left anew at each point")] = False,
+    recompute: Annotated[
+        bool, arg(help="with --curve, rank the heads that are left anew at each point")
+    ] = False,
     seed: Annotated[int, arg(help="of --by random")] = 0,
     examples: Most = 1000,
     set: Settings = (),
@@ -119,7 +157,10 @@ def prune(
     if curve and judged is not None:
         with progress() as on_progress:
             found = prune_curve(m, judged, steps, by, seed, recompute, on_progress=on_progress)
-        _drawn(plot, lambda draw: draw.draw_curves({f"by {by}": [found]}, f"{folder}: quality against heads removed"))
+        _drawn(
+            plot,
+            lambda draw: draw.draw_curves({f"by {by}": [found]}, f"{folder}: quality against heads removed"),
+        )
         body["curve"] = found.to_dict()
         tables.append(_curve_table(found, str(folder)))
     if out is not None:
@@ -134,7 +175,14 @@ def prune(
 
 
 def _check_prune(
-    folder: Path, out: Path | None, heads: tuple[str, ...], keep: float | None, data: tuple[str, ...], by: str, curve: bool, over: bool
+    folder: Path,
+    out: Path | None,
+    heads: tuple[str, ...],
+    keep: float | None,
+    data: tuple[str, ...],
+    by: str,
+    curve: bool,
+    over: bool,
 ) -> None:
     """Everything that can be said before the model is read."""
     if out is None and not curve:
@@ -150,11 +198,21 @@ def _check_prune(
     if out.resolve() == folder.resolve():
         raise CheckpointError(f"{out} is the model itself: choose another directory")
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not over):
-        raise CheckpointError(f"{out} is there already: choose another directory" + ("" if out.is_file() else ", or add --overwrite"))
+        raise CheckpointError(
+            f"{out} is there already: choose another directory"
+            + ("" if out.is_file() else ", or add --overwrite")
+        )
 
 
 def _pruned(
-    m: Loaded, out: Path, heads: tuple[str, ...], keep: float | None, judged: Examples | None, by: By, seed: int, whole: bool
+    m: Loaded,
+    out: Path,
+    heads: tuple[str, ...],
+    keep: float | None,
+    judged: Examples | None,
+    by: By,
+    seed: int,
+    whole: bool,
 ) -> dict[str, Any]:
     """Prune, judge, write; what came of it."""
     from clearhead.commands.common import progress
@@ -171,7 +229,9 @@ def _pruned(
             ranked = scores(m, judged or Examples("lm", ()), by, seed, on_progress)
         chosen = least(m.config, ranked.numbers(m.config), keep)
         if not chosen:
-            raise InputError(f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
+            raise InputError(
+                f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share"
+            )
     smaller = run(m, chosen, whole)
     smaller.save(out)
     sides: dict[str, dict[str, Any]] = {}
@@ -187,7 +247,9 @@ def _pruned(
     return {"saved": str(out), "removed": removed, **sides, "architecture": saved_as, "note": note}
 
 
-def _each(m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool) -> None:
+def _each(
+    m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool
+) -> None:
     from clearhead.commands.common import progress
     from clearhead.inside.parts.ablate import ablate_each
 
@@ -195,7 +257,13 @@ def _each(m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str
         found = ablate_each(m, examples, how, on_progress=on_progress)
     _drawn(plot, lambda draw: draw.draw_map(found, f"{name}: each head alone at {how}"))
     body = {"how": how, "rows": examples.rows, "targets": examples.targets, **found.to_dict()}
-    show_result(body, json, lambda console: _print(console, _map_table(found, f"{name}: loss increase without each head ({how})")))
+    show_result(
+        body,
+        json,
+        lambda console: _print(
+            console, _map_table(found, f"{name}: loss increase without each head ({how})")
+        ),
+    )
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -254,7 +322,9 @@ def _print(console: Console, table: Table) -> None:
 
 
 def _ablation_table(done: Ablation, name: str) -> Table:
-    title = f"{name} without {_listed(done.ablated)} ({done.how}): {done.rows:,} rows, {done.targets:,} targets"
+    title = (
+        f"{name} without {_listed(done.ablated)} ({done.how}): {done.rows:,} rows, {done.targets:,} targets"
+    )
     table = _table(title, "", "loss", "accuracy")
     for label, quality in (("whole model", done.before), ("without", done.after)):
         table.add_row(label, f"{quality.loss:.4f}", f"{quality.accuracy:.4f}")
@@ -265,8 +335,17 @@ def _ablation_table(done: Ablation, name: str) -> Table:
 def _effect_table(found: Effect) -> Table:
     from rich.text import Text
 
-    asked = "the whole text" if found.position is None else f"after token {found.position}, {found.tokens[found.position]!r}"
-    table = _table(f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} nats", "says", "whole model", "without")
+    asked = (
+        "the whole text"
+        if found.position is None
+        else f"after token {found.position}, {found.tokens[found.position]!r}"
+    )
+    table = _table(
+        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} nats",
+        "says",
+        "whole model",
+        "without",
+    )
     for one in found.top:
         table.add_row(Text(one.label), f"{one.before:.4f}", f"{one.after:.4f}")
     return table
@@ -280,7 +359,9 @@ def _map_table(found: HeadMap, title: str) -> Table:
 
 
 def _curve_table(found: PruneCurve, name: str) -> Table:
-    table = _table(f"{name}: heads removed by {found.by}, of {found.heads}", "heads removed", "loss", "accuracy")
+    table = _table(
+        f"{name}: heads removed by {found.by}, of {found.heads}", "heads removed", "loss", "accuracy"
+    )
     for removed, loss, accuracy in zip(found.removed, found.loss, found.accuracy):
         table.add_row(str(removed), f"{loss:.4f}", f"{accuracy:.4f}")
     return table

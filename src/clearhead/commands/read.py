@@ -15,8 +15,13 @@ Options = Annotated[Reading, arg(name="")]
 
 def classify(
     folder: Folder,
-    text: Annotated[Positional[str | None], arg(metavar="TEXT", help="a text, or an image file; - or nothing: stdin, one per line")] = None,
-    pair: Annotated[str | None, arg(help="the second text, for a model of pairs; in JSON lines: pair")] = None,
+    text: Annotated[
+        Positional[str | None],
+        arg(metavar="TEXT", help="a text, or an image file; - or nothing: stdin, one per line"),
+    ] = None,
+    pair: Annotated[
+        str | None, arg(help="the second text, for a model of pairs; in JSON lines: pair")
+    ] = None,
     options: Options = Reading(),  # noqa: B008
 ) -> None:
     """The class of a text, a pair of texts or an image, with its probability.
@@ -32,12 +37,21 @@ def classify(
 
     def work(batch: list[Item]) -> list[Any]:
         texts = [item.fields["text"] for item in batch]
-        pairs = [(text, item.fields["pair"]) if "pair" in item.fields else text for text, item in zip(texts, batch)]
+        pairs = [
+            (text, item.fields["pair"]) if "pair" in item.fields else text for text, item in zip(texts, batch)
+        ]
         made = loaded.classify(pairs, batch_size=options.batch_size)
         assert isinstance(made, list)
         return made
 
-    options.run({"text": text}, work, _body, lambda item, made: f"{made.label}\t{made.probability:.4f}", class_table, {"pair": pair})
+    options.run(
+        {"text": text},
+        work,
+        _body,
+        lambda item, made: f"{made.label}\t{made.probability:.4f}",
+        class_table,
+        {"pair": pair},
+    )
 
 
 def tag(folder: Folder, text: Text = None, options: Options = Reading()) -> None:  # noqa: B008
@@ -93,7 +107,8 @@ def fill(
 def answer(
     folder: Folder,
     question: Annotated[
-        Positional[str | None], arg(metavar="QUESTION", help="- or nothing: stdin, question, tab, context on a line")
+        Positional[str | None],
+        arg(metavar="QUESTION", help="- or nothing: stdin, question, tab, context on a line"),
     ] = None,
     context: Annotated[Positional[str | None], arg(metavar="CONTEXT", help="the text to look in")] = None,
     none: Annotated[bool, arg(help="allow that the context has no answer")] = False,
@@ -111,7 +126,9 @@ def answer(
 
     def work(batch: list[Item]) -> list[Any]:
         asked, given = ([item.fields[name] for item in batch] for name in ("question", "context"))
-        made = loaded.answer(asked, given, none=none, max_tokens=max_tokens, stride=stride, batch_size=options.batch_size)
+        made = loaded.answer(
+            asked, given, none=none, max_tokens=max_tokens, stride=stride, batch_size=options.batch_size
+        )
         assert isinstance(made, list)
         return made
 
@@ -131,7 +148,9 @@ def embed(folder: Folder, text: Text = None, options: Options = Reading()) -> No
     loaded = options.load(folder)
 
     def work(batch: list[Item]) -> list[Any]:
-        vectors: list[Any] = loaded.embed([item.fields["text"] for item in batch], options.batch_size).tolist()
+        vectors: list[Any] = loaded.embed(
+            [item.fields["text"] for item in batch], options.batch_size
+        ).tolist()
         return vectors
 
     def body(item: Item, made: Any) -> dict[str, Any]:

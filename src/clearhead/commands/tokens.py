@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 def tokens(
     text: Annotated[Positional[str], arg(metavar="TEXT", help="the text; - reads it from stdin")],
-    model: Annotated[Path | None, arg(metavar="DIR|FILE", help="a model directory, or a tokenizer.json")] = None,
-    kind: Annotated[TokenKind | None, arg(help="without a model: a tokenizer of this kind, trained on the text itself")] = None,
+    model: Annotated[
+        Path | None, arg(metavar="DIR|FILE", help="a model directory, or a tokenizer.json")
+    ] = None,
+    kind: Annotated[
+        TokenKind | None, arg(help="without a model: a tokenizer of this kind, trained on the text itself")
+    ] = None,
     pair: Annotated[str | None, arg(help="a second text that belongs to the first")] = None,
     json: Json = False,
 ) -> None:
@@ -44,7 +48,9 @@ def tokens(
     tokenizer, which = _tokenizer(text, model, kind)
     seen = stages(tokenizer, text, pair)
     body = {"tokenizer": which, "vocab_size": tokenizer.get_vocab_size(), **seen.to_dict()}
-    show_result(body, json, lambda console: _show(console, seen, f"{which}, {tokenizer.get_vocab_size():,} tokens"))
+    show_result(
+        body, json, lambda console: _show(console, seen, f"{which}, {tokenizer.get_vocab_size():,} tokens")
+    )
 
 
 def _tokenizer(text: str, model: Path | None, kind: TokenKind | None) -> tuple[Tokenizer, str]:
@@ -54,11 +60,15 @@ def _tokenizer(text: str, model: Path | None, kind: TokenKind | None) -> tuple[T
 
     if model is not None:
         if kind is not None:
-            raise InputError(f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two")
+            raise InputError(
+                f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two"
+            )
         if model.is_file():
             return _from_file(model), str(model)
         if not model.is_dir():
-            raise CheckpointError(f"{model} is no file and no directory: name a model directory or a tokenizer.json")
+            raise CheckpointError(
+                f"{model} is no file and no directory: name a model directory or a tokenizer.json"
+            )
         found = load_tokenizer(model)
         if found is None:
             raise CheckpointError(f"{model} has no tokenizer: add tokenizer.json, or leave --model out")
@@ -91,10 +101,20 @@ def _show(console: Console, seen: Stages, title: str) -> None:
 
 def _show_text(console: Console, part: TextStages) -> None:
     same = part.normalised == part.text
-    console.print(_table("1. normalise", ("text", "normalised"), [(part.text, "unchanged" if same else part.normalised)]))
-    pieces = [(str(number), piece.text, _span(piece), part.text[piece.start : piece.end]) for number, piece in enumerate(part.pieces)]
+    console.print(
+        _table(
+            "1. normalise", ("text", "normalised"), [(part.text, "unchanged" if same else part.normalised)]
+        )
+    )
+    pieces = [
+        (str(number), piece.text, _span(piece), part.text[piece.start : piece.end])
+        for number, piece in enumerate(part.pieces)
+    ]
     console.print(_table("2. pre-split", ("piece", "as the model reads it", "offsets", "from"), pieces))
-    made = [(str(each.piece), each.token, str(each.id), _span(each), part.text[each.start : each.end]) for each in part.tokens]
+    made = [
+        (str(each.piece), each.token, str(each.id), _span(each), part.text[each.start : each.end])
+        for each in part.tokens
+    ]
     console.print(_table("3. subword model", ("piece", "token", "id", "offsets", "from"), made))
 
 
@@ -118,7 +138,11 @@ def _table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]
 
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("id", "type", "offsets", "piece") else "left", overflow="fold")
+        table.add_column(
+            heading,
+            justify="right" if heading in ("id", "type", "offsets", "piece") else "left",
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table

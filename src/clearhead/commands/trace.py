@@ -18,19 +18,35 @@ if TYPE_CHECKING:
     from clearhead.inside.trace import Prediction, Row, Trace, TraceStep
 
 WIDTH = 190  # columns, where the output is no terminal
-DETAILS = {"formula": 165, "shape": 80, "is": 100, "first values": 125, "mean ± std": 145, "range": 185}  # and the width that each needs
+DETAILS = {
+    "formula": 165,
+    "shape": 80,
+    "is": 100,
+    "first values": 125,
+    "mean ± std": 145,
+    "range": 185,
+}  # and the width that each needs
 
 
 def trace(
     folder: Folder,
-    given: Annotated[Positional[str], arg(metavar="TEXT|IMAGE", help="what the model reads: a text, or the path of an image")],
-    target: Annotated[str | None, arg(help="encoder-decoder: what has been written so far; default: what it writes itself")] = None,
+    given: Annotated[
+        Positional[str],
+        arg(metavar="TEXT|IMAGE", help="what the model reads: a text, or the path of an image"),
+    ],
+    target: Annotated[
+        str | None, arg(help="encoder-decoder: what has been written so far; default: what it writes itself")
+    ] = None,
     pair: Annotated[str | None, arg(help="the second text of a pair, for an encoder")] = None,
-    depth: Annotated[int | None, arg(help="1: stacks, 2: blocks, 3: sublayers, 4: all steps (default; with --layer: 2)")] = None,
+    depth: Annotated[
+        int | None, arg(help="1: stacks, 2: blocks, 3: sublayers, 4: all steps (default; with --layer: 2)")
+    ] = None,
     layer: Annotated[int | None, arg(help="open this block in full")] = None,
     top: Annotated[int, arg(help="candidates to show")] = 5,
     why: Annotated[bool, arg(help="say beside each step why it is there")] = False,
-    tokenizer: Annotated[Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")] = None,
+    tokenizer: Annotated[
+        Path | None, arg(help="a tokenizer that lies elsewhere: a directory or file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """The forward pass, step by step: shapes, values, parameters, FLOPs, bytes and time, from the text to what comes next.
@@ -55,7 +71,11 @@ def trace(
         if not console.is_terminal:
             console.width = max(console.width, WIDTH)
         console.print(steps_table(seen, rows, console.width, why))
-        console.print("; ".join(f"{letter} {meaning}" for letter, meaning in seen.legend.items()), style="dim", highlight=False)
+        console.print(
+            "; ".join(f"{letter} {meaning}" for letter, meaning in seen.legend.items()),
+            style="dim",
+            highlight=False,
+        )
         shown = _shown(seen, loaded.config, loaded.special.get("mask"))
         if shown:
             console.print(_predictions_table(shown, loaded.config))
@@ -74,7 +94,13 @@ def steps_table(seen: Trace, rows: tuple[Row, ...], width: int, why: bool = Fals
     from clearhead.report import count, size
 
     details = [heading for heading, needed in DETAILS.items() if width >= needed]
-    table = Table(title="the forward pass, step by step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(
+        title="the forward pass, step by step",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
     table.add_column("step", no_wrap=True)
     for heading in details:
         table.add_column(heading, no_wrap=heading != "formula")
@@ -86,7 +112,11 @@ def steps_table(seen: Trace, rows: tuple[Row, ...], width: int, why: bool = Fals
         step = row.step
         name = Text("  " * (row.level - 1) + row.title, style="" if step else "bold")
         cells = [Text("" if step is None else _detail(step, heading)) for heading in details]
-        figures = [*(count(x) if x else "" for x in (row.parameters, row.flops)), size(row.bytes), f"{row.seconds * 1000:.3f}"]
+        figures = [
+            *(count(x) if x else "" for x in (row.parameters, row.flops)),
+            size(row.bytes),
+            f"{row.seconds * 1000:.3f}",
+        ]
         table.add_row(name, *cells, *figures, *([Text(step.why if step else "", style="dim")] if why else []))
     table.add_section()
     figures = [f"{seen.parameters:,}", count(seen.flops), size(seen.bytes), f"{seen.seconds * 1000:.3f}"]
@@ -130,7 +160,13 @@ def _predictions_table(predictions: list[Prediction], config: ModelConfig) -> Ta
     from rich.text import Text
 
     writes = config.head == "lm"
-    title = "token by token" if config.family == "encoder-decoder" else "what comes next" if writes else "what the head says"
+    title = (
+        "token by token"
+        if config.family == "encoder-decoder"
+        else "what comes next"
+        if writes
+        else "what the head says"
+    )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("after" if writes else "at")
     table.add_column("writes" if writes else "says")

@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: Annotated[Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")] = (),
+    data: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")
+    ] = (),
     recipe: Annotated[str | None, arg(help="a recipe's name or .toml file; default: by the data")] = None,
     out: Annotated[Path | None, arg(help="folder to write; default: runs/ and the name of the data")] = None,
     set: Annotated[
         UseAppendAction[tuple[str, ...]],
-        arg(metavar="KEY=VALUE", help="change the recipe, such as train.steps=2000; each run's train.toml explains the keys"),
+        arg(
+            metavar="KEY=VALUE",
+            help="change the recipe, such as train.steps=2000; each run's train.toml explains the keys",
+        ),
     ] = (),
     resume: Annotated[Path | None, arg(metavar="DIR", help="go on with the run in this folder")] = None,
     overwrite: Annotated[bool, arg(help="remove an earlier run in the output folder")] = False,
@@ -48,19 +53,31 @@ def train(
 
     if not data and resume is None and not read_recipe(recipe, set).data.paths:
         if recipe is not None or set or out is not None:
-            raise InputError("name the data to train on: files, folders or a corpus; clearhead train alone lists what comes along")
+            raise InputError(
+                "name the data to train on: files, folders or a corpus; clearhead train alone lists what comes along"
+            )
         _list(json)
         return
     watcher = Watcher()
     with Stopper() as stopper:
         try:
             done = run(
-                data, recipe=recipe, out=out, settings=set, resume=resume, overwrite=overwrite, on_event=watcher, stop=lambda: stopper.asked
+                data,
+                recipe=recipe,
+                out=out,
+                settings=set,
+                resume=resume,
+                overwrite=overwrite,
+                on_event=watcher,
+                stop=lambda: stopper.asked,
             )
         finally:
             watcher.close()
     if done.reason == "stopped":
-        print(f"stopped at step {done.step}, saved; go on with: clearhead train --resume {quote(str(done.folder))}", file=sys.stderr)
+        print(
+            f"stopped at step {done.step}, saved; go on with: clearhead train --resume {quote(str(done.folder))}",
+            file=sys.stderr,
+        )
         sys.exit(130 if stopper.signal == signal.SIGINT else 143)
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     if json:
@@ -73,7 +90,11 @@ def summary(body: dict[str, Any], loaded: Any) -> str:
     """The last words of a run: what came out and what to try."""
     head, family, folder = loaded.config.head, loaded.config.family, quote(body["folder"])
     figures = "  ".join(f"{name} {value:.4f}" for name, value in body["metrics"].items() if name != "step")
-    writes = f"translate {folder} TEXT" if family == "encoder-decoder" else f"generate {folder} TEXT --temperature 0.8"
+    writes = (
+        f"translate {folder} TEXT"
+        if family == "encoder-decoder"
+        else f"generate {folder} TEXT --temperature 0.8"
+    )
     use = {
         "lm": f"clearhead {writes}",
         "mlm": f"clearhead fill {folder} TEXT",
@@ -119,7 +140,9 @@ class Stopper:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked, self.signal = True, signal.Signals(number)
-        print("\nstopping after this step and saving; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        print(
+            "\nstopping after this step and saving; Ctrl-C again stops at once", file=sys.stderr, flush=True
+        )
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
@@ -146,12 +169,16 @@ class Watcher:
                 self.say(line)
             case events.Started():
                 also = "" if event.trainable == event.parameters else f", {event.trainable:,} of them trained"
-                self.say(f"{event.task}: {event.parameters:,} parameters{also}, {event.steps:,} steps on {event.device} -> {event.folder}")
+                self.say(
+                    f"{event.task}: {event.parameters:,} parameters{also}, {event.steps:,} steps on {event.device} -> {event.folder}"
+                )
             case events.Stepped():
                 self.step(event)
             case events.Validated():
                 self.validated = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
-                self.say(f"step {event.step:,}  validation  {self.validated}{'  (best so far)' if event.best else ''}")
+                self.say(
+                    f"step {event.step:,}  validation  {self.validated}{'  (best so far)' if event.best else ''}"
+                )
                 for sample in event.samples:
                     self.say(f"    {shortened(sample)}")
             case events.Saved() | events.Finished():

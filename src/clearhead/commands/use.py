@@ -13,7 +13,10 @@ from clearhead.commands.inputs import Item, Reading, Text
 Options = Annotated[Reading, arg(name="")]  # its flags without a prefix
 Prompt = Annotated[
     Positional[str | None],
-    arg(metavar="PROMPT", help="the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line"),
+    arg(
+        metavar="PROMPT",
+        help="the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
+    ),
 ]
 
 
@@ -24,22 +27,34 @@ def generate(
     temperature: Annotated[float, arg(help="0 is greedy, 1 the model's own distribution")] = 0.0,
     top_k: Annotated[int, arg(help="keep the k best tokens; 0: all")] = 0,
     top_p: Annotated[float, arg(help="keep the best tokens that hold this much probability; 1: all")] = 1.0,
-    min_p: Annotated[float, arg(help="keep tokens with this share of the best one's probability; 0: all")] = 0.0,
-    typical_p: Annotated[float, arg(help="keep the tokens of most usual surprise that hold this much probability; 1: all")] = 1.0,
-    repetition_penalty: Annotated[float, arg(help="above 1, tokens that have come are made less likely")] = 1.0,
-    presence_penalty: Annotated[float, arg(help="taken from the logit of every token that was generated")] = 0.0,
+    min_p: Annotated[
+        float, arg(help="keep tokens with this share of the best one's probability; 0: all")
+    ] = 0.0,
+    typical_p: Annotated[
+        float, arg(help="keep the tokens of most usual surprise that hold this much probability; 1: all")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, arg(help="above 1, tokens that have come are made less likely")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, arg(help="taken from the logit of every token that was generated")
+    ] = 0.0,
     frequency_penalty: Annotated[float, arg(help="the same for each time it was generated")] = 0.0,
     no_repeat_ngram: Annotated[int, arg(help="never write the same n tokens twice; 0: off")] = 0,
     seed: Annotated[int, arg(help="of the draws")] = 0,
     beams: Annotated[int, arg(help="search with this many beams; 1: none")] = 1,
     length_penalty: Annotated[float, arg(help="of beams: above 0 favours long texts")] = 1.0,
     num_return: Annotated[int, arg(help="how many of the best beams to give")] = 1,
-    lookup: Annotated[int, arg(help="guess this many tokens at a time from the text itself: the same text, sooner; 0: off")] = 0,
+    lookup: Annotated[
+        int, arg(help="guess this many tokens at a time from the text itself: the same text, sooner; 0: off")
+    ] = 0,
     draft: Annotated[Path | None, arg(help="a smaller model that guesses in place of that")] = None,
     stop: Annotated[tuple[str, ...], arg(help="texts that end the generation")] = (),
     stop_token: Annotated[tuple[str, ...], arg(help="tokens that end the generation, by name or id")] = (),
     seconds: Annotated[float | None, arg(help="stop after this time")] = None,
-    logprobs: Annotated[int | None, arg(help="report log-probabilities, and so many of the best tokens at each step")] = None,
+    logprobs: Annotated[
+        int | None, arg(help="report log-probabilities, and so many of the best tokens at each step")
+    ] = None,
     stream: Annotated[bool, arg(help="print the text as it grows")] = False,
     options: Options = Reading(),  # noqa: B008
 ) -> None:
@@ -94,7 +109,11 @@ def generate(
 
     def line(item: Item, made: Any) -> str:
         lead = item.fields["prompt"] if goes_on else ""
-        return "" if live else "\n".join(f"{lead}{one.text}" for one in (made if isinstance(made, list) else [made]))
+        return (
+            ""
+            if live
+            else "\n".join(f"{lead}{one.text}" for one in (made if isinstance(made, list) else [made]))
+        )
 
     options.run({"prompt": prompt}, work, _generated("prompt"), line)
 
@@ -109,7 +128,10 @@ def _generated(name: str) -> Any:
 
     def body(item: Item, made: Any) -> dict[str, Any]:
         several = isinstance(made, list)
-        return {name: item.fields[name], **({"results": [plain(one) for one in made]} if several else plain(made))}
+        return {
+            name: item.fields[name],
+            **({"results": [plain(one) for one in made]} if several else plain(made)),
+        }
 
     return body
 
@@ -117,9 +139,15 @@ def _generated(name: str) -> Any:
 def translate(
     folder: Folder,
     text: Text = None,
-    max_new_tokens: Annotated[int | None, arg(help="where the text ends at the latest; default: the model's own")] = None,
-    beams: Annotated[int | None, arg(help="search with this many beams; default: the model's own, else 4")] = None,
-    length_penalty: Annotated[float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")] = None,
+    max_new_tokens: Annotated[
+        int | None, arg(help="where the text ends at the latest; default: the model's own")
+    ] = None,
+    beams: Annotated[
+        int | None, arg(help="search with this many beams; default: the model's own, else 4")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")
+    ] = None,
     options: Options = Reading(),  # noqa: B008
 ) -> None:
     """Translate, or whatever else an encoder-decoder was trained to make of a text.
@@ -132,7 +160,9 @@ def translate(
     loaded = options.load(folder)
 
     def work(batch: list[Item]) -> list[Any]:
-        made: list[Any] = loaded.translate([item.fields["text"] for item in batch], max_new_tokens, beams, length_penalty)
+        made: list[Any] = loaded.translate(
+            [item.fields["text"] for item in batch], max_new_tokens, beams, length_penalty
+        )
         return made
 
     def body(item: Item, made: Any) -> dict[str, Any]:
@@ -167,4 +197,11 @@ def score(
     def show(made: Any) -> Any:
         return score_table(made, [str(loaded.text_tokenizer.id_to_token(token)) for token in made.ids])
 
-    options.run({"text": text}, work, body, lambda item, made: f"{made.total:.4f}\t{made.perplexity:.4f}", show, {"source": source})
+    options.run(
+        {"text": text},
+        work,
+        body,
+        lambda item, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
+        show,
+        {"source": source},
+    )

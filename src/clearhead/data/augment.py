@@ -28,7 +28,9 @@ def shift(pixels: Pixels, random: np.random.Generator) -> Pixels:
     down, right = height // 8, width // 8
     wide = np.pad(pixels, ((0, 0), (0, 0), (down, down), (right, right)))
     views = sliding_window_view(wide, (height, width), axis=(2, 3))  # B C shifts shifts H W
-    moved: Pixels = views[np.arange(n), :, random.integers(2 * down + 1, size=n), random.integers(2 * right + 1, size=n)]
+    moved: Pixels = views[
+        np.arange(n), :, random.integers(2 * down + 1, size=n), random.integers(2 * right + 1, size=n)
+    ]
     return moved
 
 
@@ -69,7 +71,11 @@ def _rectangles(pixels: Pixels, largest: float, random: np.random.Generator) -> 
     return down[:, :, None] & right[:, None, :]
 
 
-AUGMENTATIONS: dict[str, Callable[[Pixels, np.random.Generator], Pixels]] = {"flip": flip, "shift": shift, "erase": erase}
+AUGMENTATIONS: dict[str, Callable[[Pixels, np.random.Generator], Pixels]] = {
+    "flip": flip,
+    "shift": shift,
+    "erase": erase,
+}
 
 
 def augment(pixels: Pixels, names: Iterable[str], random: np.random.Generator) -> Pixels:

@@ -28,12 +28,18 @@ class Batch:
     source_mask: Tensor | None = None  # B S
     documents: Tensor | None = None  # B T, which document each token belongs to
     types: Tensor | None = None  # B T, which of two texts each token belongs to
-    numbers: Tensor | None = None  # B, the numbers of the examples, for logs and reports of faults; stays on the CPU
+    numbers: Tensor | None = (
+        None  # B, the numbers of the examples, for logs and reports of faults; stays on the CPU
+    )
 
     @property
     def is_span(self) -> bool:
         """Are the targets of a row its answer's first and last token, which count as one?"""
-        return self.targets.ndim == 2 and self.targets.shape != self.ids.shape[:2] and not self.targets.is_floating_point()
+        return (
+            self.targets.ndim == 2
+            and self.targets.shape != self.ids.shape[:2]
+            and not self.targets.is_floating_point()
+        )
 
     @cached_property
     def n_targets(self) -> int:
@@ -60,8 +66,12 @@ class Batch:
             return tensor.to(device)
 
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "numbers"}
-        moved = replace(self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor)})
-        moved.__dict__.update(n_targets=self.n_targets, n_tokens=self.n_tokens)  # counted here: a device would have to be waited for
+        moved = replace(
+            self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor)}
+        )
+        moved.__dict__.update(
+            n_targets=self.n_targets, n_tokens=self.n_tokens
+        )  # counted here: a device would have to be waited for
         return moved
 
     def arguments(self) -> dict[str, Tensor]:

@@ -26,7 +26,14 @@ KINDS: dict[Task, Make] = {
 
 
 def make_batches(
-    encoded: Encoded, task: Task, plan: DataPlan, *, special: Mapping[str, int], length: int, seed: int, training: bool
+    encoded: Encoded,
+    task: Task,
+    plan: DataPlan,
+    *,
+    special: Mapping[str, int],
+    length: int,
+    seed: int,
+    training: bool,
 ) -> Batches:
     """The batches of one side.
 
@@ -39,8 +46,14 @@ def make_batches(
         seed: of the order of examples and of all that is drawn at random.
         training: shuffled anew each epoch; otherwise in one order, nothing left out and nothing twice.
     """
-    if not any(len(array) - name.endswith("_offsets") for name, array in encoded.arrays.items() if name not in ("mean", "std")):
-        raise InputError(f"there are no examples for {'training' if training else 'validation'}: give more data")
+    if not any(
+        len(array) - name.endswith("_offsets")
+        for name, array in encoded.arrays.items()
+        if name not in ("mean", "std")
+    ):
+        raise InputError(
+            f"there are no examples for {'training' if training else 'validation'}: give more data"
+        )
     if task == "image":
         return Pictures(encoded, plan, seed, training)
     make: Make = Packed if task == "lm" and plan.packing == "isolated" else KINDS[task]

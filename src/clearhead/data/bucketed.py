@@ -60,7 +60,11 @@ def starts_and_lengths(encoded: Encoded, name: str) -> tuple[Ints, Ints]:
 def cut_said(longer: NDArray[np.bool_], what: str, length: int, more: str = "") -> tuple[str, ...]:
     """A sentence on how many examples were cut, if any."""
     count = int(longer.sum())
-    return (f"{count:,} of {len(longer):,} {what} are longer than {length:,} tokens and were cut{more}",) if count else ()
+    return (
+        (f"{count:,} of {len(longer):,} {what} are longer than {length:,} tokens and were cut{more}",)
+        if count
+        else ()
+    )
 
 
 class Pairs(Bucketed):
@@ -69,13 +73,24 @@ class Pairs(Bucketed):
     A target that is cut has no eos: the model is not to learn to stop there.
     """
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         self.encoded, self.frame = encoded, encoded.frame
         self.bos, self.eos = need(special, "bos", "seq2seq"), need(special, "eos", "seq2seq")
         room = room_in(length, self.frame, "a source")
         self.source_starts, source = starts_and_lengths(encoded, "source")
         self.target_starts, target = starts_and_lengths(encoded, "target")
-        self.source_lengths, self.target_lengths = np.minimum(source, room), np.minimum(target + 1, length)  # eos is one
+        self.source_lengths, self.target_lengths = (
+            np.minimum(source, room),
+            np.minimum(target + 1, length),
+        )  # eos is one
         self.whole = target + 1 <= length
         self.said = cut_said(source > room, "sources", length) + cut_said(~self.whole, "targets", length)
         sizes = np.stack([self.source_lengths + self.frame.size, self.target_lengths], axis=1)
@@ -87,7 +102,11 @@ class Pairs(Bucketed):
         source, mask = self.blank(lengths + self.frame.size)
         frame_rows(self.frame, [Part(self.encoded["source"], self.source_starts[numbers], lengths)], source)
 
-        lengths, whole, starts = self.target_lengths[numbers], self.whole[numbers], self.target_starts[numbers]
+        lengths, whole, starts = (
+            self.target_lengths[numbers],
+            self.whole[numbers],
+            self.target_starts[numbers],
+        )
         decoder, more = self.blank(lengths)
         targets = np.full_like(decoder, IGNORE)
         decoder[:, 0] = self.bos
@@ -101,17 +120,38 @@ class Pairs(Bucketed):
 class Labels(Bucketed):
     """A text, or two, framed; the target is a class."""
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         self.encoded, self.frames = encoded, (encoded.frame, encoded.pair_frame)
         self.paired = np.asarray(encoded["paired"])
         self.first_starts, first = starts_and_lengths(encoded, "first")
         self.second_starts, second = starts_and_lengths(encoded, "second")
         single = np.minimum(first, room_in(length, self.frames[0], "a text"))
-        both = share_room(first, second, room_in(length, self.frames[1], "two texts")) if self.paired.any() else (first, second)
-        self.first_lengths, self.second_lengths = np.where(self.paired, both[0], single), np.where(self.paired, both[1], 0)
+        both = (
+            share_room(first, second, room_in(length, self.frames[1], "two texts"))
+            if self.paired.any()
+            else (first, second)
+        )
+        self.first_lengths, self.second_lengths = (
+            np.where(self.paired, both[0], single),
+            np.where(self.paired, both[1], 0),
+        )
         self.said = cut_said(self.first_lengths + self.second_lengths < first + second, "examples", length)
-        self.typed = any(frame.typed for frame, used in zip(self.frames, (~self.paired, self.paired)) if used.any())
-        self.lengths = self.first_lengths + self.second_lengths + np.where(self.paired, self.frames[1].size, self.frames[0].size)
+        self.typed = any(
+            frame.typed for frame, used in zip(self.frames, (~self.paired, self.paired)) if used.any()
+        )
+        self.lengths = (
+            self.first_lengths
+            + self.second_lengths
+            + np.where(self.paired, self.frames[1].size, self.frames[0].size)
+        )
         super().__init__(self.lengths[:, None], plan, special.get("pad", 0), seed, training)
 
     def build(self, numbers: Ints) -> Batch:
@@ -122,7 +162,9 @@ class Labels(Bucketed):
             rows, examples = np.flatnonzero(chosen), numbers[chosen]
             parts = [Part(self.encoded["first"], self.first_starts[examples], self.first_lengths[examples])]
             if frame is self.frames[1]:
-                parts.append(Part(self.encoded["second"], self.second_starts[examples], self.second_lengths[examples]))
+                parts.append(
+                    Part(self.encoded["second"], self.second_starts[examples], self.second_lengths[examples])
+                )
             frame_rows(frame, parts, ids, types, rows)
         if types is not None:
             more["types"] = tensor(types)
@@ -132,7 +174,15 @@ class Labels(Bucketed):
 class Tags(Bucketed):
     """The pieces of words, framed; the target is a tag at the first piece of each word."""
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         self.encoded, self.frame = encoded, encoded.frame
         room = room_in(length, self.frame, "words")
         self.starts, lengths = starts_and_lengths(encoded, "ids")
@@ -141,9 +191,13 @@ class Tags(Bucketed):
         lost = 0
         if longer.any():
             sentence, place = ragged(lengths)
-            lost = int(((place >= room) & (encoded["targets"][self.starts[sentence] + place] != IGNORE)).sum())
+            lost = int(
+                ((place >= room) & (encoded["targets"][self.starts[sentence] + place] != IGNORE)).sum()
+            )
         self.said = cut_said(longer, "sentences", length, f": {lost:,} words have no tag")
-        super().__init__((self.lengths + self.frame.size)[:, None], plan, special.get("pad", 0), seed, training)
+        super().__init__(
+            (self.lengths + self.frame.size)[:, None], plan, special.get("pad", 0), seed, training
+        )
 
     def build(self, numbers: Ints) -> Batch:
         """See `Bucketed.build`."""
@@ -162,7 +216,15 @@ class Answers(Bucketed):
     `found` says what they mean.
     """
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         self.encoded, self.frame = encoded, encoded.pair_frame
         room = room_in(length, self.frame, "a question and its context")
         self.question_starts, question = starts_and_lengths(encoded, "question")
@@ -182,7 +244,9 @@ class Answers(Bucketed):
         if lost.any():
             more = "are in no window as a whole, and count as none: raise data.stride or data.max_length"
             self.said += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
-        self.text_begin = len(self.frame.before) + len(self.frame.between) + self.question_lengths[self.example]  # column of the context
+        self.text_begin = (
+            len(self.frame.before) + len(self.frame.between) + self.question_lengths[self.example]
+        )  # column of the context
         self.targets = np.where(inside[:, None], np.stack([first, last], 1) + self.text_begin[:, None], 0)
         self.lengths = self.question_lengths[self.example] + self.count + self.frame.size
         super().__init__(self.lengths[:, None], plan, special.get("pad", 0), seed, training)
@@ -192,8 +256,12 @@ class Answers(Bucketed):
         example = self.example[numbers]
         ids, more = self.blank(self.lengths[numbers])
         types = np.zeros_like(ids) if self.frame.typed else None
-        question = Part(self.encoded["question"], self.question_starts[example], self.question_lengths[example])
-        context = Part(self.encoded["context"], self.context_starts[example] + self.begin[numbers], self.count[numbers])
+        question = Part(
+            self.encoded["question"], self.question_starts[example], self.question_lengths[example]
+        )
+        context = Part(
+            self.encoded["context"], self.context_starts[example] + self.begin[numbers], self.count[numbers]
+        )
         frame_rows(self.frame, [question, context], ids, types)
         if types is not None:
             more["types"] = tensor(types)

@@ -13,7 +13,9 @@ from clearhead.data.tables import Record, shorten
 from clearhead.errors import InputError
 
 Row = Pair | Labelled | Tagged | Question
-_WHOLE = re.compile(r"-?[0-9]+\.0+")  # what spreadsheets and pandas make of whole numbers beside a missing one
+_WHOLE = re.compile(
+    r"-?[0-9]+\.0+"
+)  # what spreadsheets and pandas make of whole numbers beside a missing one
 
 
 def text_of(record: Record, column: str) -> str:
@@ -29,7 +31,9 @@ def label_of(record: Record, column: str) -> str:
     value = value_of(record, column)
     number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
     if not (number or (isinstance(value, str) and value.strip())):
-        raise InputError(f"{record.place}: the label in `{column}` must be text or a number, not {shorten(str(value))}")
+        raise InputError(
+            f"{record.place}: the label in `{column}` must be text or a number, not {shorten(str(value))}"
+        )
     label = str(value).lower() if number else value.strip()
     return label.partition(".")[0] if _WHOLE.fullmatch(label) else label
 
@@ -57,19 +61,29 @@ def lowered(row: Row, which: bool | Literal["source", "target"]) -> Row:
         return row
     match row:
         case Pair():
-            return Pair(row.source if which == "target" else row.source.lower(), row.target if which == "source" else row.target.lower())
+            return Pair(
+                row.source if which == "target" else row.source.lower(),
+                row.target if which == "source" else row.target.lower(),
+            )
         case Labelled():
             return Labelled(row.text.lower(), row.label, row.pair and row.pair.lower())
         case Tagged():
             return Tagged(tuple(word.lower() for word in row.words), row.tags)
         case Question():  # some letters change their length, so the place is counted anew
-            return Question(row.question.lower(), row.context.lower(), row.answer.lower(), len(row.context[: row.start].lower()))
+            return Question(
+                row.question.lower(),
+                row.context.lower(),
+                row.answer.lower(),
+                len(row.context[: row.start].lower()),
+            )
 
 
 def _words(record: Record, column: str) -> tuple[str, ...]:
     value = value_of(record, column)
     items = value.split() if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str | int) and str(item).strip() for item in items):
+    if not isinstance(items, list) or not all(
+        isinstance(item, str | int) and str(item).strip() for item in items
+    ):
         raise InputError(f"{record.place}: `{column}` must be a list of words, not {shorten(str(value))}")
     return tuple(str(item).strip() for item in items)
 
@@ -103,7 +117,9 @@ def _answers(roles: Mapping[str, str], record: Record) -> Iterator[tuple[str, in
             start = start.strip().partition(".")[0] if _WHOLE.fullmatch(start.strip()) else start.strip()
             start = int(start) if start.isdecimal() and len(start) < 10 else start or None
         if not isinstance(text, str) or not (start is None or type(start) is int):
-            raise InputError(f"{record.place}: an answer is text with a whole number for its start, not {shorten(f'{text}, {start}')}")
+            raise InputError(
+                f"{record.place}: an answer is text with a whole number for its start, not {shorten(f'{text}, {start}')}"
+            )
         yield (text, start) if text else ("", 0)
 
 

@@ -34,13 +34,59 @@ SHAPES: dict[Task, Shape] = {
 # Names that columns of each role go by, the likeliest first.
 NAMES: dict[str, tuple[str, ...]] = {
     "text": (
-        *("text", "sentence", "sentence1", "text1", "premise", "question1", "review", "content", "document", "article", "body"),
+        *(
+            "text",
+            "sentence",
+            "sentence1",
+            "text1",
+            "premise",
+            "question1",
+            "review",
+            "content",
+            "document",
+            "article",
+            "body",
+        ),
         *("comment", "tweet", "message", "utterance", "story", "question", "title", "name"),
     ),
     "pair": ("pair", "sentence2", "text2", "hypothesis", "question2", "text_pair"),
-    "label": ("label", "labels", "class", "category", "gold_label", "sentiment", "stars", "rating", "score", "topic", "intent", "y"),
-    "source": ("source", "src", "input", "prompt", "instruction", "question", "article", "document", "text", "sentence"),
-    "target": ("target", "tgt", "output", "completion", "response", "summary", "highlights", "translation", "answer"),
+    "label": (
+        "label",
+        "labels",
+        "class",
+        "category",
+        "gold_label",
+        "sentiment",
+        "stars",
+        "rating",
+        "score",
+        "topic",
+        "intent",
+        "y",
+    ),
+    "source": (
+        "source",
+        "src",
+        "input",
+        "prompt",
+        "instruction",
+        "question",
+        "article",
+        "document",
+        "text",
+        "sentence",
+    ),
+    "target": (
+        "target",
+        "tgt",
+        "output",
+        "completion",
+        "response",
+        "summary",
+        "highlights",
+        "translation",
+        "answer",
+    ),
     "words": ("words", "tokens", "forms"),
     "tags": ("tags", "ner_tags", "pos_tags", "upos", "ner", "pos", "labels"),
     "question": ("question", "query"),
@@ -56,7 +102,9 @@ _IDS = frozenset(("id", "idx", "index", "guid"))
 _KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | _IDS
 _NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
 _NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
-_UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)  # what pandas calls a column without a name, and what read_table does
+_UNNAMED = re.compile(
+    r"unnamed:? \d+(\.\d+)?", re.IGNORECASE
+)  # what pandas calls a column without a name, and what read_table does
 MOST_CLASSES = 1000
 
 
@@ -64,7 +112,9 @@ def check_roles(columns: Mapping[str, str]) -> None:
     """Refuse roles that no shape has."""
     for role in columns:
         if role not in NAMES:
-            raise InputError(f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}")
+            raise InputError(
+                f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}"
+            )
 
 
 def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> bool:
@@ -79,9 +129,15 @@ def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> boo
     named = [cell for cell in first if cell]
     known = len({cell.lower() for cell in named} & _KNOWN)
     if len(set(named)) < len(named):
-        return known >= 2  # names given twice are a mistake that read_table tells; equal words may be an example
+        return (
+            known >= 2
+        )  # names given twice are a mistake that read_table tells; equal words may be an example
     columns_below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
-    return known >= min(2, len(first)) or _above_numbers(first, columns_below) or _above_labels(first, columns_below)
+    return (
+        known >= min(2, len(first))
+        or _above_numbers(first, columns_below)
+        or _above_labels(first, columns_below)
+    )
 
 
 def may_name_columns(row: Sequence[str]) -> bool:
@@ -92,7 +148,9 @@ def may_name_columns(row: Sequence[str]) -> bool:
 def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     """Does a column hold only numbers, save for its first cell? Without a name it must be the index that pandas writes."""
     return any(
-        bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
+        bool(cells)
+        and all(_NUMBER.fullmatch(cell) for cell in cells)
+        and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
         for i, (name, cells) in enumerate(zip(first, below))
     )
 
@@ -112,23 +170,31 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     return labels and own * 2 < usual and all(len(name.split()) < 3 for name in first)
 
 
-def choose_columns(records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool) -> tuple[Shape, dict[str, str]]:
+def choose_columns(
+    records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool
+) -> tuple[Shape, dict[str, str]]:
     """Shape and column of each role; `records` are the first ones, `named` says whether columns have names."""
     names = list(dict.fromkeys(name for record in records for name in record.cells))
     if not names:
-        raise InputError(f"{records[0].place} has no field, nor have those after it: there is nothing to learn from")
+        raise InputError(
+            f"{records[0].place} has no field, nor have those after it: there is nothing to learn from"
+        )
     if task == "image":
         raise InputError("task image needs pictures: a folder for each class, an idx pair or an npz file")
     given = {role: find_column(column, names, records[0].place) for role, column in columns.items()}
     wanted = SHAPES.get(task) if task else _shape_of_roles(given)
     for shape in [wanted] if wanted else ROLES:
         if set(given) <= {*ROLES[shape][0], *ROLES[shape][1]}:
-            roles = _by_name(shape, records, names, given) if named else _by_content(shape, records, names, given)
+            roles = (
+                _by_name(shape, records, names, given) if named else _by_content(shape, records, names, given)
+            )
             if roles is not None:
                 return shape, roles
     need = " and ".join(ROLES[wanted][0]) if wanted else "text, text and label, or source and target"
     shape = wanted or "labels"
-    likely = _by_content(shape, records, names, given) or {role: names[min(i, len(names) - 1)] for i, role in enumerate(ROLES[shape][0])}
+    likely = _by_content(shape, records, names, given) or {
+        role: names[min(i, len(names) - 1)] for i, role in enumerate(ROLES[shape][0])
+    }
     example = ", ".join(f'{role} = "{listed([column])}"' for role, column in likely.items())
     raise InputError(
         f"{records[0].place}: which columns hold {need}? There are {listed(names)}; say it, such as --set data.columns='{{{example}}}'"
@@ -147,14 +213,20 @@ def find_column(column: str, names: Sequence[str], place: str) -> str:
 
 def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
     """The shape that the given roles belong to, if there is no doubt."""
-    fits = [shape for shape, (needed, more) in ROLES.items() if set(given) <= {*needed, *more} and set(needed) <= set(given)]
+    fits = [
+        shape
+        for shape, (needed, more) in ROLES.items()
+        if set(given) <= {*needed, *more} and set(needed) <= set(given)
+    ]
     partly = [shape for shape, (needed, more) in ROLES.items() if set(given) <= {*needed, *more}]
     if given and not partly:
         raise InputError(f"data.columns names roles that do not go together: {', '.join(given)}")
     return fits[0] if given and fits else partly[0] if given and len(partly) == 1 else None
 
 
-def _by_name(shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
+def _by_name(
+    shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]
+) -> dict[str, str] | None:
     needed, more = ROLES[shape]
     low = {name.lower(): name for name in reversed(names)}
     roles = dict(given)
@@ -168,14 +240,25 @@ def _by_name(shape: Shape, records: Sequence[Record], names: Sequence[str], give
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
         roles = dict(zip(("source", "target"), languages)) if len(languages) == 2 else {}
     telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
-    if shape == "labels" and set(roles) == {"text"} and len(telling) == 1 and _few_values(records, telling[0]):
+    if (
+        shape == "labels"
+        and set(roles) == {"text"}
+        and len(telling) == 1
+        and _few_values(records, telling[0])
+    ):
         roles["label"] = telling[0]
     if shape == "text" and not roles and len(left) == 1:
         roles["text"] = left[0]
-    return {role: roles[role] for role in (*needed, *more) if role in roles} if set(needed) <= set(roles) else None
+    return (
+        {role: roles[role] for role in (*needed, *more) if role in roles}
+        if set(needed) <= set(roles)
+        else None
+    )
 
 
-def _by_content(shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
+def _by_content(
+    shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]
+) -> dict[str, str] | None:
     """Columns without names: the one with few values is the label, the longest of the others the text; pairs are the first two texts."""
     needed, more = ROLES[shape]
     roles = dict(given)
@@ -186,13 +269,23 @@ def _by_content(shape: Shape, records: Sequence[Record], names: Sequence[str], g
             roles["label"] = min(few, key=lambda name: _gaps_and_values(records, name))
             left.remove(roles["label"])
     if shape == "labels" and left and "label" in roles and "text" not in roles:
-        roles["text"] = max(left, key=lambda name: sum(len(str(record.cells.get(name))) for record in records))
+        roles["text"] = max(
+            left, key=lambda name: sum(len(str(record.cells.get(name))) for record in records)
+        )
     if shape == "pairs" and not roles:
-        texts = [name for name in left if not all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)]
+        texts = [
+            name
+            for name in left
+            if not all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)
+        ]
         roles = dict(zip(("source", "target"), texts))
     if shape == "text" and not roles and len(left) == 1:
         roles["text"] = left[0]
-    return {role: roles[role] for role in (*needed, *more) if role in roles} if set(needed) <= set(roles) else None
+    return (
+        {role: roles[role] for role in (*needed, *more) if role in roles}
+        if set(needed) <= set(roles)
+        else None
+    )
 
 
 def _few_values(records: Sequence[Record], name: str) -> bool:
@@ -210,5 +303,7 @@ def _gaps_and_values(records: Sequence[Record], name: str) -> tuple[bool, int]:
 def value_of(record: Record, column: str) -> Any:
     """The cell of a record, which must be there."""
     if column not in record.cells:
-        raise InputError(f"{record.place} has no field {column!r}{nearest(column, record.cells)}; it has {listed(record.cells) or 'none'}")
+        raise InputError(
+            f"{record.place} has no field {column!r}{nearest(column, record.cells)}; it has {listed(record.cells) or 'none'}"
+        )
     return record.cells[column]

@@ -41,7 +41,9 @@ class Embedded:
 
 # The standard library -----------------------------------------------------------------------------------------------------
 
-_LEFT_OUT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"))
+_LEFT_OUT = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload")
+)
 
 
 def library_files() -> list[Path]:
@@ -49,7 +51,11 @@ def library_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     # Modules named _sysconfigdata describe one machine.
-    return [root / path for path in files if not _LEFT_OUT & set(path.parts) and not path.name.startswith(("_sysconfigdata", "test_"))]
+    return [
+        root / path
+        for path in files
+        if not _LEFT_OUT & set(path.parts) and not path.name.startswith(("_sysconfigdata", "test_"))
+    ]
 
 
 def _sources(files: Iterable[Path]) -> Iterator[str]:
@@ -57,7 +63,11 @@ def _sources(files: Iterable[Path]) -> Iterator[str]:
         try:
             with tokenize.open(path) as file:
                 yield file.read()
-        except (SyntaxError, UnicodeDecodeError, OSError):  # not for this version of Python: no module of the library
+        except (
+            SyntaxError,
+            UnicodeDecodeError,
+            OSError,
+        ):  # not for this version of Python: no module of the library
             continue
 
 
@@ -96,7 +106,11 @@ def _docstrings(source: str) -> Iterator[str]:
             if doc and doc.strip():
                 yield inspect.cleandoc(doc)
         # Definitions stand among statements: to go through expressions too would take twice the time.
-        inner = [child for part in ("body", "handlers", "orelse", "finalbody", "cases") for child in getattr(node, part, ())]
+        inner = [
+            child
+            for part in ("body", "handlers", "orelse", "finalbody", "cases")
+            for child in getattr(node, part, ())
+        ]
         waiting += reversed(inner)
 
 
@@ -106,11 +120,28 @@ def _docstrings(source: str) -> Iterator[str]:
 def _character_names() -> list[Labelled]:
     """Names of characters and their general category, without those whose name is only a number."""
     named = ((chr(code), unicodedata.name(chr(code), "")) for code in range(0x110000))
-    plain = ((char, name) for char, name in named if name and not re.search(r"-[0-9A-F]{4,6}$|^HANGUL SYLLABLE ", name))
+    plain = (
+        (char, name)
+        for char, name in named
+        if name and not re.search(r"-[0-9A-F]{4,6}$|^HANGUL SYLLABLE ", name)
+    )
     return [Labelled(name, unicodedata.category(char)) for char, name in plain]
 
 
-_MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+_MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _FORMS = (
     "{d} {month} {y}",
@@ -165,17 +196,27 @@ def _digits() -> Pictures:
     try:
         digits = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError:
-        raise MissingExtraError("the corpus digits needs scikit-learn: pip install 'clearhead[train]'") from None
-    pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)  # N H W C; the set counts from 0 to 16
-    return Pictures(pixels, [str(label) for label in digits.target], [f"digit {i}" for i in range(len(pixels))])
+        raise MissingExtraError(
+            "the corpus digits needs scikit-learn: pip install 'clearhead[train]'"
+        ) from None
+    pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(
+        np.uint8
+    )  # N H W C; the set counts from 0 to 16
+    return Pictures(
+        pixels, [str(label) for label in digits.target], [f"digit {i}" for i in range(len(pixels))]
+    )
 
 
 CORPORA: dict[str, Embedded] = {
     corpus.name: corpus
     for corpus in (
-        Embedded("stdlib-docs", "English prose: the docstrings of Python's standard library", "lm", _library_docs),
+        Embedded(
+            "stdlib-docs", "English prose: the docstrings of Python's standard library", "lm", _library_docs
+        ),
         Embedded("stdlib-code", "Python: the source of the standard library", "lm", _library_code),
-        Embedded("unicode-names", "names of characters and their general category", "classify", _character_names),
+        Embedded(
+            "unicode-names", "names of characters and their general category", "classify", _character_names
+        ),
         Embedded("dates", "dates in many written forms, to be written as ISO 8601", "seq2seq", _dates),
         Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", "image", _digits),
     )

@@ -48,7 +48,9 @@ def open_data(plan: DataPlan, split: bool = True) -> Corpus:
     if held is not None and held.format != source.format:
         way_out = f"both must be of one format; if they are, --set data.format={source.format}"
         raise InputError(f"the data is {source.format} and the validation files are {held.format}: {way_out}")
-    mark = digest([*source.files, *(held.files if held else ())], _settings(plan), source.format, str(len(source.files)))
+    mark = digest(
+        [*source.files, *(held.files if held else ())], _settings(plan), source.format, str(len(source.files))
+    )
     if source.format in PICTURES:
         _check_shape(plan, "images", str(source.files[0]))
         return _open_pictures(plan, source, held, mark, split)
@@ -70,7 +72,9 @@ def task_of(plan: DataPlan, corpus: Corpus) -> Task:
 
 def _check(plan: DataPlan) -> None:
     if not plan.paths:
-        raise InputError(f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})")
+        raise InputError(
+            f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})"
+        )
     check_roles(plan.columns)
 
 
@@ -78,13 +82,18 @@ def _check_shape(plan: DataPlan, shape: Shape, what: str) -> None:
     if plan.task is not None and SHAPES[plan.task] != shape:
         raise InputError(f"task {plan.task} needs {SHAPES[plan.task]}, and {what} holds {shape}")
     if plan.lowercase not in (False, True) and shape != "pairs":
-        raise InputError(f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {shape}: set it to true or false")
+        raise InputError(
+            f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {shape}: set it to true or false"
+        )
 
 
 def _settings(plan: DataPlan) -> str:
     """Everything in a plan that changes the examples; the task alone does not."""
     names = ("format", "columns", "header", "pattern", "lowercase", "validation_share", "max_examples")
-    wanted = {name: getattr(plan, name) for name in names} | {"columns": dict(plan.columns), "held": len(plan.validation)}
+    wanted = {name: getattr(plan, name) for name in names} | {
+        "columns": dict(plan.columns),
+        "held": len(plan.validation),
+    }
     return json.dumps([VERSION, wanted], sort_keys=True)
 
 
@@ -104,7 +113,15 @@ def _apart(source: Source, held: Source | None) -> Source:
 # Text -------------------------------------------------------------------------------------------------------------------
 
 
-def _open_text(plan: DataPlan, layout: Layout, source: Source, held: Source | None, mark: str, said: list[str], split: bool) -> Corpus:
+def _open_text(
+    plan: DataPlan,
+    layout: Layout,
+    source: Source,
+    held: Source | None,
+    mark: str,
+    said: list[str],
+    split: bool,
+) -> Corpus:
     whole = stream(partial(read_documents, layout, source.files), bool(plan.lowercase), plan.max_examples)
     if held is None:
         return _text_corpus(plan, whole, mark, said, _empty(source), split)
@@ -117,11 +134,15 @@ def _open_text(plan: DataPlan, layout: Layout, source: Source, held: Source | No
 
 def _empty(source: Source) -> str:
     return (
-        f"{source.files[0]} is empty: there is no text in it" if len(source.files) == 1 else "all files are empty: there is no text in them"
+        f"{source.files[0]} is empty: there is no text in it"
+        if len(source.files) == 1
+        else "all files are empty: there is no text in them"
     )
 
 
-def _text_corpus(plan: DataPlan, whole: Stream, mark: str, said: list[str], empty: str, split: bool) -> Corpus:
+def _text_corpus(
+    plan: DataPlan, whole: Stream, mark: str, said: list[str], empty: str, split: bool
+) -> Corpus:
     if not split:
         if not look(whole).documents:
             raise InputError(empty)
@@ -133,11 +154,24 @@ def _text_corpus(plan: DataPlan, whole: Stream, mark: str, said: list[str], empt
 # Rows -------------------------------------------------------------------------------------------------------------------
 
 
-def _open_rows(plan: DataPlan, layout: Layout, source: Source, held: Source | None, mark: str, said: list[str], split: bool) -> Corpus:
+def _open_rows(
+    plan: DataPlan,
+    layout: Layout,
+    source: Source,
+    held: Source | None,
+    mark: str,
+    said: list[str],
+    split: bool,
+) -> Corpus:
     rows, empty = _read(plan, layout, source)
     if empty:
         said.append(f"{counted(empty, 'row')} with an empty text left out")
-    if plan.header is None and layout.format in ("tsv", "csv") and layout.shape == "labels" and not layout.header:
+    if (
+        plan.header is None
+        and layout.format in ("tsv", "csv")
+        and layout.shape == "labels"
+        and not layout.header
+    ):
         said += _lone_first([row.label for row in rows if isinstance(row, Labelled)])
     if held is None:
         return _rows_corpus(plan, layout.shape, rows, mark, said, split)
@@ -151,18 +185,28 @@ def _open_rows(plan: DataPlan, layout: Layout, source: Source, held: Source | No
         unknown = next((name for name in names_of(row) if name not in known), None)
         if unknown is not None:
             place = next(
-                place for place, other in read_examples(layout, held.files) if other is not None and lowered(other, plan.lowercase) == row
+                place
+                for place, other in read_examples(layout, held.files)
+                if other is not None and lowered(other, plan.lowercase) == row
             )
             noun = "tag" if layout.shape == "tags" else "label"
-            raise InputError(f"{place}: the {noun} {unknown!r} does not occur in the training data, which has {listed(known)}")
-    said += _shared([key_of(*key_parts(row)) for row in rows], [key_of(*key_parts(row)) for row in validation])
+            raise InputError(
+                f"{place}: the {noun} {unknown!r} does not occur in the training data, which has {listed(known)}"
+            )
+    said += _shared(
+        [key_of(*key_parts(row)) for row in rows], [key_of(*key_parts(row)) for row in validation]
+    )
     return _rows_made(layout.shape, rows, validation, mark, said)
 
 
 def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
     """A word on examples that are on both sides, by their keys."""
     shared = sum(map(set(train).__contains__, validation))
-    return [f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too"] if shared else []
+    return (
+        [f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too"]
+        if shared
+        else []
+    )
 
 
 def _read(plan: DataPlan, layout: Layout, source: Source) -> tuple[list[Row], int]:
@@ -170,11 +214,17 @@ def _read(plan: DataPlan, layout: Layout, source: Source) -> tuple[list[Row], in
     rows = [lowered(row, plan.lowercase) for row in read if row is not None]
     if not rows:
         why = f"every one of its {counted(len(read), 'row')} has an empty text; choose columns with --set data.columns=..."
-        raise InputError(f"{source.files[0]} is empty: there is no example in it" if not read else f"{source.files[0]}: {why}")
+        raise InputError(
+            f"{source.files[0]} is empty: there is no example in it"
+            if not read
+            else f"{source.files[0]}: {why}"
+        )
     return rows, len(read) - len(rows)
 
 
-def _rows_corpus(plan: DataPlan, shape: Shape, rows: Sequence[Row], mark: str, said: list[str], split: bool) -> Corpus:
+def _rows_corpus(
+    plan: DataPlan, shape: Shape, rows: Sequence[Row], mark: str, said: list[str], split: bool
+) -> Corpus:
     """Set apart a share of the rows for validation."""
     if not split:
         return _rows_made(shape, [], rows, mark, said)
@@ -189,7 +239,11 @@ def _rows_corpus(plan: DataPlan, shape: Shape, rows: Sequence[Row], mark: str, s
 def _lone_first(names: Sequence[str]) -> list[str]:
     """A word on a first row that may be a header after all, where the others tell a label from it."""
     alone = names[0] not in names[1:] and len(set(names)) * 2 < len(names)
-    return [f"no other row has the label {names[0]!r} of the first: if that is a header, --set data.header=true"] if alone else []
+    return (
+        [f"no other row has the label {names[0]!r} of the first: if that is a header, --set data.header=true"]
+        if alone
+        else []
+    )
 
 
 def _judge(names: Sequence[str]) -> None:
@@ -210,22 +264,34 @@ def _judge_pictures(names: Sequence[str]) -> None:
     """Refuse classes that tell nothing."""
     way_out = "lay out a folder for each class, several pictures in each"
     if len(set(names)) == 1:
-        raise InputError(f"every picture is of the class {names[0]!r}: there is nothing to tell apart; {way_out}")
+        raise InputError(
+            f"every picture is of the class {names[0]!r}: there is nothing to tell apart; {way_out}"
+        )
     if len(set(names)) == len(names):
-        raise InputError(f"each of the {len(names):,} pictures is of a class of its own: there is nothing to learn a class from; {way_out}")
+        raise InputError(
+            f"each of the {len(names):,} pictures is of a class of its own: there is nothing to learn a class from; {way_out}"
+        )
 
 
-def _rows_made(shape: Shape, rows: Sequence[Row], validation: Sequence[Row], mark: str, said: list[str]) -> Corpus:
+def _rows_made(
+    shape: Shape, rows: Sequence[Row], validation: Sequence[Row], mark: str, said: list[str]
+) -> Corpus:
     names = _names(shape, [*rows, *validation])
     if names:
-        said.append(f"{counted(len(names), 'tag') if shape == 'tags' else _classes(len(names))}: {listed(names)}")
+        said.append(
+            f"{counted(len(names), 'tag') if shape == 'tags' else _classes(len(names))}: {listed(names)}"
+        )
     if rows and shape == "labels" and len(names) * 2 > len(rows):
         said.append(f"{len(names):,} classes for {len(rows):,} examples: is this a label?")
     said.append(
-        f"{counted(len(rows), 'example')} to train on, {len(validation):,} to validate on" if rows else counted(len(validation), "example")
+        f"{counted(len(rows), 'example')} to train on, {len(validation):,} to validate on"
+        if rows
+        else counted(len(validation), "example")
     )
     # The shape says which of the kinds of rows all of them are.
-    return Corpus(shape, cast(Rows, rows), cast(Rows, validation), names, mark, tuple(said), sum(map(bytes_of, rows)))
+    return Corpus(
+        shape, cast(Rows, rows), cast(Rows, validation), names, mark, tuple(said), sum(map(bytes_of, rows))
+    )
 
 
 def _classes(count: int) -> str:
@@ -256,35 +322,54 @@ def _open_pictures(plan: DataPlan, source: Source, held: Source | None, mark: st
     if held is not None:
         validation = read_pictures(held, plan.max_examples)[0]
     names = [*train.names, *(validation.names if validation else ())]
-    mark = hashlib.sha256("\0".join([mark, *names]).encode()).hexdigest()  # folders name the classes: no file says them
+    mark = hashlib.sha256(
+        "\0".join([mark, *names]).encode()
+    ).hexdigest()  # folders name the classes: no file says them
     return _pictures_corpus(plan, train, validation, mark, [*source.said, *said], split)
 
 
-def _pictures_corpus(plan: DataPlan, train: Pictures, validation: Pictures | None, mark: str, said: list[str], split: bool) -> Corpus:
+def _pictures_corpus(
+    plan: DataPlan, train: Pictures, validation: Pictures | None, mark: str, said: list[str], split: bool
+) -> Corpus:
     if not split:
         whole = validation or train
         names = sort_names(whole.names)
         return Corpus(
-            "images", _images(_part(whole, [False] * len(whole.names), True), names), _images(whole, names), names, mark, tuple(said), 0
+            "images",
+            _images(_part(whole, [False] * len(whole.names), True), names),
+            _images(whole, names),
+            names,
+            mark,
+            tuple(said),
+            0,
         )
     _judge_pictures(train.names)
     if validation is None:
         keys = [key_of(picture.tobytes()) for picture in train.pixels]
         validates = split_keys(keys, plan.validation_share, [(name,) for name in train.names])
-        said.append(f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content")
+        said.append(
+            f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content"
+        )
         train, validation = _part(train, validates, False), _part(train, validates, True)
     else:
         said += _shared(
-            [key_of(picture.tobytes()) for picture in train.pixels], [key_of(picture.tobytes()) for picture in validation.pixels]
+            [key_of(picture.tobytes()) for picture in train.pixels],
+            [key_of(picture.tobytes()) for picture in validation.pixels],
         )
     if train.pixels.shape[1:] != validation.pixels.shape[1:]:
         sizes = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, validation))
-        raise InputError("the pictures to train on are {} and those to validate on {}: bring all to one size first".format(*sizes))
+        raise InputError(
+            "the pictures to train on are {} and those to validate on {}: bring all to one size first".format(
+                *sizes
+            )
+        )
     names = sort_names(train.names)
     unknown = next((i for i, name in enumerate(validation.names) if name not in names), None)
     if unknown is not None:
         place, name = validation.places[unknown], validation.names[unknown]
-        raise InputError(f"{place}: the label {name!r} does not occur in the training data, which has {listed(names)}")
+        raise InputError(
+            f"{place}: the label {name!r} does not occur in the training data, which has {listed(names)}"
+        )
 
     size = " x ".join(map(str, train.pixels.shape[1:]))
     said += [
@@ -301,7 +386,9 @@ def _images(part: Pictures, names: Sequence[str]) -> Images:
 
 def _part(whole: Pictures, validates: Sequence[bool], side: bool) -> Pictures:
     chosen = np.array(validates) == side
-    return Pictures(whole.pixels[chosen], _side(whole.names, validates, side), _side(whole.places, validates, side))
+    return Pictures(
+        whole.pixels[chosen], _side(whole.names, validates, side), _side(whole.places, validates, side)
+    )
 
 
 # Embedded corpora -------------------------------------------------------------------------------------------------------
@@ -312,7 +399,9 @@ def _embedded(plan: DataPlan) -> Embedded | None:
     """The embedded corpus a plan names; a file or folder of that name comes first, unless the plan says otherwise."""
     name = plan.paths[0]
     if plan.format == "corpus" and name not in CORPORA:
-        raise InputError(f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}")
+        raise InputError(
+            f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}"
+        )
     free = plan.format is None and not Path(name).expanduser().exists()
     return CORPORA.get(name) if len(plan.paths) == 1 and (free or plan.format == "corpus") else None
 
@@ -320,20 +409,31 @@ def _embedded(plan: DataPlan) -> Embedded | None:
 def _open_embedded(plan: DataPlan, embedded: Embedded, split: bool) -> Corpus:
     shape = SHAPES[embedded.task]
     if plan.validation:
-        raise InputError(f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it")
+        raise InputError(
+            f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it"
+        )
     _check_shape(plan, shape, f"the corpus {embedded.name}")
     content, said = embedded.load(), [f"the embedded corpus {embedded.name}: {embedded.sentence}"]
     if isinstance(content, Pictures):
         chosen = spaced(len(content.names), plan.max_examples)
-        content = Pictures(content.pixels[chosen], [content.names[i] for i in chosen], [content.places[i] for i in chosen])
+        content = Pictures(
+            content.pixels[chosen], [content.names[i] for i in chosen], [content.places[i] for i in chosen]
+        )
         mark = _mark(plan, [content.pixels.tobytes(), *(name.encode() for name in content.names)])
         return _pictures_corpus(plan, content, None, mark, said, split)
     if isinstance(content, list):
         rows = [lowered(row, plan.lowercase) for row in content[: plan.max_examples]]
-        return _rows_corpus(plan, shape, rows, _mark(plan, (repr(tuple(row)).encode() for row in rows)), said, split)
+        return _rows_corpus(
+            plan, shape, rows, _mark(plan, (repr(tuple(row)).encode() for row in rows)), said, split
+        )
     whole = stream(content, bool(plan.lowercase), plan.max_examples)
     return _text_corpus(
-        plan, whole, _mark(plan, (chunk.text.encode() for chunk in whole)), said, "the standard library has no sources here", split
+        plan,
+        whole,
+        _mark(plan, (chunk.text.encode() for chunk in whole)),
+        said,
+        "the standard library has no sources here",
+        split,
     )
 
 

@@ -42,7 +42,11 @@ SHAPES: dict[Task, Shape] = {
 }
 BARE = Frame((), (), ())
 NOTED = 0.001  # the share of unknown tokens from which on it is said
-SEPARATORS: dict[Task, str] = {"lm": "eos", "mlm": "sep", "denoise": "eos"}  # roles of the token between documents
+SEPARATORS: dict[Task, str] = {
+    "lm": "eos",
+    "mlm": "sep",
+    "denoise": "eos",
+}  # roles of the token between documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,11 @@ class Encoded:
     @property
     def n_tokens(self) -> int:
         """Tokens of all examples, special ones left out; 0 for images."""
-        return sum(len(self.arrays[name.removesuffix("_offsets")]) for name in self.arrays if name.endswith("_offsets"))
+        return sum(
+            len(self.arrays[name.removesuffix("_offsets")])
+            for name in self.arrays
+            if name.endswith("_offsets")
+        )
 
 
 def encode_corpus(
@@ -101,7 +109,15 @@ def encode_corpus(
         raise InputError(f"the task {task} needs a tokenizer")
     separator = special.get(SEPARATORS[task]) if task in SEPARATORS else None
     described = tokenizer.to_str()
-    parts = [VERSION, corpus.fingerprint, hashlib.sha256(described.encode()).hexdigest(), task, side, list(labels), separator]
+    parts = [
+        VERSION,
+        corpus.fingerprint,
+        hashlib.sha256(described.encode()).hexdigest(),
+        task,
+        side,
+        list(labels),
+        separator,
+    ]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     place = Path(folder) / f"{task}-{side}-{key[:16]}"
     found = _open(place, key)
@@ -110,7 +126,9 @@ def encode_corpus(
             _encode(corpus, side, task, Tokenizer.from_str(described), labels, separator, _Files(work), key)
         found = _open(place, key)
     if found is None:
-        raise InputError(f"the encoded data in {place} cannot be read back: check the disk, or set data.cache to another folder")
+        raise InputError(
+            f"the encoded data in {place} cannot be read back: check the disk, or set data.cache to another folder"
+        )
     return found
 
 
@@ -146,18 +164,26 @@ def _encode(
         lost += int(np.sum(group.pop("lost", 0)))
         for ids, _ in (column for column in group.values() if isinstance(column, tuple)):
             tokens += len(ids)
-            unknown += int(np.sum(ids == unk)) if unk != separator else 0  # one token for both: only bytes, which spell all
+            unknown += (
+                int(np.sum(ids == unk)) if unk != separator else 0
+            )  # one token for both: only bytes, which spell all
         files.append(group, np.uint16 if vocab_size < 2**16 else np.uint32)
     said = [f"{lost:,} words have no token and so no tag"] if lost else []
     if unknown > NOTED * tokens:
-        said.append(f"{unknown / tokens:.1%} of the tokens are unknown to the tokenizer, and all of them look alike to the model")
+        said.append(
+            f"{unknown / tokens:.1%} of the tokens are unknown to the tokenizer, and all of them look alike to the model"
+        )
     sentinels: list[int] = []
-    while task == "denoise" and (sentinel := tokenizer.token_to_id(f"<extra_id_{len(sentinels)}>")) is not None:
+    while (
+        task == "denoise" and (sentinel := tokenizer.token_to_id(f"<extra_id_{len(sentinels)}>")) is not None
+    ):
         sentinels.append(sentinel)
     facts = {
         "task": task,
         "vocab_size": vocab_size,
-        "specials": sorted(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special),
+        "specials": sorted(
+            number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        ),
         "sentinels": sentinels,
         "frame": encoding.frame_of(tokenizer, pair=False),
         "pair_frame": encoding.frame_of(tokenizer, pair=True),
@@ -171,12 +197,22 @@ def _images(corpus: Corpus, side: str) -> Encoded:
     """Pictures stay as they are; with them go mean and deviation of each channel, those of the training side, on a scale of 0 to 1."""
     train, images = cast(Images, corpus.train), cast(Images, getattr(corpus, side))
     levels = np.arange(256) / 255
-    counts = np.stack([np.bincount(train.pixels[..., channel].reshape(-1), minlength=256) for channel in range(train.pixels.shape[-1])])
+    counts = np.stack(
+        [
+            np.bincount(train.pixels[..., channel].reshape(-1), minlength=256)
+            for channel in range(train.pixels.shape[-1])
+        ]
+    )
     weights = counts / np.maximum(1, counts.sum(1, keepdims=True))  # C 256
     mean = weights @ levels
     deviation = np.sqrt(weights @ levels**2 - mean**2)
     std = np.where(deviation > 1e-6, deviation, 1.0)  # a channel of one colour is only moved
-    arrays = {"pixels": images.pixels, "labels": images.labels, "mean": mean.astype(np.float32), "std": std.astype(np.float32)}
+    arrays = {
+        "pixels": images.pixels,
+        "labels": images.labels,
+        "mean": mean.astype(np.float32),
+        "std": std.astype(np.float32),
+    }
     return Encoded("image", arrays)
 
 
@@ -188,7 +224,9 @@ class _Files:
     """Arrays that grow at their end, each in a file of its own."""
 
     folder: Path
-    table: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each file: dtype, shape of an entry, bytes, checksum
+    table: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # of each file: dtype, shape of an entry, bytes, checksum
     totals: dict[str, int] = field(default_factory=dict)  # the last offset of each ragged column
 
     def append(self, columns: encoding.Columns, ids: type[np.unsignedinteger[Any]]) -> None:
@@ -206,7 +244,9 @@ class _Files:
                 self._write(name, column)
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
-        entry = self.table.setdefault(name, {"dtype": array.dtype.str, "shape": list(array.shape[1:]), "bytes": 0, "checksum": 0})
+        entry = self.table.setdefault(
+            name, {"dtype": array.dtype.str, "shape": list(array.shape[1:]), "bytes": 0, "checksum": 0}
+        )
         data = np.ascontiguousarray(array).tobytes()
         with _saying(self.folder.parent), (self.folder / name).open("ab") as file:
             file.write(data)
@@ -225,7 +265,9 @@ def _saying(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or str(error)
-        raise InputError(f"cannot write encoded data to {folder}: {why}; make room there, or set data.cache to another folder") from None
+        raise InputError(
+            f"cannot write encoded data to {folder}: {why}; make room there, or set data.cache to another folder"
+        ) from None
 
 
 @contextmanager
@@ -254,7 +296,17 @@ def _open(place: Path, key: str) -> Encoded | None:
         arrays = {name: _map(place / name, entry) for name, entry in meta["arrays"].items()}
         frame, pair_frame = (Frame(*map(tuple, facts[name])) for name in ("frame", "pair_frame"))
         specials, sentinels, said = (tuple(facts[name]) for name in ("specials", "sentinels", "said"))
-        return Encoded(facts["task"], arrays, facts["vocab_size"], specials, sentinels, frame, pair_frame, facts["n_unknown"], said)
+        return Encoded(
+            facts["task"],
+            arrays,
+            facts["vocab_size"],
+            specials,
+            sentinels,
+            frame,
+            pair_frame,
+            facts["n_unknown"],
+            said,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

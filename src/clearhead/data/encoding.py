@@ -34,7 +34,9 @@ def frame_of(tokenizer: Tokenizer, pair: bool) -> Frame:
     candidates = ("a", "e", "0", ".", *tokenizer.get_vocab())
     text = next((text for text in candidates if tokenizer.encode(text, add_special_tokens=False).ids), None)
     if text is None:
-        raise InputError("the tokenizer turns every text into nothing: train another, or name one with tokens.model")
+        raise InputError(
+            "the tokenizer turns every text into nothing: train another, or name one with tokens.model"
+        )
     encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
     pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
     types, previous = [], None
@@ -151,7 +153,9 @@ def encode_pairs(rows: Iterable[Pair], tokenizer: Tokenizer) -> Iterator[Columns
         }
 
 
-def encode_labelled(rows: Iterable[Labelled], tokenizer: Tokenizer, labels: Sequence[str]) -> Iterator[Columns]:
+def encode_labelled(
+    rows: Iterable[Labelled], tokenizer: Tokenizer, labels: Sequence[str]
+) -> Iterator[Columns]:
     """Texts, the texts read with them, whether there is such a one, and the number of the class."""
     number = {label: number for number, label in enumerate(labels)}
     for group in groups(rows, lambda row: len(row.text) + len(row.pair or "")):
@@ -169,8 +173,12 @@ def encode_tagged(rows: Iterable[Tagged], tokenizer: Tokenizer, labels: Sequence
     for group in groups(rows, lambda row: sum(map(len, row.words))):
         for row in group:
             if len(row.words) != len(row.tags):
-                raise InputError(f"a sentence has {len(row.words)} words and {len(row.tags)} tags: each word needs one ({row.words[:5]})")
-        encodings = tokenizer.encode_batch([list(row.words) for row in group], is_pretokenized=True, add_special_tokens=False)
+                raise InputError(
+                    f"a sentence has {len(row.words)} words and {len(row.tags)} tags: each word needs one ({row.words[:5]})"
+                )
+        encodings = tokenizer.encode_batch(
+            [list(row.words) for row in group], is_pretokenized=True, add_special_tokens=False
+        )
         targets: list[list[int]] = []
         lost = []
         for row, encoding in zip(group, encodings):
@@ -195,8 +203,12 @@ def encode_questions(rows: Iterable[Question], tokenizer: Tokenizer) -> Iterator
         yield {
             "question": flat(ids_of(tokenizer, [row.question for row in group])),
             "context": flat([encoding.ids for encoding in contexts]),
-            "characters": np.array([span for encoding in contexts for span in encoding.offsets], dtype=np.int32).reshape(-1, 2),
-            "answer": np.array([_answer(row, encoding) for row, encoding in zip(group, contexts)], dtype=np.int64),
+            "characters": np.array(
+                [span for encoding in contexts for span in encoding.offsets], dtype=np.int32
+            ).reshape(-1, 2),
+            "answer": np.array(
+                [_answer(row, encoding) for row, encoding in zip(group, contexts)], dtype=np.int64
+            ),
         }
 
 
@@ -206,13 +218,19 @@ def _answer(row: Question, encoding: Encoding) -> tuple[int, int]:
         return -1, -1
     end = row.start + len(row.answer)
     if row.context[row.start : end] != row.answer:
-        raise InputError(f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: correct its start')
-    inside = [place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start]
+        raise InputError(
+            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: correct its start'
+        )
+    inside = [
+        place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start
+    ]
     return (inside[0], inside[-1]) if inside else (-1, -1)
 
 
 def _number(numbers: Mapping[str, int], name: str, what: str) -> int:
     if name not in numbers:
         known = ", ".join(list(numbers)[:10]) + (", ..." if len(numbers) > 10 else "")
-        raise InputError(f'the {what} "{name}" is not among those of the training data ({known}){nearest(name, numbers)}')
+        raise InputError(
+            f'the {what} "{name}" is not among those of the training data ({known}){nearest(name, numbers)}'
+        )
     return numbers[name]

@@ -42,14 +42,18 @@ def need(special: Mapping[str, int], role: str, task: str) -> int:
     """The id of a special token that a task cannot do without."""
     if role not in special:
         have = ", ".join(special) or "none at all"
-        raise InputError(f"{task} needs a {role} token, and the tokenizer has {have}: train one for this task, or choose another task")
+        raise InputError(
+            f"{task} needs a {role} token, and the tokenizer has {have}: train one for this task, or choose another task"
+        )
     return special[role]
 
 
 def room_in(length: int, frame: Frame, what: str) -> int:
     """Tokens of a row that the frame leaves to the text."""
     if length <= frame.size:
-        raise InputError(f"rows of {length} tokens have no room for {what} beside {frame.size} special tokens: raise data.max_length")
+        raise InputError(
+            f"rows of {length} tokens have no room for {what} beside {frame.size} special tokens: raise data.max_length"
+        )
     return length - frame.size
 
 
@@ -103,7 +107,15 @@ class Windows(EvenRows):
 
     overlap = 1  # tokens that a window shares with the next
 
-    def __init__(self, encoded: Encoded, step: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        step: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         """Windows that advance by `step` tokens, or by as many as the text has."""
         self.ids, self.pad = encoded["ids"], special.get("pad", 0)
         usable = len(self.ids) - self.overlap
@@ -112,10 +124,17 @@ class Windows(EvenRows):
                 f"the {'training' if training else 'validation'} text has {len(self.ids)} tokens, too few to learn from: give more text"
             )
         if usable < step and training:
-            self.said = (f"the text has {len(self.ids):,} tokens and rows could have {step:,}: each row is the whole text",)
+            self.said = (
+                f"the text has {len(self.ids):,} tokens and rows could have {step:,}: each row is the whole text",
+            )
         self.step = min(step, usable)
         self.width = self.step + self.overlap
-        super().__init__(usable // self.step if training else -(-usable // self.step), rows_of(plan, self.step), seed, training)
+        super().__init__(
+            usable // self.step if training else -(-usable // self.step),
+            rows_of(plan, self.step),
+            seed,
+            training,
+        )
         if not training:
             self.waste = 1 - usable / (self.n_rows * self.step)
 
@@ -141,7 +160,12 @@ class Windows(EvenRows):
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         whole = bool(real.all())
         targets = rows[:, 1:] if whole else np.where(real, rows[:, 1:], IGNORE)
-        return Batch(tensor(rows[:, :-1]), tensor(targets), mask=None if whole else tensor(real), numbers=tensor(places))
+        return Batch(
+            tensor(rows[:, :-1]),
+            tensor(targets),
+            mask=None if whole else tensor(real),
+            numbers=tensor(places),
+        )
 
 
 class MaskedWindows(Windows):
@@ -149,16 +173,31 @@ class MaskedWindows(Windows):
 
     overlap = 0
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         """Rows of `length` tokens, the frame's included."""
         self.frame, self.share, self.mask_id = encoded.frame, plan.mask_share, need(special, "mask", "mlm")
         super().__init__(encoded, room_in(length, self.frame, "text"), plan, special, seed, training)
         self.hideable = np.ones(encoded.vocab_size, dtype=np.bool_)
-        self.hideable[[token for token in (*encoded.specials, *special.values()) if token < encoded.vocab_size]] = False
+        self.hideable[
+            [token for token in (*encoded.specials, *special.values()) if token < encoded.vocab_size]
+        ] = False
         self.ordinary = np.flatnonzero(self.hideable)
-        if not any(self.hideable[self.ids[start : start + CHECKED]].any() for start in range(0, len(self.ids), CHECKED)):
+        if not any(
+            self.hideable[self.ids[start : start + CHECKED]].any()
+            for start in range(0, len(self.ids), CHECKED)
+        ):
             side = "training" if training else "validation"
-            raise InputError(f"every word of the {side} text is unknown to the tokenizer, so there is nothing to guess: give more text")
+            raise InputError(
+                f"every word of the {side} text is unknown to the tokenizer, so there is nothing to guess: give more text"
+            )
 
     def build(self, places: Ints, random: np.random.Generator) -> Batch:
         """See `EvenRows.build`."""
@@ -167,8 +206,12 @@ class MaskedWindows(Windows):
         real = np.arange(total.max()) < total[:, None]
         rows = np.full(real.shape, self.pad, dtype=np.int64)
         frame_rows(self.frame, [Part(self.ids, places, lengths)], rows)
-        seen, targets = mask_tokens(rows, self.hideable[rows] & real, self.share, self.mask_id, self.ordinary, random)
-        return Batch(tensor(seen), tensor(targets), mask=None if real.all() else tensor(real), numbers=tensor(places))
+        seen, targets = mask_tokens(
+            rows, self.hideable[rows] & real, self.share, self.mask_id, self.ordinary, random
+        )
+        return Batch(
+            tensor(seen), tensor(targets), mask=None if real.all() else tensor(real), numbers=tensor(places)
+        )
 
 
 class NoisyWindows(Windows):
@@ -176,12 +219,26 @@ class NoisyWindows(Windows):
 
     overlap = 0
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         """Windows as long as they can be while neither side takes more than `length` tokens."""
-        self.frame, self.plan, self.sentinels = encoded.frame, plan, np.array(encoded.sentinels, dtype=np.int64)
+        self.frame, self.plan, self.sentinels = (
+            encoded.frame,
+            plan,
+            np.array(encoded.sentinels, dtype=np.int64),
+        )
         self.bos, self.eos = need(special, "bos", "denoise"), need(special, "eos", "denoise")
         if not len(self.sentinels):
-            raise InputError("denoise needs sentinels, <extra_id_0> and so on, and the tokenizer has none: train one for this task")
+            raise InputError(
+                "denoise needs sentinels, <extra_id_0> and so on, and the tokenizer has none: train one for this task"
+            )
         step = 1
         if max(self._sizes(step)) > length:
             raise InputError(
@@ -207,7 +264,9 @@ class NoisyWindows(Windows):
         decoder[:, 0] = self.bos
         for length in np.unique(lengths).tolist():  # one, but for the last row of a validation text
             chosen = np.flatnonzero(lengths == length)
-            noise, spans = noise_sizes(length, self.plan.mask_share, self.plan.span_length, len(self.sentinels))
+            noise, spans = noise_sizes(
+                length, self.plan.mask_share, self.plan.span_length, len(self.sentinels)
+            )
             left, missing = corrupt_spans(rows[chosen, :length], noise, self.sentinels[:spans], random)
             starts = np.arange(len(chosen)) * left.shape[1]
             part = Part(left.reshape(-1), starts, np.full(len(chosen), left.shape[1]))
@@ -217,7 +276,10 @@ class NoisyWindows(Windows):
             targets[chosen, missing.shape[1]] = self.eos
         masks = {}
         if lengths.min() < lengths.max():
-            masks = {"mask": np.arange(target_width) < sizes[:, 1:], "source_mask": np.arange(width) < sizes[:, :1]}
+            masks = {
+                "mask": np.arange(target_width) < sizes[:, 1:],
+                "source_mask": np.arange(width) < sizes[:, :1],
+            }
         more = {name: tensor(mask) for name, mask in masks.items()}
         return Batch(tensor(decoder), tensor(targets), source=tensor(source), numbers=tensor(places), **more)
 
@@ -228,7 +290,15 @@ class Packed(EvenRows):
     Each document begins with the bos token, so that its first token is a target too; no target crosses documents.
     """
 
-    def __init__(self, encoded: Encoded, length: int, plan: DataPlan, special: Mapping[str, int], seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        encoded: Encoded,
+        length: int,
+        plan: DataPlan,
+        special: Mapping[str, int],
+        seed: int,
+        training: bool,
+    ) -> None:
         self.ids, self.pad, self.width = encoded["ids"], special.get("pad", 0), length
         self.bos = need(special, "bos", "isolated packing")
         offsets = np.asarray(encoded["ids_offsets"])
@@ -250,15 +320,25 @@ class Packed(EvenRows):
         piece = self.members[self.row_starts[places][row] + number]
         lengths = self.lengths[piece]
         before = np.cumsum(lengths) - lengths  # tokens of the pieces before each
-        place = np.repeat(self.starts[piece] - before, lengths) + np.arange(lengths.sum())  # of each target in the text
+        place = np.repeat(self.starts[piece] - before, lengths) + np.arange(
+            lengths.sum()
+        )  # of each target in the text
         inputs = self.ids[place - 1]
         inputs[before[self.first[piece]]] = self.bos
-        real = np.arange(self.width) < np.bincount(row, weights=lengths)[:, None]  # pieces fill each row from the left, in order
+        real = (
+            np.arange(self.width) < np.bincount(row, weights=lengths)[:, None]
+        )  # pieces fill each row from the left, in order
         ids = np.full(real.shape, self.pad, dtype=np.int64)
         targets = np.full_like(ids, IGNORE)
         documents = np.repeat(counts[:, None] - 1, self.width, axis=1)  # padding counts with the last one
         ids[real], targets[real], documents[real] = inputs, self.ids[place], np.repeat(number, lengths)
-        return Batch(tensor(ids), tensor(targets), mask=tensor(real), documents=tensor(documents), numbers=tensor(places))
+        return Batch(
+            tensor(ids),
+            tensor(targets),
+            mask=tensor(real),
+            documents=tensor(documents),
+            numbers=tensor(places),
+        )
 
 
 class Pictures(EvenRows):

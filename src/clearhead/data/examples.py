@@ -61,7 +61,9 @@ class Images:
         return len(self.labels)
 
 
-Rows: TypeAlias = Iterable[Chunk] | Sequence[Pair] | Sequence[Labelled] | Sequence[Tagged] | Sequence[Question] | Images
+Rows: TypeAlias = (
+    Iterable[Chunk] | Sequence[Pair] | Sequence[Labelled] | Sequence[Tagged] | Sequence[Question] | Images
+)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,11 @@ def _below(top: Path) -> Iterator[Path]:
 
 def _in_run(path: Path, top: Path) -> bool:
     """Does a path lie in a run's folder that lies below `top`, or is it one?"""
-    return any((folder / RECIPE).is_file() for folder in (path, *path.parents) if folder != top and folder.is_relative_to(top))
+    return any(
+        (folder / RECIPE).is_file()
+        for folder in (path, *path.parents)
+        if folder != top and folder.is_relative_to(top)
+    )
 
 
 def missing(path: Path, known: Iterable[str] = ()) -> InputError:
@@ -157,7 +161,9 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
         offset = 0
         for number, line in enumerate(file, 1):
             if number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip():
-                raise InputError(f"{path} ends its lines with carriage returns alone: convert them to line feeds")
+                raise InputError(
+                    f"{path} ends its lines with carriage returns alone: convert them to line feeds"
+                )
             start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
             text, _ = _decode(path, line[start:], offset + start, final=True)
             offset += len(line)
@@ -167,12 +173,16 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
 def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
     """Text, and how many bytes it took; `offset` is where `data` lies in the file."""
     if (position := data.find(0)) >= 0:
-        raise InputError(f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: convert it to UTF-8)")
+        raise InputError(
+            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: convert it to UTF-8)"
+        )
     try:
         return codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:
         position = offset + error.start
-        raise InputError(f"{path} is not UTF-8: byte {position} is {data[error.start]:#04x}; convert it to UTF-8") from None
+        raise InputError(
+            f"{path} is not UTF-8: byte {position} is {data[error.start]:#04x}; convert it to UTF-8"
+        ) from None
 
 
 def read_whole(path: Path) -> str:

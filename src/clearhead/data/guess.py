@@ -48,23 +48,43 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
 
     `known` are names that may have been meant where there is no such file.
     """
-    if plan.format in (None, "parallel") and len(paths) == 1 and (source := _stem(plan, Path(paths[0]).expanduser())) is not None:
+    if (
+        plan.format in (None, "parallel")
+        and len(paths) == 1
+        and (source := _stem(plan, Path(paths[0]).expanduser())) is not None
+    ):
         return source
     files = expand(paths, known)
-    if plan.format in (None, "parallel") and plan.task in (None, "seq2seq") and (source := _two(plan, files)) is not None:
+    if (
+        plan.format in (None, "parallel")
+        and plan.task in (None, "seq2seq")
+        and (source := _two(plan, files)) is not None
+    ):
         return source
     if plan.pattern is not None:
         if plan.format not in (None, "lines"):
-            raise InputError(f'data.pattern goes with data.format "lines", not {plan.format!r}: leave one of them out')
+            raise InputError(
+                f'data.pattern goes with data.format "lines", not {plan.format!r}: leave one of them out'
+            )
         return Source("lines", tuple(files))
     if plan.format == "lines":
-        raise InputError('data.format "lines" needs a data.pattern with named groups, such as (?P<source>.+)\\t(?P<target>.+)')
+        raise InputError(
+            'data.format "lines" needs a data.pattern with named groups, such as (?P<source>.+)\\t(?P<target>.+)'
+        )
     looks = {path: format_of(path, plan.task) for path in files}
     if plan.format is not None:
         # In a folder other files may lie beside those meant.
-        fitting = [path for path, look in looks.items() if look == plan.format or (plan.format == "text" and look not in _UNLIKE_TEXT)]
+        fitting = [
+            path
+            for path, look in looks.items()
+            if look == plan.format or (plan.format == "text" and look not in _UNLIKE_TEXT)
+        ]
         others = len(files) - len(fitting or files)
-        return Source(plan.format, tuple(fitting or files), (f"{counted(others, 'file')} of other formats left out",) if others else ())
+        return Source(
+            plan.format,
+            tuple(fitting or files),
+            (f"{counted(others, 'file')} of other formats left out",) if others else (),
+        )
     first: dict[Format | Literal["binary"], Path] = {}
     for path, look in looks.items():
         if look in _UNLIKE_TEXT or not blank(path):
@@ -88,7 +108,11 @@ def find_source(plan: DataPlan, paths: Sequence[str], known: Iterable[str] = ())
 
 
 _UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
-_WORDS = {"text": "plain text", "conll": "tagged sentences (conll)", "folders": "pictures, a folder for each class"}
+_WORDS = {
+    "text": "plain text",
+    "conll": "tagged sentences (conll)",
+    "folders": "pictures, a folder for each class",
+}
 
 
 def format_of(path: Path, task: Task | None = None) -> Format | Literal["binary"]:
@@ -161,7 +185,12 @@ def _two(plan: DataPlan, files: Sequence[Path]) -> Source | None:
 def way_of(files: Sequence[Path]) -> dict[str, str]:
     """From which language to which two parallel files go, by their names, such as source en, target de; nothing for other files."""
     ends = [bare(path).suffix for path in files]
-    if len(files) != 2 or ends[0] == ends[1] or bare(files[0]).stem != bare(files[1]).stem or not all(map(_is_language, ends)):
+    if (
+        len(files) != 2
+        or ends[0] == ends[1]
+        or bare(files[0]).stem != bare(files[1]).stem
+        or not all(map(_is_language, ends))
+    ):
         return {}
     return {role: end.removeprefix(".") for role, end in zip(("source", "target"), ends)}
 
@@ -184,7 +213,9 @@ def same_way(source: Source, held: Source) -> Source:
 def _why_not_parallel(files: Sequence[Path]) -> str | None:
     """What keeps files from being parallel that are named by their languages; None for other files."""
     languages = [re.split("[._-]", bare(path).suffix)[1:2] for path in files]
-    if len({bare(path).suffix for path in files}) < 2 or not all(own and own[0] in LANGUAGES for own in languages):
+    if len({bare(path).suffix for path in files}) < 2 or not all(
+        own and own[0] in LANGUAGES for own in languages
+    ):
         return None
     if len(files) > 2:
         return f"there are {len(files):,} of them: name the two that go together"
@@ -192,17 +223,25 @@ def _why_not_parallel(files: Sequence[Path]) -> str | None:
 
 
 def _is_language(end: str) -> bool:
-    return bool(_LANGUAGE.fullmatch(end)) and end not in SUFFIXES and end not in (".txt", ".tsv", ".tab", ".md", ".py", ".rst")
+    return (
+        bool(_LANGUAGE.fullmatch(end))
+        and end not in SUFFIXES
+        and end not in (".txt", ".tsv", ".tab", ".md", ".py", ".rst")
+    )
 
 
 def _languages(stem: Path) -> dict[str, Path]:
     """The files `stem.xx` and `stem.xx.gz` by their ending."""
     if not stem.parent.is_dir():
         return {}
-    beside = sorted(path for path in stem.parent.iterdir() if path.is_file() and path.name.startswith(f"{stem.name}."))
+    beside = sorted(
+        path for path in stem.parent.iterdir() if path.is_file() and path.name.startswith(f"{stem.name}.")
+    )
     found: dict[str, Path] = {}
     for path in beside:
-        found.setdefault(bare(path).name.removeprefix(f"{stem.name}."), path)  # train.en comes before train.en.gz
+        found.setdefault(
+            bare(path).name.removeprefix(f"{stem.name}."), path
+        )  # train.en comes before train.en.gz
     return {language: path for language, path in found.items() if _is_language(f".{language}")}
 
 
@@ -214,7 +253,9 @@ def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
     left = [language for language in languages if language not in wanted]
     if len(languages) > 2 and None in wanted:
         example = f'{{source = "{left[0]}", target = "{left[-1]}"}}'
-        raise InputError(f"{stem} is there in {', '.join(languages)}: choose two, such as --set data.columns='{example}'")
+        raise InputError(
+            f"{stem} is there in {', '.join(languages)}: choose two, such as --set data.columns='{example}'"
+        )
     source, target = (language or left.pop(0) for language in wanted)
     return _source(languages[source], languages[target])
 

@@ -31,7 +31,11 @@ from clearhead.data.tags import TagColumns, read_tagged, tag_columns
 from clearhead.errors import InputError
 
 SAMPLE = 1000  # rows that guesses about columns look at
-_TAKES = {"text": (), "conll": ("words", "tags"), "parallel": ("source", "target")}  # formats whose columns have roles already
+_TAKES = {
+    "text": (),
+    "conll": ("words", "tags"),
+    "parallel": ("source", "target"),
+}  # formats whose columns have roles already
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Layout:
     shape: Shape
     roles: dict[str, str]
     header: bool = False
-    names: tuple[str, ...] = ()  # columns of the first table, for those that differ from it in having a header; none: no table may
+    names: tuple[
+        str, ...
+    ] = ()  # columns of the first table, for those that differ from it in having a header; none: no table may
     pattern: re.Pattern[str] | None = None
     tags: TagColumns | None = None
 
@@ -63,7 +69,9 @@ def lay_out(plan: DataPlan, source: Source, held: Sequence[Path] = ()) -> tuple[
         return Layout(format, "pairs", {"source": "source", "target": "target"}), said
     table = format in ("tsv", "csv")
     rows = _first_rows(format, first) if table else []
-    header = table and (plan.header or (plan.header is None and bool(rows) and has_header(rows, plan.columns)))
+    header = table and (
+        plan.header or (plan.header is None and bool(rows) and has_header(rows, plan.columns))
+    )
     names = column_names(rows[0], header) if rows and plan.header is None else ()
     draft = Layout(format, "text", {}, header, names, _pattern(plan))
     records = list(islice(_records(draft, source.files), SAMPLE))
@@ -77,7 +85,9 @@ def lay_out(plan: DataPlan, source: Source, held: Sequence[Path] = ()) -> tuple[
     said.append(f"{columns_said}{header_said}: {where}")
     unlike = [path.name for path in (*source.files, *held) if _unlike_first(draft, path)]
     if unlike:
-        said.append(f"{'no' if header else 'a'} header in {listed(unlike)}: columns taken in the order of {first.name}")
+        said.append(
+            f"{'no' if header else 'a'} header in {listed(unlike)}: columns taken in the order of {first.name}"
+        )
     return dataclasses.replace(draft, shape=shape, roles=roles), said
 
 
@@ -91,7 +101,9 @@ def _unlike_first(layout: Layout, path: Path) -> bool:
     if not rows or len(rows[0]) != len(layout.names):
         return False
     if layout.header:
-        return not may_name_columns(rows[0]) and not set(layout.names) & set(column_names(rows[0], header=True))
+        return not may_name_columns(rows[0]) and not set(layout.names) & set(
+            column_names(rows[0], header=True)
+        )
     return has_header(rows, {})
 
 
@@ -103,7 +115,9 @@ def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
     except (re.error, RecursionError, OverflowError) as error:
         raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
     if not pattern.groupindex:
-        raise InputError(f"the pattern {plan.pattern!r} has no named groups: write them as (?P<source>...) and (?P<target>...)")
+        raise InputError(
+            f"the pattern {plan.pattern!r} has no named groups: write them as (?P<source>...) and (?P<target>...)"
+        )
     return pattern
 
 

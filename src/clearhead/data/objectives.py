@@ -17,7 +17,12 @@ MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the others stay as they are
 
 
 def mask_tokens(
-    ids: Ints, hideable: NDArray[np.bool_], share: float, mask_id: int, ordinary: Ints, random: np.random.Generator
+    ids: Ints,
+    hideable: NDArray[np.bool_],
+    share: float,
+    mask_id: int,
+    ordinary: Ints,
+    random: np.random.Generator,
 ) -> tuple[Ints, Ints]:
     """Hide a share of the tokens that may be hidden -> what the model reads, and its targets, both [B, T].
 
@@ -56,7 +61,9 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
     kept[:, [0, -1]] -= 1  # the ends may be empty
     lengths = np.empty((n, 2 * spans + 1), dtype=np.int64)
     lengths[:, 0::2], lengths[:, 1::2] = kept, cut
-    stretch = np.repeat(np.tile(np.arange(2 * spans + 1), n), lengths.reshape(-1)).reshape(n, length)  # odd: cut out
+    stretch = np.repeat(np.tile(np.arange(2 * spans + 1), n), lengths.reshape(-1)).reshape(
+        n, length
+    )  # odd: cut out
     hidden = stretch % 2 == 1
     first = hidden.copy()
     first[:, 1:] &= stretch[:, 1:] != stretch[:, :-1]

@@ -10,7 +10,9 @@ from clearhead.errors import ConfigError
 from clearhead.typed import check_least, check_types
 
 Task = Literal["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image"]
-Format = Literal["text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"]
+Format = Literal[
+    "text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +22,28 @@ class DataPlan:
     paths: tuple[str, ...] = ()  # files, folders, globs, or the name of an embedded corpus
     task: Task | None = None  # None: guessed from the data, and said
     format: Format | None = None  # None: guessed from names and content, and said
-    columns: Mapping[str, str] = field(default_factory=dict, hash=False)  # role = column, such as {text = "sentence", label = "stars"}
+    columns: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # role = column, such as {text = "sentence", label = "stars"}
     header: bool | None = None  # tsv, csv: does the first line name the columns? None: guessed, and said
     pattern: str | None = None  # lines: a regular expression with named groups such as source and target
-    texts_only: bool = False  # lm, mlm, denoise: of rows with labels, tags or pairs, take the texts and forget the rest
-    lowercase: bool | Literal["source", "target"] = False  # lower every letter before anything else; pairs: or one side
+    texts_only: bool = (
+        False  # lm, mlm, denoise: of rows with labels, tags or pairs, take the texts and forget the rest
+    )
+    lowercase: bool | Literal["source", "target"] = (
+        False  # lower every letter before anything else; pairs: or one side
+    )
     validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
     validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
     max_examples: int | None = None  # read no more than this
     max_length: int | None = None  # tokens of a row; None: what the model takes
-    packing: Literal["stream", "isolated"] = "stream"  # lm: do rows run across documents, or does each document see itself alone?
+    packing: Literal["stream", "isolated"] = (
+        "stream"  # lm: do rows run across documents, or does each document see itself alone?
+    )
     batch_size: int = 32  # rows of a batch
-    batch_tokens: int | None = None  # pairs: tokens of a batch, padding and both sides included, in place of batch_size
+    batch_tokens: int | None = (
+        None  # pairs: tokens of a batch, padding and both sides included, in place of batch_size
+    )
     mask_share: float = 0.15  # mlm: tokens to be guessed; denoise: tokens in spans
     span_length: float = 3.0  # denoise: mean length of a span
     augment: tuple[Literal["flip", "shift", "erase", "mix"], ...] = ()  # image: changes drawn anew each time

@@ -55,13 +55,21 @@ def lay(out: NDArray[Any], at: Ints, part: Part, rows: Ints | None = None) -> No
     out[which if rows is None else rows[which], at[which] + within] = part.values[part.starts[which] + within]
 
 
-def frame_rows(frame: Frame, parts: list[Part], ids: NDArray[Any], types: NDArray[Any] | None = None, rows: Ints | None = None) -> Ints:
+def frame_rows(
+    frame: Frame,
+    parts: list[Part],
+    ids: NDArray[Any],
+    types: NDArray[Any] | None = None,
+    rows: Ints | None = None,
+) -> Ints:
     """Lay one text or two, framed, into `ids` and their segment ids into `types` [B, T] -> where each text begins, [texts, B]."""
     rows = np.arange(len(ids)) if rows is None else rows
     at = np.zeros(len(rows), dtype=np.int64)
     specials = [frame.before, frame.after] if len(parts) == 1 else [frame.before, frame.between, frame.after]
     special_types = (
-        [frame.before_types, frame.after_types] if len(parts) == 1 else [frame.before_types, frame.between_types, frame.after_types]
+        [frame.before_types, frame.after_types]
+        if len(parts) == 1
+        else [frame.before_types, frame.between_types, frame.after_types]
     )
     begins = []
     for number, (fixed, kinds) in enumerate(zip(specials, special_types)):
@@ -109,8 +117,12 @@ class Buckets:
         """`sizes` [N, sides]: the tokens of each example; a batch holds `rows`, or as many as fill `tokens`, padding included."""
         self.sizes = sizes
         bounds = rounded(sizes)
-        key = np.ravel_multi_index(tuple(bounds.T), tuple(bounds.max(0) + 1))  # orders by the first side, then by the second
-        _, first, self.class_of, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        key = np.ravel_multi_index(
+            tuple(bounds.T), tuple(bounds.max(0) + 1)
+        )  # orders by the first side, then by the second
+        _, first, self.class_of, counts = np.unique(
+            key, return_index=True, return_inverse=True, return_counts=True
+        )
         self.cuts = _cut(bounds[first], counts, rows, tokens)
 
     def __len__(self) -> int:

@@ -32,7 +32,9 @@ def bound(low: int, high: int, share: float) -> int:
     stood alone on it.
     """
     if low == high:
-        raise InputError("the data holds one example, or one many times: two that differ are needed to train and to validate")
+        raise InputError(
+            "the data holds one example, or one many times: two that differ are needed to train and to validate"
+        )
     return min(max(int(share * KEYS), low + 1), high)
 
 
@@ -53,8 +55,12 @@ def split_keys(keys: Sequence[int], share: float, names: Sequence[Sequence[str]]
             for key, own in zip(keys, names):
                 own_names.setdefault(key, set()).update(own)
             count = Counter(name for own in own_names.values() for name in own)
-            spare = min((key for key, own in own_names.items() if all(count[name] > 1 for name in own)), default=None)
+            spare = min(
+                (key for key, own in own_names.items() if all(count[name] > 1 for name in own)), default=None
+            )
             if spare is None:
-                raise InputError("no example is left to validate on: each has a label that no other has; name files under validation")
+                raise InputError(
+                    "no example is left to validate on: each has a label that no other has; name files under validation"
+                )
             validates = [key == spare for key in keys]
     return validates

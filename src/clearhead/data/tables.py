@@ -51,7 +51,9 @@ def read_tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a file in the manner of spreadsheets; empty lines are left out."""
-    csv.field_size_limit(sys.maxsize)  # a cell may be a long document; the module knows only one limit for the whole process
+    csv.field_size_limit(
+        sys.maxsize
+    )  # a cell may be a long document; the module knows only one limit for the whole process
     first = next((line for _, line in read_lines(path) if line.strip()), "")
     delimiter = max(",;\t", key=_QUOTED.sub("", first).count)
     rows = csv.reader((line for _, line in read_lines(path, ends=True)), delimiter=delimiter, strict=True)
@@ -62,14 +64,20 @@ def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield begin, row
             begin = rows.line_num + 1
     except csv.Error as error:
-        why = "a quote is opened and not closed" if "end of data" in str(error) else f"{error} (in line {rows.line_num})"
+        why = (
+            "a quote is opened and not closed"
+            if "end of data" in str(error)
+            else f"{error} (in line {rows.line_num})"
+        )
         why = "a carriage return stands outside quotes" if "new-line" in str(error) else why
         raise InputError(f"{path}, line {begin} is not CSV: {why}") from None
 
 
 def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
     """What the columns are called: without a header 1, 2, 3; one without a name, unnamed 1."""
-    return tuple(" ".join(cell.split()) or f"unnamed {i}" if header else str(i) for i, cell in enumerate(first, 1))
+    return tuple(
+        " ".join(cell.split()) or f"unnamed {i}" if header else str(i) for i, cell in enumerate(first, 1)
+    )
 
 
 def read_table(path: Path, format: str, header: bool, called: Sequence[str] = ()) -> Iterator[Record]:
@@ -80,11 +88,15 @@ def read_table(path: Path, format: str, header: bool, called: Sequence[str] = ()
         if not names:
             names, first = called or column_names(row, header), number
             if len(set(names)) < len(names):
-                raise InputError(f"{path}, line {number} names a column twice: {listed(names)}; rename one of them")
+                raise InputError(
+                    f"{path}, line {number} names a column twice: {listed(names)}; rename one of them"
+                )
             if header:
                 continue
         if len(row) != len(names):
-            raise InputError(f"{path}, line {number} has {counted(len(row), 'column')} and line {first} has {len(names)}")
+            raise InputError(
+                f"{path}, line {number} has {counted(len(row), 'column')} and line {first} has {len(names)}"
+            )
         yield Record(f"{path}, line {number}", dict(zip(names, row)))
 
 
@@ -122,9 +134,13 @@ def _parse(text: str, place: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
         return value
     except UnicodeEncodeError:
-        raise InputError(f"{place} holds half of a surrogate pair, which is no character: {shorten(text)}") from None
+        raise InputError(
+            f"{place} holds half of a surrogate pair, which is no character: {shorten(text)}"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON ({str(error).splitlines()[0][:80]}): {shorten(text)}") from None
+        raise InputError(
+            f"{place} is not JSON ({str(error).splitlines()[0][:80]}): {shorten(text)}"
+        ) from None
 
 
 def _flat(value: Any, place: str) -> dict[str, Any]:
@@ -133,7 +149,11 @@ def _flat(value: Any, place: str) -> dict[str, Any]:
         raise InputError(f"{place} holds a {type(value).__name__}, not an object with named fields")
     cells: dict[str, Any] = {}
     for name, cell in value.items():
-        cells |= {f"{name}.{inner}": own for inner, own in cell.items()} if isinstance(cell, dict) else {name: cell}
+        cells |= (
+            {f"{name}.{inner}": own for inner, own in cell.items()}
+            if isinstance(cell, dict)
+            else {name: cell}
+        )
     return cells
 
 
@@ -169,8 +189,12 @@ def read_matches(path: Path, pattern: re.Pattern[str]) -> Iterator[Record]:
         if line.strip():
             match = pattern.fullmatch(line)
             if match is None:
-                raise InputError(f"{path}, line {number} does not match the pattern {pattern.pattern!r}: {shorten(line)}")
-            yield Record(f"{path}, line {number}", {name: text or "" for name, text in match.groupdict().items()})
+                raise InputError(
+                    f"{path}, line {number} does not match the pattern {pattern.pattern!r}: {shorten(line)}"
+                )
+            yield Record(
+                f"{path}, line {number}", {name: text or "" for name, text in match.groupdict().items()}
+            )
 
 
 def read_parallel(files: Sequence[Path]) -> Iterator[Record]:

@@ -31,8 +31,14 @@ class TagColumns:
 
 def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str]:
     """The columns of a file, judged by its first line with words, and a sentence that says so."""
-    full = [line for line in islice((line for _, line in read_lines(path) if line.strip()), SAMPLE) if not line.startswith("# ")]
-    first = next((line for line in full if not line.startswith("#")), full[0] if full else None)  # #word may be one too
+    full = [
+        line
+        for line in islice((line for _, line in read_lines(path) if line.strip()), SAMPLE)
+        if not line.startswith("# ")
+    ]
+    first = next(
+        (line for line in full if not line.startswith("#")), full[0] if full else None
+    )  # #word may be one too
     if first is None:
         raise InputError(f"{path} is empty: there is no tagged word in it")
     tabs = "\t" in first
@@ -40,11 +46,15 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
     universal = len(row) == len(CONLLU) and tabs and bool(_NUMBER.fullmatch(row[0]))
     names = CONLLU if universal else tuple(str(i) for i in range(1, len(row) + 1))
     if len(row) < 2:
-        raise InputError(f"{path} has one column: a word and its tag are needed on each line, not {shorten(first)}")
+        raise InputError(
+            f"{path} has one column: a word and its tag are needed on each line, not {shorten(first)}"
+        )
     words = _find(path, columns.get("words", names[1 if universal else 0]), names)
     tags = _find(path, columns.get("tags", "upos" if universal else names[-1]), names)
     kind = "CoNLL-U" if universal else f"{len(row)} columns"
-    return TagColumns(len(row), tabs, universal, words, tags), f"{kind}: words from column `{names[words]}`, tags from `{names[tags]}`"
+    return TagColumns(
+        len(row), tabs, universal, words, tags
+    ), f"{kind}: words from column `{names[words]}`, tags from `{names[tags]}`"
 
 
 def _find(path: Path, name: str, names: tuple[str, ...]) -> int:
@@ -73,7 +83,9 @@ def read_tagged(path: Path, columns: TagColumns) -> Iterator[tuple[str, Tagged]]
         if _skipped(line, row, columns, begins=not words):
             continue
         if len(row) != columns.count:
-            raise InputError(f"{path}, line {number} has {counted(len(row), 'column')} in place of {columns.count}: {shorten(line)}")
+            raise InputError(
+                f"{path}, line {number} has {counted(len(row), 'column')} in place of {columns.count}: {shorten(line)}"
+            )
         word, tag = row[columns.words], row[columns.tags]
         if not word or not tag:
             raise InputError(f"{path}, line {number} has no {'tag' if word else 'word'}: {shorten(line)}")

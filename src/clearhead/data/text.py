@@ -43,7 +43,9 @@ def stream(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, li
     return Stream(partial(_chunks, documents, lowercase, limit))
 
 
-def _chunks(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None) -> Iterator[Chunk]:
+def _chunks(
+    documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None
+) -> Iterator[Chunk]:
     for number, pieces in enumerate(documents()):
         if number == limit:
             return
@@ -87,13 +89,25 @@ def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream
         raise InputError(empty)
     if seen.documents >= FEW:
         limit = bound(seen.low, seen.high, share)
-        said = f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
-        return Stream(partial(_by_key, source, limit, False)), Stream(partial(_by_key, source, limit, True)), said
+        said = (
+            f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
+        )
+        return (
+            Stream(partial(_by_key, source, limit, False)),
+            Stream(partial(_by_key, source, limit, True)),
+            said,
+        )
     cuts = [int(length * (1 - share)) for length in seen.lengths]
     if not sum(cuts) or cuts == seen.lengths:
-        raise InputError(f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others")
+        raise InputError(
+            f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others"
+        )
     said = f"the last {percent(share)} of {'the characters' if len(cuts) == 1 else 'each document'} for validation"
-    return Stream(partial(_by_place, source, cuts, False)), Stream(partial(_by_place, source, cuts, True)), said
+    return (
+        Stream(partial(_by_place, source, cuts, False)),
+        Stream(partial(_by_place, source, cuts, True)),
+        said,
+    )
 
 
 def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:

@@ -49,7 +49,9 @@ class Sentence:
 
     words: tuple[Word, ...]
     text: str
-    spans: tuple[Span, ...] = ()  # characters of `text` behind each word; words written as one share theirs where it cannot be cut
+    spans: tuple[
+        Span, ...
+    ] = ()  # characters of `text` behind each word; words written as one share theirs where it cannot be cut
 
 
 @dataclass
@@ -58,7 +60,9 @@ class _Open:
 
     words: list[Word] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)  # of each word
-    joined: dict[int, tuple[int, str, bool, int]] = field(default_factory=dict)  # by first word: last word, form, space, line
+    joined: dict[int, tuple[int, str, bool, int]] = field(
+        default_factory=dict
+    )  # by first word: last word, form, space, line
     text: str | None = None
 
 
@@ -83,7 +87,9 @@ def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
         if len(found) == limit:
             break
     if not found:
-        raise InputError(f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word")
+        raise InputError(
+            f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word"
+        )
     return found
 
 
@@ -108,7 +114,9 @@ def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
     cells = line.split("\t")
     place = f"{path}, line {number}"
     if len(cells) != len(CONLLU):
-        raise InputError(f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: {shorten(line)}")
+        raise InputError(
+            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: {shorten(line)}"
+        )
     name, form, lemma, upos, xpos, feats, head, deprel, _, misc = cells
     space = "SpaceAfter=No" not in misc.split("|")
     following = len(now.words) + 1
@@ -121,7 +129,9 @@ def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
         now.joined[first] = (last, form, space, number)
         return
     if not _WORD.fullmatch(name) or int(name) != following:
-        raise InputError(f'{place} has the number "{name}" where word {following} was to come: {shorten(line)}')
+        raise InputError(
+            f'{place} has the number "{name}" where word {following} was to come: {shorten(line)}'
+        )
     if not form:
         raise InputError(f"{place} has no word: {shorten(line)}")
     if not re.fullmatch(r"\d+", head):
@@ -135,7 +145,11 @@ def _closed(path: Path, now: _Open) -> Sentence:
     count = len(now.words)
     for own, (word, line) in enumerate(zip(now.words, now.lines), 1):
         if word.head > count or word.head == own:
-            fault = "itself as its head" if word.head == own else f"the head {word.head}, and the sentence has {counted(count, 'word')}"
+            fault = (
+                "itself as its head"
+                if word.head == own
+                else f"the head {word.head}, and the sentence has {counted(count, 'word')}"
+            )
             raise InputError(f'{path}, line {line}: word {own} "{word.form}" has {fault}')
     stretches = _stretches(path, now)
     forms = [stretch.form for stretch in stretches]
@@ -147,7 +161,10 @@ def _closed(path: Path, now: _Open) -> Sentence:
     words, spans = list[Word](), list[Span]()
     for stretch, place in zip(stretches, places):
         *inner, last = stretch.words
-        words += [*(replace(word, space_after=False) for word in inner), replace(last, space_after=stretch.space)]
+        words += [
+            *(replace(word, space_after=False) for word in inner),
+            replace(last, space_after=stretch.space),
+        ]
         spans += _cut(place, stretch)
     return Sentence(tuple(words), text, tuple(spans))
 
@@ -159,7 +176,9 @@ def _stretches(path: Path, now: _Open) -> list[_Stretch]:
         word = now.words[start]
         last, form, space, line = now.joined.get(start + 1, (start + 1, word.form, word.space_after, 0))
         if last > len(now.words):
-            raise InputError(f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has {counted(len(now.words), 'word')}")
+            raise InputError(
+                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has {counted(len(now.words), 'word')}"
+            )
         found.append(_Stretch(form, now.words[start:last], space))
         start = last
     return found

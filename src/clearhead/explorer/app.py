@@ -35,7 +35,9 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         if allowed is not None and _name(request.headers.get("host", "")) not in allowed:
-            return _with_headers(JSONResponse({"error": "this page answers to its own address only"}, status_code=403))
+            return _with_headers(
+                JSONResponse({"error": "this page answers to its own address only"}, status_code=403)
+            )
         return _with_headers(await answer(request))
 
     @app.exception_handler(ClearheadError)
@@ -47,7 +49,9 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        return JSONResponse({"error": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"}, status_code=400)
+        return JSONResponse(
+            {"error": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"}, status_code=400
+        )
 
     @app.get("/")
     def index() -> Response:
@@ -85,7 +89,9 @@ def _file(name: str) -> Response:
 
 def _name(host: str) -> str:
     """A Host header without its port."""
-    return host.rsplit("]", 1)[0].lstrip("[").lower() if host.startswith("[") else host.partition(":")[0].lower()
+    return (
+        host.rsplit("]", 1)[0].lstrip("[").lower() if host.startswith("[") else host.partition(":")[0].lower()
+    )
 
 
 def _is_everywhere(host: str) -> bool:

@@ -31,7 +31,9 @@ class Shown:
         return export(self.recorded, path)
 
 
-def show(m: Loaded | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720) -> Shown:
+def show(
+    m: Loaded | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
+) -> Shown:
     """The explorer on one input, inline in a notebook.
 
     Args:

@@ -44,7 +44,9 @@ def unpacked(body: dict[str, Any]) -> NDArray[Any]:
     if body["type"] == "i32":
         return np.frombuffer(raw, np.int32).reshape(body["shape"])
     levels = np.frombuffer(raw, np.uint8).astype(np.float32)
-    return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(body["shape"])
+    return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(
+        body["shape"]
+    )
 
 
 def finite(value: Any) -> Any:

@@ -14,7 +14,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
 ENTRY = "main.js"
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
@@ -26,7 +32,11 @@ def page_files() -> dict[str, tuple[str, str]]:
     folder = resources.files("clearhead.explorer") / "static"
     entries = [entry for entry in folder.iterdir() if entry.is_file() and "." in entry.name]
     kinds = {entry.name: TYPES.get("." + entry.name.rsplit(".", 1)[1]) for entry in entries}
-    return {entry.name: (entry.read_text(encoding="utf-8"), kind) for entry in entries if (kind := kinds[entry.name])}
+    return {
+        entry.name: (entry.read_text(encoding="utf-8"), kind)
+        for entry in entries
+        if (kind := kinds[entry.name])
+    }
 
 
 def modules() -> list[str]:

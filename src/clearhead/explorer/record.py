@@ -25,7 +25,12 @@ COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def record(
-    m: Loaded, name: str, given: Any, target: Any = None, pair: str | None = None, roles: dict[str, str] | None = None
+    m: Loaded,
+    name: str,
+    given: Any,
+    target: Any = None,
+    pair: str | None = None,
+    roles: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """A run with all its views, as the page reads them from a file."""
     return record_run(begin(m, given, target, pair, roles=lambda: roles or {}), name, roles)
@@ -39,7 +44,14 @@ def record_run(run: Run, name: str, roles: dict[str, str] | None = None) -> dict
     small = Run(m, run.prepared, run.given, run.target, run.pair, min(run.cells, side * side), run.roles)
     about = {"run": "recorded", "model": 0, **small.about()}
     views: dict[str, Any] = {
-        "model": {**model_view(m, name), "ready": True, "failed": False, "says": "", "example": None, "recorded": True},
+        "model": {
+            **model_view(m, name),
+            "ready": True,
+            "failed": False,
+            "says": "",
+            "example": None,
+            "recorded": True,
+        },
         "roles": {"ready": True, "roles": roles or run.roles()},
     }
     for path in _paths(small, about):
@@ -48,11 +60,16 @@ def record_run(run: Run, name: str, roles: dict[str, str] | None = None) -> dict
         except ClearheadError:
             continue  # a view that this model does not have is not in the file
     for kind in dict.fromkeys(kind for kind, _, _ in attentions(m.config)):
-        views |= {f"run/recorded/attention/{kind}/{layer}": finite(body) for layer, body in small.attentions(kind).items()}
+        views |= {
+            f"run/recorded/attention/{kind}/{layer}": finite(body)
+            for layer, body in small.attentions(kind).items()
+        }
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
     for length in _lengths(small):
-        views[f"cost?length={length}"] = finite(cost(m.config, length if m.config.input != "patches" else None).to_dict())
+        views[f"cost?length={length}"] = finite(
+            cost(m.config, length if m.config.input != "patches" else None).to_dict()
+        )
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
@@ -78,7 +95,10 @@ def _paths(run: Run, about: dict[str, Any]) -> list[str]:
 def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
     """Names of the steps whose numbers are recorded: all but those of later blocks."""
     early = {f"blocks.{layer}" for layer in range(STEP_LAYERS)}
-    blocks = [next((part.removeprefix("encoder.") for part in step["path"] if "blocks." in part), None) for step in steps]
+    blocks = [
+        next((part.removeprefix("encoder.") for part in step["path"] if "blocks." in part), None)
+        for step in steps
+    ]
     return [step["name"] for step, block in zip(steps, blocks) if block is None or block in early]
 
 

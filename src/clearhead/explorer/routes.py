@@ -48,7 +48,11 @@ def inside_routes(session: Session) -> APIRouter:
 
     @router.get("/cost")
     def costs(
-        length: int | None = None, batch: int = 1, dtype: str = "float32", source_length: int | None = None, model: int = 0
+        length: int | None = None,
+        batch: int = 1,
+        dtype: str = "float32",
+        source_length: int | None = None,
+        model: int = 0,
     ) -> dict[str, Any]:
         config = session.model(model).config
         made: dict[str, Any] = finite(cost(config, length, batch, dtype, source_length).to_dict())
@@ -67,7 +71,9 @@ def inside_routes(session: Session) -> APIRouter:
             raise InputError("token must be a whole number")
         run = session.run(name)
         if not 0 <= token < run.m.config.vocab_size:
-            raise InputError(f"token {token} is not in the vocabulary: ids go from 0 to {run.m.config.vocab_size - 1}")
+            raise InputError(
+                f"token {token} is not in the vocabulary: ids go from 0 to {run.m.config.vocab_size - 1}"
+            )
 
         def work() -> dict[str, Any]:
             with session.lock:
@@ -79,14 +85,18 @@ def inside_routes(session: Session) -> APIRouter:
     async def ablate(name: str, request: Request) -> dict[str, Any]:
         asked = await _body(request)
         run = session.run(name)
-        heads, layers, feedforwards = (_texts(asked.get(key), key) for key in ("heads", "layers", "feedforwards"))
+        heads, layers, feedforwards = (
+            _texts(asked.get(key), key) for key in ("heads", "layers", "feedforwards")
+        )
         position = asked.get("position")
         if type(position) is not int:
             raise InputError("position must be a whole number")
 
         def work() -> dict[str, Any]:
             with session.lock:
-                made: dict[str, Any] = finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
+                made: dict[str, Any] = finite(
+                    run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position)
+                )
                 return made
 
         return await run_in_threadpool(work)
@@ -97,7 +107,10 @@ def inside_routes(session: Session) -> APIRouter:
         number = _number_of(session, found.m)
         with session.lock:
             page = single_file(record_run(found, session.models[number].name, session.models[number].roles))
-        headers = {"Content-Disposition": 'attachment; filename="clearhead.html"', "Content-Security-Policy": "sandbox; default-src 'none'"}
+        headers = {
+            "Content-Disposition": 'attachment; filename="clearhead.html"',
+            "Content-Security-Policy": "sandbox; default-src 'none'",
+        }
         return HTMLResponse(page, headers=headers)
 
     @router.get("/run/{name}/{path:path}")
@@ -136,7 +149,11 @@ async def _body(request: Request) -> dict[str, Any]:
 def _texts(value: Any, name: str) -> list[str]:
     if value is None:
         return []
-    if not isinstance(value, list) or len(value) > 10_000 or not all(isinstance(one, str | int) for one in value):
+    if (
+        not isinstance(value, list)
+        or len(value) > 10_000
+        or not all(isinstance(one, str | int) for one in value)
+    ):
         raise InputError(f"{name} must be a list of names")
     return [str(one) for one in value]
 
@@ -154,4 +171,6 @@ def in_words(error: Exception) -> JSONResponse:
         return JSONResponse({"error": str(error.args[0])}, status_code=404)
     if isinstance(error, ClearheadError):
         return JSONResponse({"error": str(error)}, status_code=400)
-    return JSONResponse({"error": f"something went wrong: {type(error).__name__}: {str(error)[:200]}"}, status_code=500)
+    return JSONResponse(
+        {"error": f"something went wrong: {type(error).__name__}: {str(error)[:200]}"}, status_code=500
+    )

@@ -30,7 +30,9 @@ EXAMPLE = "The cat sat on the mat because it was tired."
 class Opened:
     """One model: perhaps still loading."""
 
-    def __init__(self, name: str, opener: Callable[[], Loaded], example: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, opener: Callable[[], Loaded], example: dict[str, Any] | None = None
+    ) -> None:
         self.name, self.opener, self.example = name, opener, example
         self.m: Loaded | None = None
         self.says, self.failed = f"loading {name}", False
@@ -49,9 +51,22 @@ class Opened:
     def view(self) -> dict[str, Any]:
         """What the page says of it."""
         if self.m is None:
-            return {"name": self.name, "ready": False, "failed": self.failed, "says": self.says, "layers": 0, "parameters": 0}
+            return {
+                "name": self.name,
+                "ready": False,
+                "failed": self.failed,
+                "says": self.says,
+                "layers": 0,
+                "parameters": 0,
+            }
         example = self.example or first_example(self.m)
-        return {**model_view(self.m, self.name), "ready": True, "failed": False, "says": "", "example": example}
+        return {
+            **model_view(self.m, self.name),
+            "ready": True,
+            "failed": False,
+            "says": "",
+            "example": example,
+        }
 
 
 def first_example(m: Loaded) -> dict[str, Any]:
@@ -110,7 +125,9 @@ class Session:
         for opened in self.models:
             if opened.m is not None and opened.roles is None:
                 try:
-                    opened.roles = named_roles(opened.m)  # without the lock: who listens to a model is a matter of its thread
+                    opened.roles = named_roles(
+                        opened.m
+                    )  # without the lock: who listens to a model is a matter of its thread
                 except Exception:  # a page without the names of roles is a page still
                     opened.roles = {}
 
@@ -120,7 +137,9 @@ class Session:
             raise InputError(f"there is no model {number}: there are {len(self.models)}")
         opened = self.models[number]
         if opened.m is None:
-            raise InputError(opened.says if opened.failed else "the model is still loading: try again in a moment")
+            raise InputError(
+                opened.says if opened.failed else "the model is still loading: try again in a moment"
+            )
         return opened.m
 
     def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -135,12 +154,16 @@ class Session:
                 raise InputError(f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
         opened = self.models[number]
         with self.lock:
-            return self.keep(begin(m, given, target or None, pair or None, roles=lambda: opened.roles or {}), number)
+            return self.keep(
+                begin(m, given, target or None, pair or None, roles=lambda: opened.roles or {}), number
+            )
 
     def keep(self, run: Run, number: int = 0) -> dict[str, Any]:
         """Remember a run; the oldest is forgotten when there are many."""
         if len(run.prepared.tokens) > MOST_TOKENS:
-            raise InputError(f"the text has {len(run.prepared.tokens):,} tokens: the page shows at most {MOST_TOKENS:,}")
+            raise InputError(
+                f"the text has {len(run.prepared.tokens):,} tokens: the page shows at most {MOST_TOKENS:,}"
+            )
         name = f"r{next(self._count)}"
         self._runs[name] = run
         while len(self._runs) > KEPT:
@@ -150,7 +173,9 @@ class Session:
     def run(self, name: str) -> Run:
         """A run that is remembered."""
         if name not in self._runs:
-            raise KeyError(f"run {name[:20]} is forgotten: the page keeps the latest {KEPT}; type the text again")
+            raise KeyError(
+                f"run {name[:20]} is forgotten: the page keeps the latest {KEPT}; type the text again"
+            )
         self._runs.move_to_end(name)
         return self._runs[name]
 
@@ -161,7 +186,12 @@ def _given(m: Loaded, asked: dict[str, Any]) -> Any:
         return _image(m, asked.get("image"))
     ids = asked.get("ids")
     if ids is not None:
-        if not isinstance(ids, list) or not ids or len(ids) > MOST_TOKENS or not all(type(token) is int for token in ids):
+        if (
+            not isinstance(ids, list)
+            or not ids
+            or len(ids) > MOST_TOKENS
+            or not all(type(token) is int for token in ids)
+        ):
             raise InputError(f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
         size = m.model.main.plan.vocab_size
         if not all(0 <= token < size for token in ids):
@@ -180,7 +210,10 @@ def _image(m: Loaded, encoded: Any) -> Any:
     if encoded is None:
         height, width = config.image_size
         y, x = np.mgrid[0:height, 0:width]
-        ring = np.abs(np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2) < min(height, width) / 10
+        ring = (
+            np.abs(np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2)
+            < min(height, width) / 10
+        )
         return np.repeat((ring * 255).astype(np.uint8)[:, :, None], config.n_channels, axis=2)
     if not isinstance(encoded, str):
         raise InputError("image must be a file in base64")
@@ -189,9 +222,13 @@ def _image(m: Loaded, encoded: Any) -> Any:
     except ImportError:
         raise MissingExtraError("reading images needs Pillow: pip install pillow") from None
     try:
-        with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))) as picture:
+        with Image.open(
+            io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))
+        ) as picture:
             if picture.width * picture.height > 40_000_000:
-                raise InputError(f"the image has {picture.width} x {picture.height} pixels: at most 40 million are read")
+                raise InputError(
+                    f"the image has {picture.width} x {picture.height} pixels: at most 40 million are read"
+                )
             return np.array(pixels_of(picture, "L" if config.n_channels == 1 else "RGB"))
     except (OSError, binascii.Error, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"the image cannot be read: {str(error).splitlines()[0][:120]}") from None

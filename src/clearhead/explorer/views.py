@@ -62,8 +62,12 @@ def model_view(m: Loaded, name: str) -> dict[str, Any]:
         "n_channels": config.n_channels,
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
-        "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer is not None and "mask" in m.special else None,
-        "attentions": [{"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)],
+        "mask": m.tokenizer.id_to_token(m.special["mask"])
+        if m.tokenizer is not None and "mask" in m.special
+        else None,
+        "attentions": [
+            {"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)
+        ],
     }
 
 
@@ -71,9 +75,17 @@ def tokens_view(m: Loaded, tokens: Tokens | None) -> dict[str, Any] | None:
     """Labels, ids and where in the text each token comes from; tokens that were not typed are read as text."""
     if tokens is None:
         return None
-    text = tokens.text or (m.tokenizer.decode(list(tokens.ids)) if m.tokenizer is not None and tokens.ids else "")
+    text = tokens.text or (
+        m.tokenizer.decode(list(tokens.ids)) if m.tokenizer is not None and tokens.ids else ""
+    )
     spans = [list(span) for span in tokens.spans]
-    return {"labels": list(tokens.labels), "ids": list(tokens.ids), "spans": spans, "special": list(tokens.special), "text": text}
+    return {
+        "labels": list(tokens.labels),
+        "ids": list(tokens.ids),
+        "spans": spans,
+        "special": list(tokens.special),
+        "text": text,
+    }
 
 
 @dataclass(frozen=True)
@@ -134,8 +146,20 @@ class Run:
         """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""
         start = self.m._start()
         body = stages(tokenizer, written).to_dict()
-        begins = [{"token": tokenizer.id_to_token(token), "id": token, "start": 0, "end": 0, "type": 0, "text": None} for token in start]
-        return body | {"final": begins + [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]}
+        begins = [
+            {
+                "token": tokenizer.id_to_token(token),
+                "id": token,
+                "start": 0,
+                "end": 0,
+                "type": 0,
+                "text": None,
+            }
+            for token in start
+        ]
+        return body | {
+            "final": begins + [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]
+        }
 
     def trace(self) -> dict[str, Any]:
         """Every step of the forward pass, without the values."""
@@ -163,7 +187,9 @@ class Run:
         bits = [head.entropy for head in found.heads()]
         names = [f"{found.name}.{number}" for number in range(len(found.pattern))]
         roles = self.roles()
-        heads = [{"name": name, "role": roles.get(name), "entropy": entropy} for name, entropy in zip(names, bits)]
+        heads = [
+            {"name": name, "role": roles.get(name), "entropy": entropy} for name, entropy in zip(names, bits)
+        ]
         return {
             "kind": found.kind,
             "layer": found.layer,
@@ -193,7 +219,11 @@ class Run:
     def rollout(self, kind: str) -> dict[str, Any]:
         """What each place is made of after the last layer, if attention were all that moves anything."""
         rolled = maps_of(self.prepared, [kind], None, self.cells).rollout(kind)
-        return {"rows": list(rolled.tokens.labels), "columns": list(rolled.tokens.labels), "pattern": packed_bytes(rolled.last)}
+        return {
+            "rows": list(rolled.tokens.labels),
+            "columns": list(rolled.tokens.labels),
+            "pattern": packed_bytes(rolled.last),
+        }
 
     def _maps(self, kind: str, layers: list[int] | None, cells: int) -> list[LayerMap]:
         return maps_of(self.prepared, [kind], layers, cells).of(kind)
@@ -201,7 +231,12 @@ class Run:
     def lens(self) -> dict[str, Any]:
         """What the model would say if it stopped after each layer, at each position."""
         seen = lens(self.m, self.given, self.target, self.pair, top=5)
-        listed = dict(zip(seen.top.flatten().tolist(), (name for layer in seen.top_names for cell in layer for name in cell)))
+        listed = dict(
+            zip(
+                seen.top.flatten().tolist(),
+                (name for layer in seen.top_names for cell in layer for name in cell),
+            )
+        )
         return {
             "layers": list(seen.layers),
             "columns": list(seen.columns),
@@ -231,7 +266,14 @@ class Run:
             "actual_label": None if actual is None else self.choices.name(actual),
         }
 
-    def ablate(self, heads: Sequence[str], layers: Sequence[str], feedforwards: Sequence[str], how: str, position: int) -> dict[str, Any]:
+    def ablate(
+        self,
+        heads: Sequence[str],
+        layers: Sequence[str],
+        feedforwards: Sequence[str],
+        how: str,
+        position: int,
+    ) -> dict[str, Any]:
         """The scores at one position with parts of the model off, beside those with all of it."""
         seen = effect(
             self.m,
@@ -245,8 +287,13 @@ class Run:
             position=position,
         )
         both = seen.before.softmax(-1), seen.after.softmax(-1)
-        best = sorted({int(i) for p in both for i in p.topk(min(12, len(p))).indices}, key=lambda i: -float(both[0][i]))
-        rows = [{"id": i, "label": self.choices.name(i), "before": float(both[0][i]), "after": float(both[1][i])} for i in best]
+        best = sorted(
+            {int(i) for p in both for i in p.topk(min(12, len(p))).indices}, key=lambda i: -float(both[0][i])
+        )
+        rows = [
+            {"id": i, "label": self.choices.name(i), "before": float(both[0][i]), "after": float(both[1][i])}
+            for i in best
+        ]
         return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
 
     def contributions(self, position: int, token: int | None) -> dict[str, Any]:
@@ -259,7 +306,9 @@ class Run:
             raise InputError("only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         both = self.prepared.source is not None
-        return begin(self.m, self.given if both else ids, ids if both else None, self.pair, self.cells, self.roles)
+        return begin(
+            self.m, self.given if both else ids, ids if both else None, self.pair, self.cells, self.roles
+        )
 
 
 def begin(
@@ -294,8 +343,12 @@ def view(run: Run, path: str) -> Any:
             _whole(options.get("position", "-1")), _whole(options["token"]) if "token" in options else None
         ),
     }
-    if parts[0] not in known or len(parts) < {"attention": 3, "thumbnails": 2, "rollout": 2, "step": 2}.get(parts[0], 1):
-        raise InputError(f'there is no view "{path[:80]}"{nearest(parts[0], known)}: views are {", ".join(known)}')
+    if parts[0] not in known or len(parts) < {"attention": 3, "thumbnails": 2, "rollout": 2, "step": 2}.get(
+        parts[0], 1
+    ):
+        raise InputError(
+            f'there is no view "{path[:80]}"{nearest(parts[0], known)}: views are {", ".join(known)}'
+        )
     return finite(known[parts[0]]())
 
 
@@ -307,7 +360,12 @@ def _numbers_of(step: TraceStep) -> dict[str, Any]:
         value = value[0]
     corner = value[..., :CORNER] if value.ndim < 2 else value[:CORNER, :CORNER]
     axes = step.symbols.split()[-2:]
-    return {**step.to_dict(), "values": packed_floats(corner.numpy()), "cut": corner.numel() < step.value.numel(), "axes": axes}
+    return {
+        **step.to_dict(),
+        "values": packed_floats(corner.numpy()),
+        "cut": corner.numel() < step.value.numel(),
+        "axes": axes,
+    }
 
 
 def _whole(text: str) -> int:

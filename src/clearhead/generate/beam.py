@@ -41,25 +41,41 @@ class Beams:
     length_penalty: float = 1.0  # above 0 favours long continuations, below 0 short ones
     early_stopping: bool | Literal["never"] = False  # when a prompt is done: see `Search.done`
     num_beam_groups: int = 1  # searches side by side, each kept from the tokens of those before it
-    diversity_penalty: float = 0.0  # taken from a log-probability for each beam of an earlier group that writes the token now
+    diversity_penalty: float = (
+        0.0  # taken from a log-probability for each beam of an earlier group that writes the token now
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "num_return", "num_beam_groups"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise InputError(f"{name} {value!r} must be a whole number, 1 or more")
         for name in ("length_penalty", "diversity_penalty"):
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if (
+                isinstance(value := getattr(self, name), bool)
+                or not isinstance(value, int | float)
+                or not math.isfinite(value)
+            ):
                 raise InputError(f"{name} {value!r} is not a number")
         if abs(self.length_penalty) > 20:
-            raise InputError(f"length_penalty {self.length_penalty} is outside [-20, 20]: it is an exponent, 1 takes the mean")
+            raise InputError(
+                f"length_penalty {self.length_penalty} is outside [-20, 20]: it is an exponent, 1 takes the mean"
+            )
         if self.num_return > self.num_beams:
-            raise InputError(f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams")
+            raise InputError(
+                f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams"
+            )
         if self.num_beams % self.num_beam_groups:
-            raise InputError(f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: change one of them")
+            raise InputError(
+                f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: change one of them"
+            )
         if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
-            raise InputError(f"diversity_penalty {self.diversity_penalty} must be 0 or more, and needs num_beam_groups above 1")
+            raise InputError(
+                f"diversity_penalty {self.diversity_penalty} must be 0 or more, and needs num_beam_groups above 1"
+            )
         if self.early_stopping not in (True, False, "never"):
-            raise InputError(f"early_stopping {self.early_stopping!r} is not known: choose True, False or 'never'")
+            raise InputError(
+                f"early_stopping {self.early_stopping!r} is not known: choose True, False or 'never'"
+            )
 
     @property
     def group_size(self) -> int:
@@ -103,7 +119,9 @@ class Search:
             return best == REMOVED
         if self.beams.early_stopping is True:
             return True
-        reach = self.longest if self.beams.early_stopping == "never" and self.beams.length_penalty > 0 else length
+        reach = (
+            self.longest if self.beams.early_stopping == "never" and self.beams.length_penalty > 0 else length
+        )
         return self.score(best, reach) <= self.found[-1].score
 
 
@@ -159,7 +177,10 @@ def beam_search(
         rows = order[first : first + size]
         some = [prompts[row] for row in rows]
         some_source, some_mask = _some(source, source_mask, rows)
-        found |= zip(rows, _search(model, some, max_new_tokens, beams, sampling, stop_ids, some_source, some_mask, deadline))
+        found |= zip(
+            rows,
+            _search(model, some, max_new_tokens, beams, sampling, stop_ids, some_source, some_mask, deadline),
+        )
     return [found[row] for row in range(len(prompts))]
 
 
@@ -190,7 +211,9 @@ def _search(
     logits = prefill(model, prompts, cache, source, source_mask)  # B V
     B, N, M, device = len(prompts), beams.num_beams, beams.group_size, logits.device
     stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
-    searches = [[Search(beams, max_new_tokens + forced) for _ in range(beams.num_beam_groups)] for _ in prompts]
+    searches = [
+        [Search(beams, max_new_tokens + forced) for _ in range(beams.num_beam_groups)] for _ in prompts
+    ]
     running = list(range(B))
     # All beams of a group are alike at first, so that all but one must not count.
     totals = precise(torch.full((B, N), REMOVED, device=device))
@@ -205,12 +228,19 @@ def _search(
         groups = _propose(values, totals, beams, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step + forced, ending)
-        chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))  # B N
+        chosen = Candidates(
+            *(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups)))
+        )  # B N
         best = chosen.totals[:, ::M].tolist()  # of each group
-        done = [all(search.done(total, step + forced) for search, total in zip(searches[row], best[i])) for i, row in enumerate(running)]
+        done = [
+            all(search.done(total, step + forced) for search, total in zip(searches[row], best[i]))
+            for i, row in enumerate(running)
+        ]
         if ending is not None or all(done):
             break
-        rows = torch.arange(len(running), device=device)[:, None] * N + chosen.origins  # B N: the cache's row that each goes on from
+        rows = (
+            torch.arange(len(running), device=device)[:, None] * N + chosen.origins
+        )  # B N: the cache's row that each goes on from
         written = torch.cat([written.flatten(0, 1)[rows], chosen.tokens[..., None]], -1)  # B N L
         if any(done):
             kept = torch.tensor([i for i, over in enumerate(done) if not over], device=device)
@@ -221,11 +251,16 @@ def _search(
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
         logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
-    found = [sorted((one for search in row for one in search.found), key=lambda one: -one.score) for row in searches]
+    found = [
+        sorted((one for search in row for one in search.found), key=lambda one: -one.score)
+        for row in searches
+    ]
     return [row[: beams.num_return] for row in found]
 
 
-def _log_probabilities(logits: Tensor, sampling: Sampling, written: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
+def _log_probabilities(
+    logits: Tensor, sampling: Sampling, written: Tensor, prompts: Sequence[Sequence[int]]
+) -> Tensor:
     """[BN, V] -> [B, N, V], with penalties and bans."""
     B, N, _ = written.shape
     values = wide(logits).log_softmax(-1)
@@ -246,18 +281,24 @@ def _propose(values: Tensor, totals: Tensor, beams: Beams, stops: Tensor) -> lis
         own = values[:, first : first + M]
         if groups and beams.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
-            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, torch.ones_like(taken, dtype=values.dtype))  # B V
+            counts = torch.zeros_like(values[:, 0]).scatter_add_(
+                1, taken, torch.ones_like(taken, dtype=values.dtype)
+            )  # B V
             own = own - beams.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C
         sums = (precise(top.values) + totals[:, first : first + M, None]).flatten(1)
         best = sums.topk(min(count, sums.shape[1]), dim=-1)  # of the group, B C
         tokens = top.indices.flatten(1).gather(1, best.indices)
-        groups.append(Candidates(best.values, first + best.indices // each, tokens, torch.isin(tokens, stops)))
+        groups.append(
+            Candidates(best.values, first + best.indices // each, tokens, torch.isin(tokens, stops))
+        )
     return groups
 
 
-def _collect(searches: list[Search], group: Candidates, written: Tensor, length: int, ending: str | None) -> None:
+def _collect(
+    searches: list[Search], group: Candidates, written: Tensor, length: int, ending: str | None
+) -> None:
     """Keep those among each row's first M candidates that end here; where all do (`ending`), the others too."""
     first = Candidates(*(x[:, : searches[0].beams.group_size] for x in group))
     over = (first.totals > REMOVED) & (first.ended | (ending is not None))
@@ -296,4 +337,6 @@ def _check(beams: Beams, sampling: Sampling) -> None:
     plain = Sampling()
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
         if (value := getattr(sampling, name)) != getattr(plain, name):
-            raise InputError(f"{name} {value} with num_beams {beams.num_beams}: beam search draws nothing, so leave one of them out")
+            raise InputError(
+                f"{name} {value} with num_beams {beams.num_beams}: beam search draws nothing, so leave one of them out"
+            )

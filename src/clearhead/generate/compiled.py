@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.generate.decode import Chooser, Ends, OnToken, Row, check_request, decode, prefill, turns_by_length
+from clearhead.generate.decode import (
+    Chooser,
+    Ends,
+    OnToken,
+    Row,
+    check_request,
+    decode,
+    prefill,
+    turns_by_length,
+)
 from clearhead.generate.sampling import Sampling
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.transformer import Transformer
@@ -41,13 +50,17 @@ def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
 class CompiledStep:
     """One more token for each of `rows` rows, with room for `slots` tokens each."""
 
-    def __init__(self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str = "inductor") -> None:
+    def __init__(
+        self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str = "inductor"
+    ) -> None:
         weight = next(model.parameters())
         device = weight.device
         self.model = model
         self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
-        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)  # by slot: the most probable token after it
+        self.made = torch.zeros(
+            rows, slots, dtype=torch.long, device=device
+        )  # by slot: the most probable token after it
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
         self._forward()  # what parts of the model make at first use, they make now, and not under the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
@@ -76,7 +89,9 @@ class CompiledStep:
         start = self.cache.length
         for _ in range(count):
             self.replay()
-        self.cache.length = start + count  # which a step that runs uncompiled, because someone watches, counts by itself
+        self.cache.length = (
+            start + count
+        )  # which a step that runs uncompiled, because someone watches, counts by itself
         return self.made[:, start : start + count]
 
 
@@ -135,7 +150,9 @@ class Steps:
         if size not in self.made and may_make and self.unfit is None:
             try:
                 self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
-            except Exception as error:  # compilers fail in many ways, and none of them is a reason not to generate
+            except (
+                Exception
+            ) as error:  # compilers fail in many ways, and none of them is a reason not to generate
                 self.unfit = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 warn_uncompiled(self.unfit)
         return self.made.get(size)
@@ -174,7 +191,9 @@ def decode_compiled(
     if asked and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
     if cache is None:
-        step = steps.find(len(prompts), room, 0 if source is None else source.shape[1], asked or max_new_tokens >= WORTH)
+        step = steps.find(
+            len(prompts), room, 0 if source is None else source.shape[1], asked or max_new_tokens >= WORTH
+        )
     more = (source, source_mask, alternatives, logprobs, on_token, deadline, cancel)
     if step is None:
         return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, cache)
@@ -183,12 +202,16 @@ def decode_compiled(
     if watched or sampling.temperature > 0 or sampling.looks_back or sampling.restricts:
         return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, handover, step)
     rows = [Row(list(prompt)) for prompt in prompts]
-    first = Chooser(sampling, rows, None, model).choose(prefill(model, prompts, handover, source, source_mask), list(range(len(rows))))
+    first = Chooser(sampling, rows, None, model).choose(
+        prefill(model, prompts, handover, source, source_mask), list(range(len(rows)))
+    )
     _follow(step, handover, first, rows, max_new_tokens, Ends(frozenset(stop_ids), None, deadline, None))
     return rows
 
 
-def _follow(step: CompiledStep, cache: Handover, first: Tensor, rows: list[Row], most: int, ends: Ends) -> None:
+def _follow(
+    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Row], most: int, ends: Ends
+) -> None:
     """Greedy rows from their first token [B] on: tokens feed one another on the device, and are looked at a piece later."""
     running, launched, seen = list(range(len(rows))), 1, 0
     unread = [OnHost(first[:, None])]

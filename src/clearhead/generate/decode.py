@@ -32,9 +32,13 @@ class Row:
     prompt: list[int]
     ids: list[int] = field(default_factory=list)  # the new tokens
     stop_reason: str = "length"  # eos, stop, length, time or cancelled
-    logprobs: list[float] = field(default_factory=list)  # of each new token, under the model's own distribution
+    logprobs: list[float] = field(
+        default_factory=list
+    )  # of each new token, under the model's own distribution
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)  # the best tokens at each step
-    steps: int = 0  # runs of the model that tokens were chosen from; fewer than tokens where speculation gains
+    steps: int = (
+        0  # runs of the model that tokens were chosen from; fewer than tokens where speculation gains
+    )
 
 
 # Called with the row's number and the row after each new token; a stop reason ends the row.
@@ -97,7 +101,9 @@ def decode(
         if logprobs or alternatives:
             report(logits, chosen, [rows[i] for i in running], alternatives)
         reason = ends.reason()
-        kept = [place for place, i in enumerate(running) if ends.go_on(i, rows[i], tokens[place], count, reason)]
+        kept = [
+            place for place, i in enumerate(running) if ends.go_on(i, rows[i], tokens[place], count, reason)
+        ]
         if count == max_new_tokens or not kept:
             break
         if len(kept) < len(running):
@@ -126,7 +132,11 @@ def cache_for(model: Transformer, room: int) -> Cache:
 
 
 def prefill(
-    model: Transformer, prompts: Sequence[Sequence[int]], cache: Cache, source: Tensor | None = None, source_mask: Tensor | None = None
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    cache: Cache,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
 ) -> Tensor:
     """Read the prompts, padded on the left, in pieces where they are long: the logits of what comes next, [B, V]."""
     device = next(model.parameters()).device
@@ -142,7 +152,9 @@ def prefill(
         piece = slice(start, start + chunk)
         given = (source, source_mask) if start == 0 else (None, None)
         wanted = "last" if piece.stop >= longest else "none"
-        out = model(ids[:, piece], None if mask is None else mask[:, piece], *given, cache=cache, logits=wanted)
+        out = model(
+            ids[:, piece], None if mask is None else mask[:, piece], *given, cache=cache, logits=wanted
+        )
     assert out is not None
     return out.logits[:, -1]  # type: ignore[no-any-return]
 
@@ -156,11 +168,17 @@ def turns_by_length(model: Transformer) -> bool:
 class Chooser:
     """The next token of each row, drawn by the row's own seed."""
 
-    def __init__(self, sampling: Sampling, rows: list[Row], seeds: Sequence[int] | None, model: Transformer) -> None:
+    def __init__(
+        self, sampling: Sampling, rows: list[Row], seeds: Sequence[int] | None, model: Transformer
+    ) -> None:
         self.sampling, self.rows = sampling, rows
-        self.dice = Dice(seeds if seeds is not None else [0] * len(rows)) if sampling.temperature > 0 else None
+        self.dice = (
+            Dice(seeds if seeds is not None else [0] * len(rows)) if sampling.temperature > 0 else None
+        )
         size, device = model.config.vocab_size, next(model.parameters()).device
-        self.histories = [History(row.prompt, sampling, size, device) for row in rows] if sampling.looks_back else []
+        self.histories = (
+            [History(row.prompt, sampling, size, device) for row in rows] if sampling.looks_back else []
+        )
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
         """Logits of these rows after penalties and bans: [B, V] -> [B, V]."""
@@ -231,13 +249,21 @@ def check_request(
 ) -> None:
     """Raise `InputError` where the model cannot do what is asked."""
     if model.config.head != "lm":
-        raise InputError(f"this model's head is {model.config.head}: only a language model (head lm) generates")
+        raise InputError(
+            f"this model's head is {model.config.head}: only a language model (head lm) generates"
+        )
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens!r} must be a whole number, 1 or more")
     vocabulary = model.config.vocab_size
-    for name, tokens in (("allowed", sampling.allowed or ()), ("banned", sampling.banned), ("stop_ids", stop_ids)):
+    for name, tokens in (
+        ("allowed", sampling.allowed or ()),
+        ("banned", sampling.banned),
+        ("stop_ids", stop_ids),
+    ):
         if any(not 0 <= token < vocabulary for token in tokens):
-            raise InputError(f"{name} names a token outside the vocabulary: ids go from 0 to {vocabulary - 1}")
+            raise InputError(
+                f"{name} names a token outside the vocabulary: ids go from 0 to {vocabulary - 1}"
+            )
     if not 0 <= alternatives <= vocabulary:
         raise InputError(f"alternatives {alternatives} must lie between 0 and vocab_size {vocabulary}")
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
@@ -261,8 +287,18 @@ def greedy(
     stop: int | None = None,
 ) -> Tensor:
     """The most probable tokens: prompts [B, T] (`mask` False: padding) -> new ids [B, N], ended rows filled up with `stop`."""
-    prompts = [row[real].tolist() for row, real in zip(ids, mask if mask is not None else torch.ones_like(ids, dtype=torch.bool))]
-    rows = decode(model, prompts, max_new_tokens, stop_ids=() if stop is None else (stop,), source=source, source_mask=source_mask)
+    prompts = [
+        row[real].tolist()
+        for row, real in zip(ids, mask if mask is not None else torch.ones_like(ids, dtype=torch.bool))
+    ]
+    rows = decode(
+        model,
+        prompts,
+        max_new_tokens,
+        stop_ids=() if stop is None else (stop,),
+        source=source,
+        source_mask=source_mask,
+    )
     length = max(len(row.ids) + (row.stop_reason == "eos") for row in rows)
     fill = 0 if stop is None else stop
     return torch.tensor([row.ids + [fill] * (length - len(row.ids)) for row in rows], device=ids.device)

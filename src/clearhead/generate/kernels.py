@@ -75,7 +75,9 @@ def _in_steps(
     y = x
     if scale is not None:
         y = wide(x)
-        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (wide(scale) + unit_offset)).to(x.dtype)
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (wide(scale) + unit_offset)).to(
+            x.dtype
+        )
     y = nnf.linear(y, weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)

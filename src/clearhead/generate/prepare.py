@@ -42,7 +42,9 @@ class PackedLinear(nn.Module):
             return nnf.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, self.in_features), self.packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x.reshape(-1, self.in_features), self.packed, self.bias, "none", [], ""
+        )
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -74,7 +76,12 @@ class StepStack(Stack):
     """A stack that works out masks and angles once for all its layers, compiled or not."""
 
     def _views(
-        self, tokens: Tokens, cache: Cache | None, prefix: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+        self,
+        tokens: Tokens,
+        cache: Cache | None,
+        prefix: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> dict[int | None, View]:
         views = super()._views(tokens, cache, prefix, bias, dtype)
         if not isinstance(cache, FixedCache):
@@ -106,7 +113,13 @@ class StepBlock(Block):
         tap: Tap = SILENT,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        if not isinstance(keys, FixedKeys) or x.shape[1] > 1 or view.mask is None or view.bias is not None or tap is not SILENT:
+        if (
+            not isinstance(keys, FixedKeys)
+            or x.shape[1] > 1
+            or view.mask is None
+            or view.bias is not None
+            or tap is not SILENT
+        ):
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
@@ -143,8 +156,17 @@ def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | Non
 def _steps_well(block: Block) -> bool:
     """Is this a block that `StepBlock` can take?"""
     attention, before = block.attention, (block.attention_residual, block.feedforward_residual)
-    plain = all(isinstance(part.before, RMSNorm) and part.inside is part.after is None and part.scale == 1 for part in before)
-    return plain and not block.parallel and block.cross is None and attention.q_norm is None and isinstance(block.feedforward, FeedForward)
+    plain = all(
+        isinstance(part.before, RMSNorm) and part.inside is part.after is None and part.scale == 1
+        for part in before
+    )
+    return (
+        plain
+        and not block.parallel
+        and block.cross is None
+        and attention.q_norm is None
+        and isinstance(block.feedforward, FeedForward)
+    )
 
 
 def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
@@ -177,7 +199,9 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
                     setattr(part, name, PackedLinear(child.weight, child.bias))
     for part in fast.modules():
         part._compiled_call_impl = part.forward  # a copy runs no hooks: calling a part is running its forward
-        part.__dict__.update({**part._modules, **part._parameters})  # and its parts are found without a search
+        part.__dict__.update(
+            {**part._modules, **part._parameters}
+        )  # and its parts are found without a search
     return fast
 
 
@@ -200,7 +224,10 @@ def _fuse_feedforward(feedforward: FeedForward, gate: nn.Linear) -> None:
 def _joined(*layers: nn.Linear) -> nn.Linear:
     """One linear layer that gives what these give, side by side."""
     joined = nn.Linear(1, 1, bias=False, device="meta")
-    joined.in_features, joined.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
+    joined.in_features, joined.out_features = (
+        layers[0].in_features,
+        sum(layer.out_features for layer in layers),
+    )
     joined.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]

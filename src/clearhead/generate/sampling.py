@@ -36,8 +36,12 @@ class Sampling:
     top_k: int = 0  # keep the k best; 0: all
     top_p: float = 1.0  # keep the best until they hold this much probability; 1: all
     min_p: float = 0.0  # keep what has at least this share of the best one's probability; 0: all
-    typical_p: float = 1.0  # keep what is nearest to the expected surprise until this much probability; 1: all
-    repetition_penalty: float = 1.0  # divide (multiply, if negative) the logits of tokens seen, prompt included
+    typical_p: float = (
+        1.0  # keep what is nearest to the expected surprise until this much probability; 1: all
+    )
+    repetition_penalty: float = (
+        1.0  # divide (multiply, if negative) the logits of tokens seen, prompt included
+    )
     presence_penalty: float = 0.0  # subtract from the logits of tokens generated at least once
     frequency_penalty: float = 0.0  # subtract for each time a token was generated
     no_repeat_ngram: int = 0  # never complete an n-gram that the row holds already; 0: off
@@ -47,7 +51,9 @@ class Sampling:
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if isinstance(entry.default, int | float) and (not isinstance(value, int | float) or not math.isfinite(value)):
+            if isinstance(entry.default, int | float) and (
+                not isinstance(value, int | float) or not math.isfinite(value)
+            ):
                 raise InputError(f"{entry.name} {value!r} is not a number: {entry.default} is its default")
         for name, low, high in (("top_p", 0.0, 1.0), ("typical_p", 0.0, 1.0)):
             if not low < getattr(self, name) <= high:
@@ -55,9 +61,13 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min_p {self.min_p} is outside [0, 1]: 0 keeps every token")
         if not self.temperature >= 0:
-            raise InputError(f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution")
+            raise InputError(
+                f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution"
+            )
         if self.top_k < 0 or self.no_repeat_ngram < 0:
-            raise InputError(f"top_k {self.top_k} and no_repeat_ngram {self.no_repeat_ngram} must be 0 (off) or more")
+            raise InputError(
+                f"top_k {self.top_k} and no_repeat_ngram {self.no_repeat_ngram} must be 0 (off) or more"
+            )
         if self.repetition_penalty <= 0:
             raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
         if self.allowed is not None and not set(self.allowed) - set(self.banned):
@@ -71,10 +81,14 @@ class Sampling:
     @property
     def looks_back(self) -> bool:
         """Does any rule depend on the tokens so far?"""
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram)
+        return self.repetition_penalty != 1 or bool(
+            self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
+        )
 
 
-def adjust(logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()) -> Tensor:
+def adjust(
+    logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
+) -> Tensor:
     """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, prompt first; `prompt_lengths` says how many are prompt."""
     if not options.looks_back:
         return adjust_by(logits, options)
@@ -104,7 +118,9 @@ def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = 
 class History:
     """What one row has said, each token counted once, so that a step of a long row costs no more than one of a short row."""
 
-    def __init__(self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device
+    ) -> None:
         self.options = options
         self.length = 0  # new tokens counted
         self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
@@ -135,7 +151,9 @@ class History:
         options = self.options
         if options.repetition_penalty != 1:
             penalty = options.repetition_penalty
-            logits.copy_(torch.where(self.present, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+            logits.copy_(
+                torch.where(self.present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            )
         if options.presence_penalty or options.frequency_penalty:
             logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
         if options.no_repeat_ngram and len(self.tail) == options.no_repeat_ngram - 1:
@@ -196,7 +214,9 @@ def distribution(logits: Tensor, options: Sampling) -> Tensor:
     if options.temperature < GREEDY:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = precise(logits) / options.temperature
-    logits = typical(min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p)
+    logits = typical(
+        min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p
+    )
     return logits.softmax(-1)
 
 
@@ -220,5 +240,6 @@ class Dice:
     def roll(self, rows: Sequence[int]) -> Tensor:
         """The next number of each of these rows: [len(rows)] in float64."""
         return torch.tensor(
-            [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows], dtype=torch.float64
+            [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows],
+            dtype=torch.float64,
         )

@@ -20,13 +20,26 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.generate.decode import RESERVE, Chooser, Ends, OnToken, Row, check_request, prefill, report, turns_by_length
+from clearhead.generate.decode import (
+    RESERVE,
+    Chooser,
+    Ends,
+    OnToken,
+    Row,
+    check_request,
+    prefill,
+    report,
+    turns_by_length,
+)
 from clearhead.generate.prefix import agreed
 from clearhead.generate.sampling import Sampling, adjust_by, distribution, draw
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 
-MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little of what follows
+MATCHED = (
+    3,
+    2,
+)  # how many of the last tokens must have stood together before; one alone says too little of what follows
 Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
 
 
@@ -34,7 +47,9 @@ class Guess(NamedTuple):
     """Tokens that may come next."""
 
     tokens: list[int]
-    drawn_from: list[Tensor] | None = None  # for each the distribution q [1, V] it was drawn from; None: they were not drawn
+    drawn_from: list[Tensor] | None = (
+        None  # for each the distribution q [1, V] it was drawn from; None: they were not drawn
+    )
 
 
 class Guesser(Protocol):
@@ -67,8 +82,12 @@ class Lookup:
         at = next((self.next[last] for n in MATCHED if (last := tuple(self.text[-n:])) in self.next), None)
         guessed: list[int] = []
         if at is not None:
-            for place in range(at, at + min(self.count, most)):  # past its end the text goes on with what is guessed
-                guessed.append(self.text[place] if place < len(self.text) else guessed[place - len(self.text)])
+            for place in range(
+                at, at + min(self.count, most)
+            ):  # past its end the text goes on with what is guessed
+                guessed.append(
+                    self.text[place] if place < len(self.text) else guessed[place - len(self.text)]
+                )
         return Guess(guessed)
 
 
@@ -76,7 +95,12 @@ class Draft:
     """Guesses of a second, smaller model."""
 
     def __init__(
-        self, model: Transformer, count: int, sampling: Sampling, source: Tensor | None = None, source_mask: Tensor | None = None
+        self,
+        model: Transformer,
+        count: int,
+        sampling: Sampling,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
     ) -> None:
         self.model, self.count, self.source = model, count, (source, source_mask)
         # Penalties and n-grams are left to the model that decides: any q gives the right result, and these need a history.
@@ -92,7 +116,9 @@ class Draft:
         config, count = self.model.config, min(self.count, most)
         if config.positions == "learned":
             count = min(count, config.max_positions - len(tokens) + 1)
-        kept = self.length + agreed(self.guessed, tokens[self.length :])  # the last guesses, as far as they came true
+        kept = self.length + agreed(
+            self.guessed, tokens[self.length :]
+        )  # the last guesses, as far as they came true
         self.cache.crop(min(self.cache.length, kept))
         self.length, self.guessed, drawn_from = len(tokens), [], []
         while len(self.guessed) < count:
@@ -124,14 +150,30 @@ def accept(p: Tensor, q: Tensor, guessed: Tensor, uniform: Tensor, spare: Tensor
 class _Speaker:
     """One row, its cache and its guesser."""
 
-    def __init__(self, number: int, row: Row, cache: Cache, guesser: Guesser, source: Tensor | None, source_mask: Tensor | None) -> None:
-        self.number, self.row, self.cache, self.guesser, self.source = number, row, cache, guesser, (source, source_mask)
+    def __init__(
+        self,
+        number: int,
+        row: Row,
+        cache: Cache,
+        guesser: Guesser,
+        source: Tensor | None,
+        source_mask: Tensor | None,
+    ) -> None:
+        self.number, self.row, self.cache, self.guesser, self.source = (
+            number,
+            row,
+            cache,
+            guesser,
+            (source, source_mask),
+        )
         self.tokens = list(row.prompt)
 
     def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends, reported: int | None) -> bool:
         """Add up to `most` tokens in one run of the model, one at least; False when the row has ended."""
         guess = self.guesser.guess(self.tokens, most - 1, lambda: chooser.roll([self.number]))
-        fed = torch.tensor([self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device)
+        fed = torch.tensor(
+            [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
+        )
         logits = model(fed, None, *self.source, cache=self.cache).logits[0]  # N+1 V
         reason, goes_on, steps = ends.reason(), True, self.row.steps + 1
         for place in range(len(guess.tokens) + 1):
@@ -141,7 +183,9 @@ class _Speaker:
                 report(here, chosen, [self.row], reported)
             token = int(chosen)
             goes_on = ends.go_on(self.number, self.row, token, steps, reason)
-            self.tokens += self.row.ids[len(self.tokens) - len(self.row.prompt) :]  # nothing, where the token is a stop
+            self.tokens += self.row.ids[
+                len(self.tokens) - len(self.row.prompt) :
+            ]  # nothing, where the token is a stop
             if not (goes_on and as_guessed):
                 break
         self.cache.crop(min(self.cache.length, len(self.tokens) - 1))
@@ -155,7 +199,9 @@ class _Speaker:
             return chosen, int(chosen) == guessed
         p = distribution(chooser.adjusted(logits, [self.number]), chooser.sampling)
         uniform, spare = chooser.roll([self.number]), chooser.roll([self.number])
-        chosen, kept = accept(p, guess.drawn_from[place].to(p), torch.tensor([guessed], device=p.device), uniform, spare)
+        chosen, kept = accept(
+            p, guess.drawn_from[place].to(p), torch.tensor([guessed], device=p.device), uniform, spare
+        )
         return chosen.to(logits.device), bool(kept)
 
 
@@ -183,7 +229,9 @@ def guessers_for(
     theirs = draft.config
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
         if (mine := getattr(config, name)) != (other := getattr(theirs, name)):
-            raise InputError(f"the draft's {name} is {other} and the model's {mine}: choose a draft with the same vocabulary and family")
+            raise InputError(
+                f"the draft's {name} is {other} and the model's {mine}: choose a draft with the same vocabulary and family"
+            )
     guessers: list[Guesser] = []
     for number in range(len(prompts)):
         own = [None if x is None else x[number : number + 1] for x in (source, source_mask)]
@@ -214,14 +262,22 @@ def speculate(
     sampling = sampling or Sampling()
     check_request(model, prompts, max_new_tokens, sampling, alternatives, stop_ids)
     if turns_by_length(model):
-        raise InputError("this model's rotary angles change with the length of what is read at once: leave lookup and draft out")
+        raise InputError(
+            "this model's rotary angles change with the length of what is read at once: leave lookup and draft out"
+        )
     rows = [Row(list(prompt)) for prompt in prompts]
     chooser = Chooser(sampling, rows, seeds, model)
     ends = Ends(frozenset(stop_ids), on_token, deadline, cancel)
     running = []
     for number, row in enumerate(rows):
         own = [None if x is None else x[number : number + 1] for x in (source, source_mask)]
-        speaker = _Speaker(number, row, cache or Cache(min(len(row.prompt) + max_new_tokens, RESERVE)), guessers[number], *own)
+        speaker = _Speaker(
+            number,
+            row,
+            cache or Cache(min(len(row.prompt) + max_new_tokens, RESERVE)),
+            guessers[number],
+            *own,
+        )
         if unread := row.prompt[speaker.cache.length : -1]:  # the last token is read with the first guesses
             prefill(model, [unread], speaker.cache, *own)
         running.append(speaker)
@@ -229,6 +285,9 @@ def speculate(
     while running:
         for speaker in list(running):
             left = max_new_tokens - len(speaker.row.ids)
-            if not speaker.turn(model, left, chooser, ends, reported) or len(speaker.row.ids) == max_new_tokens:
+            if (
+                not speaker.turn(model, left, chooser, ends, reported)
+                or len(speaker.row.ids) == max_new_tokens
+            ):
                 running.remove(speaker)
     return rows

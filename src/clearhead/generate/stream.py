@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte; a run of them is read as a whole, or as invalid
+BYTE = re.compile(
+    r"<0x[0-9A-Fa-f]{2}>"
+)  # how SentencePiece writes a byte; a run of them is read as a whole, or as invalid
 
 
 class TextStream:
@@ -20,11 +22,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(text for text in stop if text)
-        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._special = {
+            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._known = [token for token in prompt if self._is_read(token)]  # settled tokens that the next ones are read after
+        self._known = [
+            token for token in prompt if self._is_read(token)
+        ]  # settled tokens that the next ones are read after
         self._open: list[int] = []  # tokens whose text may still change
         self._context = len(self._decode(self._known))
 
@@ -88,4 +94,6 @@ class TextStream:
 
     def _may_stop(self, text: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""
-        return max((n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        return max(
+            (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+        )

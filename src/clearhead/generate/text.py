@@ -38,9 +38,13 @@ class Generation:
     ids: list[int]  # the new tokens; a token that ends the text is not among them
     stop_reason: str  # eos, stop, length, time, cancelled
     logprobs: list[float] | None = None  # of each token, under the model's own distribution
-    alternatives: list[list[tuple[int, float]]] | None = None  # the best tokens at each step, with their log-probabilities
+    alternatives: list[list[tuple[int, float]]] | None = (
+        None  # the best tokens at each step, with their log-probabilities
+    )
     score: float | None = None  # of a beam search: the sum of log-probabilities over length ** length_penalty
-    steps: int | None = None  # runs of the model that tokens were chosen from; fewer than tokens where guesses came true
+    steps: int | None = (
+        None  # runs of the model that tokens were chosen from; fewer than tokens where guesses came true
+    )
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Score:
     """How probable a model finds a text."""
 
     ids: list[int]
-    logprobs: list[float | None]  # of each token given those before it; None for the first, which nothing precedes
+    logprobs: list[
+        float | None
+    ]  # of each token given those before it; None for the first, which nothing precedes
 
     @property
     def total(self) -> float:
@@ -87,7 +93,9 @@ def generate(
 ) -> list[Generation]:
     """Continue each prompt; with an encoder, prompts are what it reads and `start` is what the decoder begins with."""
     if (stop or on_text) and tokenizer is None:
-        raise InputError("stop strings and streaming need text, and the model has no tokenizer: leave them out")
+        raise InputError(
+            "stop strings and streaming need text, and the model has no tokenizer: leave them out"
+        )
     fed, source, source_mask = _fed(model, prompts, start)
     before = fed if source is None else [[] for _ in fed]  # text that the new text goes on from
     streams = [TextStream(tokenizer, prompt, stop) for prompt in before] if tokenizer is not None else []
@@ -101,7 +109,9 @@ def generate(
         return "stop" if stream.stopped_by is not None else None
 
     guessers = guessers_for(model, prompts, sampling, source, source_mask, lookup, draft, draft_tokens)
-    run = functools.partial(decode_compiled, steps=steps, asked=bool(compile)) if steps is not None else decode
+    run = (
+        functools.partial(decode_compiled, steps=steps, asked=bool(compile)) if steps is not None else decode
+    )
     run = functools.partial(speculate, guessers=guessers) if guessers else run
     rows = run(
         model,
@@ -133,7 +143,16 @@ def generate(
                 on_text(number, rest)
             text = stream.text
         shown = row.logprobs if logprobs or alternatives else None
-        made.append(Generation(text, row.ids, row.stop_reason, shown, row.alternatives if alternatives else None, steps=row.steps))
+        made.append(
+            Generation(
+                text,
+                row.ids,
+                row.stop_reason,
+                shown,
+                row.alternatives if alternatives else None,
+                steps=row.steps,
+            )
+        )
     return made
 
 
@@ -157,7 +176,9 @@ def search(
     for prompt, found in zip(fed, rows):
         before = prompt if source is None else []
         texts = [None if tokenizer is None else _text(tokenizer, before, one.ids) for one in found]
-        made.append([Generation(text, one.ids, one.stop_reason, score=one.score) for text, one in zip(texts, found)])
+        made.append(
+            [Generation(text, one.ids, one.stop_reason, score=one.score) for text, one in zip(texts, found)]
+        )
     return made
 
 
@@ -179,10 +200,14 @@ def _fed(
 
 
 @torch.inference_mode()
-def score(model: Transformer, ids: Sequence[int], source: Sequence[int] | None = None, start: Sequence[int] = ()) -> Score:
+def score(
+    model: Transformer, ids: Sequence[int], source: Sequence[int] | None = None, start: Sequence[int] = ()
+) -> Score:
     """Log-probability of each token given those before it (and `source`, where there is an encoder)."""
     if model.config.head != "lm":
-        raise InputError(f"this model's head is {model.config.head}: only a language model (head lm) scores a text")
+        raise InputError(
+            f"this model's head is {model.config.head}: only a language model (head lm) scores a text"
+        )
     device = next(model.parameters()).device
     fed = [*start, *ids]
     if len(fed) < 2:
@@ -203,4 +228,6 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     if all(len(row) == longest for row in rows):
         return ids, None
-    return ids, torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows], device=device)
+    return ids, torch.tensor(
+        [[True] * len(row) + [False] * (longest - len(row)) for row in rows], device=device
+    )

@@ -34,7 +34,9 @@ def _activate(x, kind: tl.constexpr):
     elif kind == 1:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif kind == 2:
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 · (1 + tanh z) is the sigmoid of 2z
+        y = x * tl.sigmoid(
+            1.5957691216057308 * (x + 0.044715 * x * x * x)
+        )  # 0.5 · (1 + tanh z) is the sigmoid of 2z
     elif kind == 3:
         y = x * tl.sigmoid(x)
     else:
@@ -57,7 +59,12 @@ def _vector_kernel(
     square = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, D, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        w = tl.load(weight + rows + k[None, :], mask=within & (k < D)[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(
+            weight + rows + k[None, :],
+            mask=within & (k < D)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        ).to(tl.float32)
         value = tl.load(x + k, mask=k < D, other=0.0).to(tl.float32)
         if NORM:
             square += value * value
@@ -66,7 +73,10 @@ def _vector_kernel(
         if GATE >= 0:
             up = weight + tl.cast(N, tl.int64) * D + rows + k[None, :]
             total_up += (
-                tl.load(up, mask=within & (k < D)[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32) * value[None, :]
+                tl.load(up, mask=within & (k < D)[None, :], other=0.0, eviction_policy="evict_first").to(
+                    tl.float32
+                )
+                * value[None, :]
             )
     y = tl.sum(total, 1)
     z = tl.sum(total_up, 1)
@@ -104,13 +114,20 @@ def _matrix_kernel(
         if NORM:
             exact = value.to(tl.float32)
             square += tl.sum(exact * exact, 1)
-            value = (exact * (tl.load(scale + k, mask=k < D, other=0.0).to(tl.float32) + UNIT)[None, :]).to(value.dtype)
+            value = (exact * (tl.load(scale + k, mask=k < D, other=0.0).to(tl.float32) + UNIT)[None, :]).to(
+                value.dtype
+            )
         inside = (k < D)[:, None] & (n < N)[None, :]
         w = tl.load(weight + columns + k[:, None], mask=inside, other=0.0, eviction_policy="evict_first")
         total = tl.dot(value, w, total, input_precision="ieee")
         if GATE >= 0:
             up = weight + tl.cast(N, tl.int64) * D + columns + k[:, None]
-            total_up = tl.dot(value, tl.load(up, mask=inside, other=0.0, eviction_policy="evict_first"), total_up, input_precision="ieee")
+            total_up = tl.dot(
+                value,
+                tl.load(up, mask=inside, other=0.0, eviction_policy="evict_first"),
+                total_up,
+                input_precision="ieee",
+            )
     y, z = total, total_up
     if NORM:
         size = tl.rsqrt(square / D + eps)[:, None]
@@ -171,7 +188,9 @@ def linear(
         _vector_kernel[grid](x, weight, *given, out, N, eps, **flags)
     else:
         block = max(16, triton.next_power_of_2(B))
-        _matrix_kernel[grid](x, weight, *given, out, B, N, eps, BLOCK_B=block, num_stages=tile.stages, **flags)
+        _matrix_kernel[grid](
+            x, weight, *given, out, B, N, eps, BLOCK_B=block, num_stages=tile.stages, **flags
+        )
     return out
 
 
@@ -186,14 +205,18 @@ def _turned(start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.con
         else:
             partner, sign = e ^ 1, tl.where(e % 2 == 0, -1.0, 1.0)
         other = tl.load(start + partner, mask=within & (e < R), other=0.0).to(tl.float32)
-        value = value * tl.load(cos + e, mask=e < R, other=1.0) + other * sign * tl.load(sin + e, mask=e < R, other=0.0)
+        value = value * tl.load(cos + e, mask=e < R, other=1.0) + other * sign * tl.load(
+            sin + e, mask=e < R, other=0.0
+        )
     return value
 
 
 @triton.jit
 def _capped(scores, softcap, CAP: tl.constexpr):
     if CAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap · tanh(scores / softcap)
+        scores = softcap * (
+            2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0
+        )  # softcap · tanh(scores / softcap)
     return scores
 
 
@@ -234,14 +257,18 @@ def _attend_kernel(
     for block in range(split * share, tl.minimum(split * share + share, blocks)):
         s = block * BLOCK_S + tl.arange(0, BLOCK_S)
         seen = tl.load(mask + b * mask_stride + s, mask=s < filled, other=0) != 0
-        k = tl.load(keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0)
+        k = tl.load(
+            keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
+        )
         scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         shrink = tl.exp(best - base)
         pattern = tl.exp(scores - base[:, None])
-        v = tl.load(values + s[:, None] * EV + ev[None, :], mask=(s < filled)[:, None] & (ev < EV)[None, :], other=0.0)
+        v = tl.load(
+            values + s[:, None] * EV + ev[None, :], mask=(s < filled)[:, None] & (ev < EV)[None, :], other=0.0
+        )
         total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
         weight = weight * shrink + tl.sum(pattern, 1)
         best = higher

@@ -25,7 +25,13 @@ POOLER_KEY = "has_pooler"
 WITHOUT_POOLER: Json = {"head": "none", "pooler": "none"}
 
 # Of every other number MOST_WIDE is the most.
-MOST = {"n_layers": MOST_LAYERS, "n_encoder_layers": MOST_LAYERS, "vocab_size": 2**31, "source_vocab_size": 2**31, "max_positions": 2**31}
+MOST = {
+    "n_layers": MOST_LAYERS,
+    "n_encoder_layers": MOST_LAYERS,
+    "vocab_size": 2**31,
+    "source_vocab_size": 2**31,
+    "max_positions": 2**31,
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,15 @@ class Architecture:
     classes: Mapping[str, Json]
     config: tuple[Part, ...]
     rules: tuple[Rule, ...]
-    heads: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)  # by our name of the head: rules for it alone
+    heads: Mapping[str, tuple[Rule, ...]] = field(
+        default_factory=dict
+    )  # by our name of the head: rules for it alone
     prefix: str = ""  # of the base model's tensors within a model with a head
     ignored: tuple[str, ...] = ()  # tensors some files hold though nothing of them is learned
     open: tuple[str, ...] = ()  # fields that the tensors of a file decide, and config.json does not state
-    carried: tuple[str, ...] = ()  # tensors of heads that files hold besides their class's own: kept, and written back
+    carried: tuple[
+        str, ...
+    ] = ()  # tensors of heads that files hold besides their class's own: kept, and written back
 
     def read(self, theirs: Json) -> ModelConfig:
         """Our config from a config.json."""
@@ -54,7 +64,9 @@ class Architecture:
             raise CheckpointError(f"config.json describes a model that cannot be built: {error}") from None
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             line = str(error).partition("\n")[0][:200]
-            raise CheckpointError(f"config.json has a value of the wrong kind: {line or type(error).__name__}") from None
+            raise CheckpointError(
+                f"config.json has a value of the wrong kind: {line or type(error).__name__}"
+            ) from None
 
     def _values(self, theirs: Json) -> Json:
         values: Json = {}
@@ -78,7 +90,14 @@ class Architecture:
 
     def write(self, config: ModelConfig) -> Json | None:
         """A config.json for our config, exact or not; None where no class has such a head."""
-        named = next((named for named, head in self._choices() if all(getattr(config, k) == v for k, v in head.items())), None)
+        named = next(
+            (
+                named
+                for named, head in self._choices()
+                if all(getattr(config, k) == v for k, v in head.items())
+            ),
+            None,
+        )
         if named is None:
             return None
         theirs: Json = {**named, "model_type": self.model_type}
@@ -102,8 +121,16 @@ class Architecture:
             back = self.read(theirs)
         except (CheckpointError, ConfigError, AssertionError, KeyError, TypeError, ValueError):
             return None
-        names = [entry.name for entry in dataclasses.fields(ModelConfig) if entry.name not in (*WITHOUT_EFFECT, *self.open)]
-        return [f"{name} {getattr(config, name)!r}" for name in names if not _alike(getattr(config, name), getattr(back, name))]
+        names = [
+            entry.name
+            for entry in dataclasses.fields(ModelConfig)
+            if entry.name not in (*WITHOUT_EFFECT, *self.open)
+        ]
+        return [
+            f"{name} {getattr(config, name)!r}"
+            for name in names
+            if not _alike(getattr(config, name), getattr(back, name))
+        ]
 
     def names_all(self, names: Iterable[str]) -> bool:
         """Could each of these tensors be one of this architecture's, with the base model's prefix or without?"""

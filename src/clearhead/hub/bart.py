@@ -56,7 +56,9 @@ TABLES = (
     SHARED,
     Rule("model.encoder.embed_tokens.weight", (SOURCE,)),
     Rule("model.decoder.embed_tokens.weight", (TARGET,)),
-    Rule("model.shared.weight", (SOURCE,), copy=True),  # nothing reads it where there are two, and yet it must be there
+    Rule(
+        "model.shared.weight", (SOURCE,), copy=True
+    ),  # nothing reads it where there are two, and yet it must be there
     Rule("model.shared.weight", (TARGET,)),  # older files with an output layer of its own, and one table
 )
 # A norm stands before or after its part: a model has one of the two, and the rule for the other finds nothing.

@@ -13,7 +13,12 @@ def classes(name: str) -> dict[str, Json]:
     """The classes that each encoder of this kind has."""
     return {
         f"{name}ForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
-        f"{name}ForSequenceClassification": {"head": "classifier", "pooling": "cls", "pooler": "tanh", "head_bias": True},
+        f"{name}ForSequenceClassification": {
+            "head": "classifier",
+            "pooling": "cls",
+            "pooler": "tanh",
+            "head_bias": True,
+        },
         f"{name}ForTokenClassification": {"head": "tagger", "head_bias": True},
         f"{name}ForQuestionAnswering": {"head": "span", "head_bias": True},
         f"{name}Model": {"head": "embedding", "pooling": "cls", "pooler": "tanh"},
@@ -50,8 +55,15 @@ SHAPE: tuple[Part, ...] = (
 
 def embedding(name: str) -> tuple[Rule, ...]:
     """Tables and their norm."""
-    tables = {"word": "embedding.front.tokens", "position": "positions.table", "token_type": "embedding.types"}
-    weights = tuple(Rule(f"{name}.embeddings.{theirs}_embeddings.weight", (f"encoder.{ours}.weight",)) for theirs, ours in tables.items())
+    tables = {
+        "word": "embedding.front.tokens",
+        "position": "positions.table",
+        "token_type": "embedding.types",
+    }
+    weights = tuple(
+        Rule(f"{name}.embeddings.{theirs}_embeddings.weight", (f"encoder.{ours}.weight",))
+        for theirs, ours in tables.items()
+    )
     return weights + same({f"{name}.embeddings.LayerNorm": "encoder.embedding.norm"})
 
 
@@ -78,14 +90,24 @@ def masked_head(transform: str, norm: str, out: str) -> tuple[Rule, ...]:
     return (*same(pairs), Rule(f"{out}.bias", ("head.out.bias",), copy=True))
 
 
-TAGGER, SPAN, POOLER = same({"classifier": "head.out"}), same({"qa_outputs": "head.out"}), same({"bert.pooler.dense": "head.pooler"})
-MASKED = masked_head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions")
+TAGGER, SPAN, POOLER = (
+    same({"classifier": "head.out"}),
+    same({"qa_outputs": "head.out"}),
+    same({"bert.pooler.dense": "head.pooler"}),
+)
+MASKED = masked_head(
+    "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"
+)
 RULES = embedding("bert") + layers("bert")
 
 
 def older(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """With the names that norms had in the first checkpoints."""
-    return rules + renamed(rules, "LayerNorm.gamma", "LayerNorm.weight") + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
+    return (
+        rules
+        + renamed(rules, "LayerNorm.gamma", "LayerNorm.weight")
+        + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
+    )
 
 
 BERT = Architecture(
@@ -94,7 +116,13 @@ BERT = Architecture(
     prefix="bert.",
     config=(*SHAPE, Field("max_position_embeddings", "max_positions", 512)),
     rules=older(RULES),
-    heads={"mlm": older(MASKED), "classifier": POOLER + TAGGER, "tagger": TAGGER, "span": SPAN, "embedding": POOLER},
+    heads={
+        "mlm": older(MASKED),
+        "classifier": POOLER + TAGGER,
+        "tagger": TAGGER,
+        "span": SPAN,
+        "embedding": POOLER,
+    },
     ignored=("bert.embeddings.position_ids",),
     carried=("bert.pooler.*", "cls.seq_relationship.*"),
 )

@@ -38,14 +38,18 @@ class Description:
     theirs: dict[str, Any]
     config: ModelConfig
     architecture: Architecture
-    carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file it came with
+    carried: Mapping[str, Entry] = field(
+        default_factory=dict
+    )  # tensors of other heads in the file it came with
 
 
 def describe(folder: Path) -> Description:
     """Read config.json; where it does not name a class, as old files do not, the tensors tell."""
     if (folder / RECIPE).is_file() and not (folder / "config.json").exists():
         use = f"use {folder / 'last'}, or " if (folder / "last").is_dir() else ""
-        raise CheckpointError(f"the run in {folder} is not finished: {use}go on with clearhead train --resume {folder}")
+        raise CheckpointError(
+            f"the run in {folder} is not finished: {use}go on with clearhead train --resume {folder}"
+        )
     theirs = read_json(folder / "config.json")
     if SECTION not in theirs and not (theirs.get("model_type") and theirs.get("architectures")):
         theirs = _recognise(folder, theirs)
@@ -77,14 +81,22 @@ def empty_model(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
-def load_model(folder: Path, description: Description, dtype: torch.dtype | None = None) -> tuple[Transformer, Description]:
+def load_model(
+    folder: Path, description: Description, dtype: torch.dtype | None = None
+) -> tuple[Transformer, Description]:
     """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise; and what its weights add."""
     plan = _plan(folder, description, open_weights(folder))
     description, entries, model, chosen = plan.description, plan.entries, plan.model, plan.chosen
     parameters = dict(model.named_parameters())
     wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
-    with ThreadPoolExecutor(READERS if dtype is None else 1) as readers:  # each holds a copy of one tensor, of another size if converted
-        read = readers.map(lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype), chosen, wanted)
+    with ThreadPoolExecutor(
+        READERS if dtype is None else 1
+    ) as readers:  # each holds a copy of one tensor, of another size if converted
+        read = readers.map(
+            lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype),
+            chosen,
+            wanted,
+        )
         tensors = list(read)
     for match, shapes, ours in zip(chosen, wanted, tensors):
         for name, tensor, shape in zip(match.ours, ours, shapes):
@@ -94,7 +106,9 @@ def load_model(folder: Path, description: Description, dtype: torch.dtype | None
                     f"{folder}: tensor {match.theirs} has shape {theirs} and {name} needs {shape}: config.json does not fit"
                 )
             if not tensor.is_floating_point():
-                raise CheckpointError(f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point")
+                raise CheckpointError(
+                    f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point"
+                )
             _put(model, name, tensor)
     model.tie()
     return model.eval(), description
@@ -114,7 +128,9 @@ def _plan(folder: Path, description: Description, entries: dict[str, Entry]) -> 
     """Which tensor fills which parameter; an error when one is left over on either side."""
     architecture = description.architecture
     if architecture.prefix and not any(name.startswith(architecture.prefix) for name in entries):
-        entries = {architecture.prefix + name: entry for name, entry in entries.items()}  # saved from the bare base model
+        entries = {
+            architecture.prefix + name: entry for name, entry in entries.items()
+        }  # saved from the bare base model
     description = _as_stored(_without_pooler(description, entries), entries)
     layers = description.config.layer_groups or description.config.n_layers
     if layers > len(entries):  # before they are all made
@@ -152,7 +168,9 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     return min(found)[2]  # the class that leaves the fewest tensors aside
 
 
-def _read(entry: Entry, match: Match, shapes: list[tuple[int, ...]], config: ModelConfig, dtype: torch.dtype | None) -> list[Tensor]:
+def _read(
+    entry: Entry, match: Match, shapes: list[tuple[int, ...]], config: ModelConfig, dtype: torch.dtype | None
+) -> list[Tensor]:
     """One tensor of the file as ours; where that makes copies, the file's pages are given back at once."""
     theirs = entry.read()
     if not theirs.is_floating_point():
@@ -173,7 +191,9 @@ def _without_pooler(description: Description, entries: dict[str, Entry]) -> Desc
     expected = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
     if not expected or any(".pooler." in name for name in entries):
         return description
-    return dataclasses.replace(description, config=description.architecture.read({**theirs, POOLER_KEY: False}))
+    return dataclasses.replace(
+        description, config=description.architecture.read({**theirs, POOLER_KEY: False})
+    )
 
 
 def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
@@ -185,21 +205,30 @@ def _as_stored(description: Description, entries: dict[str, Entry]) -> Descripti
     rules = architecture.rules + architecture.heads.get(config.head or "none", ())
 
     def stored(*ours: str) -> Entry | None:
-        names = [rule.theirs for name in ours for rule in rules if rule.ours == (name,) and rule.counts(config)]
+        names = [
+            rule.theirs for name in ours for rule in rules if rule.ours == (name,) and rule.counts(config)
+        ]
         return next((entries[name] for name in names if name in entries), None)
 
     if config.head not in ("lm", "mlm"):
         return description
     table = stored("decoder.embedding.front.tokens.weight", "encoder.embedding.front.tokens.weight")
     out = stored("head.out.weight")
-    if config.tie_embeddings and table is not None and out is not None and not torch.equal(table.read(), out.read()):
+    if (
+        config.tie_embeddings
+        and table is not None
+        and out is not None
+        and not torch.equal(table.read(), out.read())
+    ):
         config = config.replace(tie_embeddings=False)
     if config.head_bias and "head_bias" in architecture.open and stored("head.out.bias") is None:
         config = config.replace(head_bias=False)
     return dataclasses.replace(description, config=config)
 
 
-def _choose(model: Transformer, architecture: Architecture, entries: dict[str, Entry]) -> tuple[list[Match], set[str]]:
+def _choose(
+    model: Transformer, architecture: Architecture, entries: dict[str, Entry]
+) -> tuple[list[Match], set[str]]:
     """The rule that fills each parameter, and the tensors of the file that none of them reads."""
     canonical = _canonical_names(model)
     chosen: dict[str, Match] = {}
@@ -224,15 +253,26 @@ def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]
 def _canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name a parameter goes by -> the one under which it is listed first."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
-def _check_complete(parameters: dict[str, Any], chosen: list[Match], unused: set[str], architecture: Architecture, folder: Path) -> None:
+def _check_complete(
+    parameters: dict[str, Any],
+    chosen: list[Match],
+    unused: set[str],
+    architecture: Architecture,
+    folder: Path,
+) -> None:
     filled = {name for match in chosen for name in match.ours}
     missing = [name for name in parameters if name not in filled]
     if unused:
         name = min(unused)
-        known = [rule.theirs for rules in (architecture.rules, *architecture.heads.values()) for rule in rules]
+        known = [
+            rule.theirs for rules in (architecture.rules, *architecture.heads.values()) for rule in rules
+        ]
         raise CheckpointError(
             f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}{nearest(name, known)}: "
             f"config.json and the weights do not belong together"
@@ -255,7 +295,9 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def exported_config(config: ModelConfig, original: Description | None = None) -> tuple[Architecture, dict[str, Any]]:
+def exported_config(
+    config: ModelConfig, original: Description | None = None
+) -> tuple[Architecture, dict[str, Any]]:
     """The architecture to save as, and its config.json.
 
     Keys of the config.json a model came with are kept where we have no word for them. Where no architecture says all
@@ -266,7 +308,11 @@ def exported_config(config: ModelConfig, original: Description | None = None) ->
         return original.architecture, dict(original.theirs)
     architecture, differences = nearest_to(config)
     if architecture is None or differences:
-        return OWN, {"architectures": list(OWN.classes), "model_type": SECTION, SECTION: {"config": config.to_dict()}}
+        return OWN, {
+            "architectures": list(OWN.classes),
+            "model_type": SECTION,
+            SECTION: {"config": config.to_dict()},
+        }
     theirs = architecture.write(config)
     assert theirs is not None
     if architecture.read(theirs) != config:  # it computes the same, and would train differently
@@ -281,9 +327,15 @@ def explain_export(config: ModelConfig, original: Description | None = None) -> 
         return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
     closest, differences = nearest_to(config)
     if closest is None:
-        return SECTION, "no Hugging Face architecture has this family and head, so its config.json carries clearhead's own section"
+        return (
+            SECTION,
+            "no Hugging Face architecture has this family and head, so its config.json carries clearhead's own section",
+        )
     listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
-    return SECTION, f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+    return (
+        SECTION,
+        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}",
+    )
 
 
 def save_model(
@@ -301,7 +353,10 @@ def save_model(
     parameters = dict(model.named_parameters())
     kinds = {name: dtype or parameters[match.ours[0]].dtype for name, match in made.items()}
     kinds |= {name: dtype or entry.dtype for name, entry in carried.items()}
-    sizes = {name: sum(parameters[ours].numel() for ours in match.ours) * kinds[name].itemsize for name, match in made.items()}
+    sizes = {
+        name: sum(parameters[ours].numel() for ours in match.ours) * kinds[name].itemsize
+        for name, match in made.items()
+    }
     sizes |= {name: math.prod(entry.shape) * kinds[name].itemsize for name, entry in carried.items()}
     base = bool(architecture.prefix) and model.config.head in ("none", "embedding")
 
@@ -310,13 +365,19 @@ def save_model(
         if name in carried:
             return carried[name].read().to(kinds[name])
         match = made[name]
-        tensor = match.operation.save([parameters[ours].detach().to(kinds[name]).cpu() for ours in match.ours], model.config)[0]
-        return tensor.clone() if match.copy else tensor  # the format has no place for two names of the same bytes
+        tensor = match.operation.save(
+            [parameters[ours].detach().to(kinds[name]).cpu() for ours in match.ours], model.config
+        )[0]
+        return (
+            tensor.clone() if match.copy else tensor
+        )  # the format has no place for two names of the same bytes
 
     if base:
         sizes = {name.removeprefix(architecture.prefix): size for name, size in sizes.items()}
     write_weights(folder, sizes, make, shard_size)
-    write_json(folder / "config.json", {**theirs, "dtype": str(next(iter(kinds.values()))).removeprefix("torch.")})
+    write_json(
+        folder / "config.json", {**theirs, "dtype": str(next(iter(kinds.values()))).removeprefix("torch.")}
+    )
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Match]:

@@ -13,14 +13,21 @@ DISTILBERT = Architecture(
     model_type="distilbert",
     classes={
         "DistilBertForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
-        "DistilBertForSequenceClassification": {"head": "classifier", "pooling": "cls", "pooler": "relu", "head_bias": True},
+        "DistilBertForSequenceClassification": {
+            "head": "classifier",
+            "pooling": "cls",
+            "pooler": "relu",
+            "head_bias": True,
+        },
         "DistilBertForTokenClassification": {"head": "tagger", "head_bias": True},
         "DistilBertForQuestionAnswering": {"head": "span", "head_bias": True},
         "DistilBertModel": {"head": "none"},
     },
     prefix="distilbert.",
     config=(
-        Fixed({**KIND, "norm_eps": 1e-12}),  # sinusoidal_pos_embds says how the table began; it is stored like any other
+        Fixed(
+            {**KIND, "norm_eps": 1e-12}
+        ),  # sinusoidal_pos_embds says how the table began; it is stored like any other
         Field("vocab_size", "vocab_size", 30522),
         Field("max_position_embeddings", "max_positions", 512),
         Field("dim", "d_model", 768),
@@ -52,7 +59,13 @@ DISTILBERT = Architecture(
         ),
     ),
     heads={
-        "mlm": same({"vocab_transform": "head.transform", "vocab_layer_norm": "head.norm", "vocab_projector": "head.out"}),
+        "mlm": same(
+            {
+                "vocab_transform": "head.transform",
+                "vocab_layer_norm": "head.norm",
+                "vocab_projector": "head.out",
+            }
+        ),
         "classifier": same({"pre_classifier": "head.pooler", "classifier": "head.out"}),
         "tagger": TAGGER,
         "span": SPAN,

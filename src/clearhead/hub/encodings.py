@@ -37,13 +37,20 @@ def windows(
     if stride < 0:
         raise InputError(f"stride {stride} is negative: it is the number of tokens that two windows share")
     first = None if question is None else encoding_of(tokenizer, question)
-    taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + (0 if first is None else len(first))
+    taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + (
+        0 if first is None else len(first)
+    )
     room = max_length - taken
     if room < 1:
-        raise InputError(f"a question takes {taken} tokens with the special ones, and a window has {max_length}: shorten it")
+        raise InputError(
+            f"a question takes {taken} tokens with the special ones, and a window has {max_length}: shorten it"
+        )
     stride = min(stride, room // 2)
     whole = encoding_of(tokenizer, text)
     whole.truncate(room, stride=stride)
     pieces = [whole, *whole.overflowing]
-    made = [tokenizer.post_process(piece) if first is None else tokenizer.post_process(first, piece) for piece in pieces]
+    made = [
+        tokenizer.post_process(piece) if first is None else tokenizer.post_process(first, piece)
+        for piece in pieces
+    ]
     return [(number * (room - stride), piece) for number, piece in enumerate(made)]

@@ -9,14 +9,28 @@ from clearhead.hub.rope import Rope
 from clearhead.hub.rules import Rule, SplitHeads, same, split
 
 BLOCK, THEIRS = "decoder.blocks.{i}", "transformer.h.{i}"
-NEW, MULTI_QUERY, PARALLEL, NORMS = "new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"
+NEW, MULTI_QUERY, PARALLEL, NORMS = (
+    "new_decoder_architecture",
+    "multi_query",
+    "parallel_attn",
+    "num_ln_in_parallel_attn",
+)
 
 FALCON = Architecture(
     model_type="falcon",
     classes=classes("Falcon"),
     prefix="transformer.",
     config=(
-        Fixed({"family": "decoder", "positions": "rope", "norm": "layernorm", "norm_position": "pre", "bias": False, "norm_bias": True}),
+        Fixed(
+            {
+                "family": "decoder",
+                "positions": "rope",
+                "norm": "layernorm",
+                "norm_position": "pre",
+                "bias": False,
+                "norm_bias": True,
+            }
+        ),
         Says({"alibi": False}),
         *sizes(vocab_size=65024, hidden_size=4544, num_attention_heads=71, tie_word_embeddings=True),
         Field("ffn_hidden_size", "d_ff", None),
@@ -31,18 +45,28 @@ FALCON = Architecture(
         Cases(
             {NEW: False, MULTI_QUERY: True, PARALLEL: True, NORMS: 2},
             (
-                ({NEW: False, MULTI_QUERY: True, PARALLEL: True}, {"n_kv_heads": 1, "parallel": True, "parallel_norms": 1}),
+                (
+                    {NEW: False, MULTI_QUERY: True, PARALLEL: True},
+                    {"n_kv_heads": 1, "parallel": True, "parallel_norms": 1},
+                ),
                 ({NEW: False, MULTI_QUERY: True, PARALLEL: False}, {"n_kv_heads": 1, "parallel": False}),
                 ({NEW: True, PARALLEL: True, NORMS: 2}, {"parallel": True, "parallel_norms": 2}),
                 ({NEW: True, PARALLEL: True, NORMS: 1}, {"parallel": True, "parallel_norms": 1}),
-                ({NEW: False, MULTI_QUERY: False, PARALLEL: True}, {"n_kv_heads": None, "parallel": True, "parallel_norms": 1}),
+                (
+                    {NEW: False, MULTI_QUERY: False, PARALLEL: True},
+                    {"n_kv_heads": None, "parallel": True, "parallel_norms": 1},
+                ),
                 ({NEW: False, MULTI_QUERY: False, PARALLEL: False}, {"n_kv_heads": None, "parallel": False}),
             ),
         ),
     ),
     rules=(
         Rule("transformer.word_embeddings.weight", ("decoder.embedding.front.tokens.weight",)),
-        *split(f"{THEIRS}.self_attention.query_key_value", [f"{BLOCK}.attention.{x}" for x in "qkv"], SplitHeads()),
+        *split(
+            f"{THEIRS}.self_attention.query_key_value",
+            [f"{BLOCK}.attention.{x}" for x in "qkv"],
+            SplitHeads(),
+        ),
         *same(
             {
                 f"{THEIRS}.self_attention.dense": f"{BLOCK}.attention.out",

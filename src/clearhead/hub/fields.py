@@ -63,11 +63,15 @@ class Field:
             value = theirs.get(self.otherwise)
         if value is None and not (self.null and self.theirs in theirs):
             if isinstance(self.default, _Required):
-                raise CheckpointError(f'config.json lacks "{self.theirs}", which says {self.ours}: it is not a complete checkpoint')
+                raise CheckpointError(
+                    f'config.json lacks "{self.theirs}", which says {self.ours}: it is not a complete checkpoint'
+                )
             value = self.default
         if self.names is not None and value is not None:
             if value not in self.names:
-                raise CheckpointError(f'config.json has {self.theirs} "{value}": supported are {", ".join(map(str, self.names))}')
+                raise CheckpointError(
+                    f'config.json has {self.theirs} "{value}": supported are {", ".join(map(str, self.names))}'
+                )
             value = self.names[value]
         return {self.ours: self._checked(value)}
 
@@ -80,7 +84,9 @@ class Field:
 
     def _checked(self, value: Any) -> Any:
         if self.least is not None and value < self.least:
-            raise CheckpointError(f"config.json has {self.theirs} {value}: this architecture needs {self.least} at least")
+            raise CheckpointError(
+                f"config.json has {self.theirs} {value}: this architecture needs {self.least} at least"
+            )
         return value
 
 
@@ -125,7 +131,9 @@ class Says:
         """Nothing, or an error."""
         for key, value in self.values.items():
             if theirs.get(key) not in (None, value):
-                raise CheckpointError(f"config.json has {key} {theirs[key]!r}: only {value!r} is supported for this architecture")
+                raise CheckpointError(
+                    f"config.json has {key} {theirs[key]!r}: only {value!r} is supported for this architecture"
+                )
         return {}
 
     def write(self, config: ModelConfig) -> Json:
@@ -151,7 +159,11 @@ class Power:
     def write(self, config: ModelConfig) -> Json:
         """Our number, lowered, and whole where it nearly is."""
         value = getattr(config, self.ours) ** (1 / self.power)
-        return {self.theirs: round(value) if self.whole or abs(value - round(value)) < 1e-6 * abs(value) else value}
+        return {
+            self.theirs: round(value)
+            if self.whole or abs(value - round(value)) < 1e-6 * abs(value)
+            else value
+        }
 
 
 @dataclass(frozen=True)
@@ -181,19 +193,29 @@ class Cases:
     """A few of their keys together decide a few of our fields: rows of (theirs, ours). The first that fits counts, either way."""
 
     defaults: Json  # what it means when a key of theirs is absent or null
-    rows: tuple[tuple[Json, Json], ...]  # a None of ours is derived by the config, and fits whatever that gave
+    rows: tuple[
+        tuple[Json, Json], ...
+    ]  # a None of ours is derived by the config, and fits whatever that gave
 
     def read(self, theirs: Json) -> Json:
         """The fields of the row their keys agree with."""
-        stated = {key: default if theirs.get(key) is None else theirs[key] for key, default in self.defaults.items()}
+        stated = {
+            key: default if theirs.get(key) is None else theirs[key] for key, default in self.defaults.items()
+        }
         for row, ours in self.rows:
             if all(stated[key] == value for key, value in row.items()):
                 return dict(ours)
-        raise CheckpointError(f"config.json has {', '.join(f'{key} {value!r}' for key, value in stated.items())}: not supported together")
+        raise CheckpointError(
+            f"config.json has {', '.join(f'{key} {value!r}' for key, value in stated.items())}: not supported together"
+        )
 
     def write(self, config: ModelConfig) -> Json:
         """The keys of the row our fields agree with; none, where no row says it."""
-        fits = (row for row, ours in self.rows if all(value in (None, getattr(config, name)) for name, value in ours.items()))
+        fits = (
+            row
+            for row, ours in self.rows
+            if all(value in (None, getattr(config, name)) for name, value in ours.items())
+        )
         return dict(next(fits, {}))
 
 
@@ -209,7 +231,11 @@ class Depths:
         """One depth, or two."""
         alone = (theirs.get("architectures") or [""])[0].endswith(self.alone)
         first = Field(self.encoder, "n_layers" if alone else "n_encoder_layers").read(theirs)
-        return first if alone else {**first, **Field(self.decoder, "n_layers", otherwise=self.encoder).read(theirs)}
+        return (
+            first
+            if alone
+            else {**first, **Field(self.decoder, "n_layers", otherwise=self.encoder).read(theirs)}
+        )
 
     def write(self, config: ModelConfig) -> Json:
         """One key, and that there is no decoder; or both."""
@@ -222,7 +248,9 @@ class Depths:
 class Windows:
     """Sliding windows: one width, and which layers have it (by `layer_types`, by a pattern, all or none)."""
 
-    pattern: int | None = None  # without layer_types: every pattern-th layer is full; None: all layers have the window
+    pattern: int | None = (
+        None  # without layer_types: every pattern-th layer is full; None: all layers have the window
+    )
     default: int | None = None
     switch: str | None = None  # a key that must be true for there to be any window
     full_below: str | None = None  # a key with the number of first layers that are full
@@ -238,7 +266,9 @@ class Windows:
         if kinds is not None:
             windows = [width if kind == "sliding_attention" else None for kind in kinds]
         elif self.full_below is not None:
-            windows = [width if layer >= theirs.get(self.full_below, self.below) else None for layer in range(layers)]
+            windows = [
+                width if layer >= theirs.get(self.full_below, self.below) else None for layer in range(layers)
+            ]
         elif self.pattern is not None:
             every = theirs.get("sliding_window_pattern", self.pattern)
             windows = [width if (layer + 1) % every else None for layer in range(layers)]
@@ -253,13 +283,19 @@ class Windows:
         assert config.decoder is not None
         windows = config.decoder.windows
         widths = {window for window in windows if window is not None}
-        written: Json = {"sliding_window": next(iter(widths), self.default if self.pattern is not None else None)}
+        written: Json = {
+            "sliding_window": next(iter(widths), self.default if self.pattern is not None else None)
+        }
         if self.pattern is not None or self.switch is not None:
-            written["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+            written["layer_types"] = [
+                "full_attention" if window is None else "sliding_attention" for window in windows
+            ]
         if self.switch is not None:
             written[self.switch] = bool(widths)
         if self.full_below is not None:
-            written[self.full_below] = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
+            written[self.full_below] = next(
+                (layer for layer, window in enumerate(windows) if window is not None), len(windows)
+            )
         return written
 
 

@@ -50,7 +50,9 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]  # the file's own bytes, mapped: writing to them changes no file
-    release: Callable[[], None] = lambda: None  # give back the memory that reading took, once what was read is copied
+    release: Callable[[], None] = lambda: (
+        None
+    )  # give back the memory that reading took, once what was read is copied
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,7 +80,9 @@ def open_weights(folder: Path) -> dict[str, Entry]:
         return open_pickle(_inside(folder, PICKLED))
     if (folder / PICKLED_INDEX).exists():
         return _open_shards(folder, PICKLED_INDEX, open_pickle)
-    raise CheckpointError(f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}")
+    raise CheckpointError(
+        f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}"
+    )
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -88,7 +92,9 @@ def _inside(folder: Path, name: str) -> Path:
     are followed.
     """
     if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory")
+        raise CheckpointError(
+            f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory"
+        )
     path = folder / name
     real, root = path.resolve(), folder.resolve()
     cache = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
@@ -105,11 +111,15 @@ def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, En
     for name in sorted(set(weight_map.values())):
         path = _inside(folder, name)
         if not path.exists():
-            raise CheckpointError(f"{folder / index} names the shard {name}, which is missing: fetch it again")
+            raise CheckpointError(
+                f"{folder / index} names the shard {name}, which is missing: fetch it again"
+            )
         shards[name] = opener(path)
     for tensor, name in weight_map.items():
         if tensor not in shards[name]:
-            raise CheckpointError(f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete")
+            raise CheckpointError(
+                f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete"
+            )
     return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
 
 
@@ -120,7 +130,9 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
-                raise CheckpointError(f"{path} is no whole safetensors file: its header claims {length:,} bytes and the file has {size:,}")
+                raise CheckpointError(
+                    f"{path} is no whole safetensors file: its header claims {length:,} bytes and the file has {size:,}"
+                )
             header = json.loads(file.read(length).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
@@ -134,18 +146,26 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
     end = 0
     for name, _, _, start, stop in sorted(spans, key=lambda span: (span[3], span[4])):
         if start != end:
-            what = "overlaps the tensor before it" if start < end else f"leaves {start - end} bytes before it unused"
+            what = (
+                "overlaps the tensor before it"
+                if start < end
+                else f"leaves {start - end} bytes before it unused"
+            )
             raise CheckpointError(f"{path}: tensor {name} {what}; the file is damaged")
         end = stop
     if end != size - body:
-        raise CheckpointError(f"{path} has {size - body - end} bytes after its last tensor; the file is damaged")
+        raise CheckpointError(
+            f"{path} has {size - body - end} bytes after its last tensor; the file is damaged"
+        )
     mapped = _map(path) if end else None
 
     def entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, stop: int) -> Entry:
         def read() -> Tensor:
             if start == stop or mapped is None:
                 return torch.empty(shape, dtype=dtype)
-            return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
+            return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(
+                shape
+            )
 
         def release() -> None:
             if start < stop and mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -161,16 +181,24 @@ def _span(path: Path, name: str, entry: Any, room: int) -> tuple[torch.dtype, tu
     try:
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise CheckpointError(f"{path}: the header's entry for {name} lacks dtype, shape or data_offsets") from None
+        raise CheckpointError(
+            f"{path}: the header's entry for {name} lacks dtype, shape or data_offsets"
+        ) from None
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(f"{path}: tensor {name} has dtype {kind!r}; known are {', '.join(DTYPES)}")
     whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
     if not whole:
-        raise CheckpointError(f"{path}: tensor {name} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers")
+        raise CheckpointError(
+            f"{path}: tensor {name} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers"
+        )
     if not start <= stop <= room:
-        raise CheckpointError(f"{path}: tensor {name} lies at bytes {start} to {stop} of {room}: the file is cut short or damaged")
+        raise CheckpointError(
+            f"{path}: tensor {name} lies at bytes {start} to {stop} of {room}: the file is cut short or damaged"
+        )
     if stop - start != math.prod(shape) * DTYPES[kind].itemsize:
-        raise CheckpointError(f"{path}: tensor {name} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}")
+        raise CheckpointError(
+            f"{path}: tensor {name} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}"
+        )
     return DTYPES[kind], tuple(shape), start, stop
 
 
@@ -186,10 +214,14 @@ def open_pickle(path: Path) -> dict[str, Entry]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{path} is refused: it is damaged, or a pickle that holds more than tensors ({first[:160]})") from None
+        raise CheckpointError(
+            f"{path} is refused: it is damaged, or a pickle that holds more than tensors ({first[:160]})"
+        ) from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a table of tensors")
-    tensors = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors = {
+        name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)
+    }
 
     def entry(tensor: Tensor) -> Entry:
         return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)
@@ -238,7 +270,9 @@ def _replace_all(work: Path, target: Path, new: list[Path]) -> None:
     old = work / ".old"
     done: list[Path] = []
     try:
-        for name in sorted(new, key=lambda name: name.name == "config.json") + [name for name in stale if name not in new]:
+        for name in sorted(new, key=lambda name: name.name == "config.json") + [
+            name for name in stale if name not in new
+        ]:
             done.append(name)
             if (target / name).exists():
                 _keep(target / name, old / name)
@@ -291,7 +325,9 @@ def write_text(path: Path, text: str) -> None:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
 
-def write_weights(folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int) -> None:
+def write_weights(
+    folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int
+) -> None:
     """Safetensors files of at most `shard_size` bytes each: `sizes` in bytes by name, `make` gives a tensor when its turn comes."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -301,9 +337,17 @@ def write_weights(folder: Path, sizes: dict[str, int], make: Callable[[str], Ten
             filled = 0
         shards[-1].append(name)
         filled += size
-    names = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
     for file, tensors in zip(names, shards):
-        save_file({name: make(name).contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: make(name).contiguous() for name in tensors}, folder / file, metadata={"format": "pt"}
+        )
     if len(shards) > 1:
         weight_map = {name: file for file, tensors in zip(names, shards) for name in tensors}
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        )

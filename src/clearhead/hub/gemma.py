@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Part, Power, Says, Scaled, Windows
-from clearhead.hub.llama import ATTENTION, ATTENTION_BIAS, BLOCK, EDGES, FEEDFORWARD, HEADS, IGNORED, NORMS, THEIRS, classes, shape
+from clearhead.hub.llama import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    BLOCK,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    NORMS,
+    THEIRS,
+    classes,
+    shape,
+)
 from clearhead.hub.qwen import QK_NORMS
 from clearhead.hub.rope import Rope, TwoRopes
 from clearhead.hub.rules import same
@@ -63,7 +75,9 @@ GEMMA = Architecture(
             max_position_embeddings=8192,
         ),
         *ALL,
-        Field("hidden_act", "activation", "gelu_pytorch_tanh", {**TANH, "gelu": "gelu_tanh"}),  # its first files said gelu and meant this
+        Field(
+            "hidden_act", "activation", "gelu_pytorch_tanh", {**TANH, "gelu": "gelu_tanh"}
+        ),  # its first files said gelu and meant this
         Rope(),
     ),
     rules=(*EDGES, *NORMS, *ATTENTION, *FEEDFORWARD),

@@ -19,7 +19,13 @@ GPT2 = Architecture(
     prefix="transformer.",
     config=(
         Fixed({"family": "decoder", "positions": "learned", "norm": "layernorm", "norm_position": "pre"}),
-        Says({"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "scale_attn_weights": True}),
+        Says(
+            {
+                "scale_attn_by_inverse_layer_idx": False,
+                "add_cross_attention": False,
+                "scale_attn_weights": True,
+            }
+        ),
         Field("vocab_size", "vocab_size", 50257),
         Field("n_positions", "max_positions", 1024),
         Field("n_embd", "d_model", 768),

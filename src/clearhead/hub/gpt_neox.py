@@ -23,7 +23,11 @@ GPT_NEOX = Architecture(
         Field("hidden_dropout", "dropout", 0.0),
         Field("attention_bias", "qkv_bias", True),
         Field("attention_bias", "attention_out_bias", True),
-        Rope(fraction=0.25, theta_keys=("rotary_emb_base", "rope_theta"), fraction_keys=("rotary_pct", "partial_rotary_factor")),
+        Rope(
+            fraction=0.25,
+            theta_keys=("rotary_emb_base", "rope_theta"),
+            fraction_keys=("rotary_pct", "partial_rotary_factor"),
+        ),
         Cases(
             {"use_parallel_residual": True},
             (
@@ -34,7 +38,9 @@ GPT_NEOX = Architecture(
     ),
     rules=(
         Rule("gpt_neox.embed_in.weight", ("decoder.embedding.front.tokens.weight",)),
-        *split(f"{THEIRS}.attention.query_key_value", [f"{BLOCK}.attention.{x}" for x in "qkv"], SplitHeads()),
+        *split(
+            f"{THEIRS}.attention.query_key_value", [f"{BLOCK}.attention.{x}" for x in "qkv"], SplitHeads()
+        ),
         *same(
             {
                 f"{THEIRS}.attention.dense": f"{BLOCK}.attention.out",

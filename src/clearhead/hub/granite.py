@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import Field, Power
-from clearhead.hub.llama import ACTIVATION, ATTENTION, ATTENTION_BIAS, EDGES, FEEDFORWARD, HEADS, IGNORED, NORMS, classes, shape
+from clearhead.hub.llama import (
+    ACTIVATION,
+    ATTENTION,
+    ATTENTION_BIAS,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    NORMS,
+    classes,
+    shape,
+)
 from clearhead.hub.rope import Rope
 
 GRANITE = Architecture(

@@ -14,7 +14,11 @@ def classes(name: str, sequence: bool = True, token: bool = True) -> dict[str, J
     """The classes that each decoder of this kind has, or those of them that there are."""
     heads: dict[str, Json] = {f"{name}ForCausalLM": {"head": "lm"}}
     if sequence:
-        heads[f"{name}ForSequenceClassification"] = {"head": "classifier", "head_bias": False, "pooling": "last"}
+        heads[f"{name}ForSequenceClassification"] = {
+            "head": "classifier",
+            "head_bias": False,
+            "pooling": "last",
+        }
     if token:
         heads[f"{name}ForTokenClassification"] = {"head": "tagger", "head_bias": True}
     return {**heads, f"{name}Model": {"head": "none"}}
@@ -34,15 +38,31 @@ SIZES = {  # their key: our field, and what Llama means where the key is absent
 
 def sizes(**defaults: object) -> tuple[Part, ...]:
     """What every decoder of this kind states; `defaults` where an absent key means something else than for Llama."""
-    return (*(Field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()), Labels())
+    return (
+        *(Field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()),
+        Labels(),
+    )
 
 
 def shape(
-    d_ff: int = 11008, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6, **defaults: object
+    d_ff: int = 11008,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    **defaults: object,
 ) -> tuple[Part, ...]:
     """A decoder of Llama's kind: rotary positions, RMSNorm before each part, gated feed-forward, no biases."""
     return (
-        Fixed({"family": "decoder", "positions": "rope", "norm": "rmsnorm", "norm_position": "pre", "gated": True, "bias": False}),
+        Fixed(
+            {
+                "family": "decoder",
+                "positions": "rope",
+                "norm": "rmsnorm",
+                "norm_position": "pre",
+                "gated": True,
+                "bias": False,
+            }
+        ),
         *sizes(**defaults),
         Field("intermediate_size", "d_ff", d_ff),
         Field("num_key_value_heads", "n_kv_heads", kv_heads),
@@ -52,8 +72,13 @@ def shape(
 
 
 ACTIVATION = Field("hidden_act", "activation", "silu", ACTIVATIONS)
-ATTENTION_BIAS = (Field("attention_bias", "qkv_bias", False), Field("attention_bias", "attention_out_bias", False))
-ATTENTION = same({f"{THEIRS}.self_attn.{x}_proj": f"{BLOCK}.attention.{y}" for x, y in zip("qkvo", ("q", "k", "v", "out"))})
+ATTENTION_BIAS = (
+    Field("attention_bias", "qkv_bias", False),
+    Field("attention_bias", "attention_out_bias", False),
+)
+ATTENTION = same(
+    {f"{THEIRS}.self_attn.{x}_proj": f"{BLOCK}.attention.{y}" for x, y in zip("qkvo", ("q", "k", "v", "out"))}
+)
 FEEDFORWARD = same({f"{THEIRS}.mlp.{x}_proj": f"{BLOCK}.feedforward.{x}" for x in ("gate", "up", "down")})
 EMBEDDING = Rule("model.embed_tokens.weight", ("decoder.embedding.front.tokens.weight",))
 EDGES = (EMBEDDING, *same({"model.norm": "decoder.norm"}))

@@ -28,7 +28,10 @@ MARIAN = Architecture(
                 ({SHARE: True, TIE: True}, {"share_embeddings": True, "tie_embeddings": True}),
                 ({SHARE: False, TIE: True}, {"share_embeddings": False, "tie_embeddings": True}),
                 ({SHARE: False, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
-                ({SHARE: True, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),  # as in BART's TYING
+                (
+                    {SHARE: True, TIE: False},
+                    {"share_embeddings": False, "tie_embeddings": False},
+                ),  # as in BART's TYING
             ),
         ),
         Written({"pad_token_id": None, "decoder_start_token_id": 0}),

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import Field, Windows
-from clearhead.hub.llama import ACTIVATION, ATTENTION, BLOCK, EDGES, FEEDFORWARD, HEADS, IGNORED, NORMS, THEIRS, classes, shape
+from clearhead.hub.llama import (
+    ACTIVATION,
+    ATTENTION,
+    BLOCK,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    NORMS,
+    THEIRS,
+    classes,
+    shape,
+)
 from clearhead.hub.rope import Rope
 from clearhead.hub.rules import Rule, SplitExperts
 
@@ -32,7 +44,11 @@ EXPERTS = (
 )
 FUSED_EXPERTS = (  # as transformers 5 holds them in memory, and writes them when asked to
     Rule(f"{THEIRS}.mlp.gate.weight", (f"{BLOCK}.feedforward.router.weight",)),
-    Rule(f"{THEIRS}.mlp.experts.gate_up_proj", (f"{EXPERT}.{{J}}.gate.weight", f"{EXPERT}.{{J}}.up.weight"), SplitExperts()),
+    Rule(
+        f"{THEIRS}.mlp.experts.gate_up_proj",
+        (f"{EXPERT}.{{J}}.gate.weight", f"{EXPERT}.{{J}}.up.weight"),
+        SplitExperts(),
+    ),
     Rule(f"{THEIRS}.mlp.experts.down_proj", (f"{EXPERT}.{{J}}.down.weight",), SplitExperts()),
 )
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import Fixed
-from clearhead.hub.llama import ACTIVATION, ATTENTION, ATTENTION_BIAS, BLOCK, EDGES, FEEDFORWARD, HEADS, IGNORED, THEIRS, classes, shape
+from clearhead.hub.llama import (
+    ACTIVATION,
+    ATTENTION,
+    ATTENTION_BIAS,
+    BLOCK,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    THEIRS,
+    classes,
+    shape,
+)
 from clearhead.hub.qwen import QK_NORMS
 from clearhead.hub.rope import Rope
 from clearhead.hub.rules import same

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Windows, Written
-from clearhead.hub.llama import ACTIVATION, BLOCK, EDGES, EMBEDDING, HEADS, IGNORED, NORMS, THEIRS, classes, shape, sizes
+from clearhead.hub.llama import (
+    ACTIVATION,
+    BLOCK,
+    EDGES,
+    EMBEDDING,
+    HEADS,
+    IGNORED,
+    NORMS,
+    THEIRS,
+    classes,
+    shape,
+    sizes,
+)
 from clearhead.hub.rope import Rope
 from clearhead.hub.rules import Split, same, split
 
@@ -13,7 +25,15 @@ PHI = Architecture(
     classes={**classes("Phi"), "PhiForCausalLM": {"head": "lm", "head_bias": True}},
     prefix="model.",
     config=(
-        Fixed({"family": "decoder", "positions": "rope", "norm": "layernorm", "norm_position": "pre", "parallel": True}),
+        Fixed(
+            {
+                "family": "decoder",
+                "positions": "rope",
+                "norm": "layernorm",
+                "norm_position": "pre",
+                "parallel": True,
+            }
+        ),
         *sizes(vocab_size=51200, hidden_size=2048, num_hidden_layers=24),
         Field("intermediate_size", "d_ff", 8192),
         Field("num_key_value_heads", "n_kv_heads", None),
@@ -55,14 +75,23 @@ PHI3 = Architecture(
         Field("embd_pdrop", "embedding_dropout", 0.0),
         Rope(fraction=1.0),
         Windows(),
-        Written({"pad_token_id": None, "eos_token_id": None}),  # by default, rows of the released models' token table
+        Written(
+            {"pad_token_id": None, "eos_token_id": None}
+        ),  # by default, rows of the released models' token table
     ),
     rules=(
         *EDGES,
         *NORMS,
         *split(f"{THEIRS}.self_attn.qkv_proj", [f"{BLOCK}.attention.{x}" for x in "qkv"], Split()),
-        *split(f"{THEIRS}.mlp.gate_up_proj", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"], Split()),
-        *same({f"{THEIRS}.self_attn.o_proj": f"{BLOCK}.attention.out", f"{THEIRS}.mlp.down_proj": f"{BLOCK}.feedforward.down"}),
+        *split(
+            f"{THEIRS}.mlp.gate_up_proj", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"], Split()
+        ),
+        *same(
+            {
+                f"{THEIRS}.self_attn.o_proj": f"{BLOCK}.attention.out",
+                f"{THEIRS}.mlp.down_proj": f"{BLOCK}.feedforward.down",
+            }
+        ),
     ),
     heads=HEADS,
     ignored=IGNORED,

@@ -58,7 +58,9 @@ def _model(data: bytes) -> PieceModel:
     for number, value in top:
         if number == 1:
             entry = dict(_fields(value))
-            pieces.append((entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, b"\0\0\0\0"))[0], entry.get(3, 1)))
+            pieces.append(
+                (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, b"\0\0\0\0"))[0], entry.get(3, 1))
+            )
     if not pieces:
         raise ValueError
     trainer = dict(_fields(next((value for number, value in top if number == 2), b"")))
@@ -95,9 +97,15 @@ def read_scores(path: Path) -> PieceModel:
     except (ValueError, struct.error):
         texts = []
     if len(texts) < 259 or texts[3:259] != [f"<0x{byte:02X}>" for byte in range(256)]:
-        raise CheckpointError(f"{path} is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short")
+        raise CheckpointError(
+            f"{path} is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
+        )
     pieces = [(text, score, 1) for text, score in zip(texts, scores)]
-    pieces[:3] = [("<unk>", 0.0, 2), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]  # the file writes line breaks around their names
+    pieces[:3] = [
+        ("<unk>", 0.0, 2),
+        ("<s>", 0.0, CONTROL),
+        ("</s>", 0.0, CONTROL),
+    ]  # the file writes line breaks around their names
     return PieceModel(pieces, unigram=False, byte_fallback=True)
 
 
@@ -224,13 +232,19 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     model = read_pieces(source)
     scores = dict(model.scores)
     if sorted(vocabulary.values()) != list(range(len(vocabulary))) or unk not in vocabulary:
-        raise CheckpointError(f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}")
+        raise CheckpointError(
+            f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}"
+        )
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
-    tokenizer = _words(model, [(text, scores.get(text, never * (len(text) - 0.5))) for text in ordered], vocabulary[unk])
+    tokenizer = _words(
+        model, [(text, scores.get(text, never * (len(text) - 0.5))) for text in ordered], vocabulary[unk]
+    )
     strange = "[^" + "".join(re.escape(text) for text in sorted(scores) if len(text) == 1) + "\\s]"
     unknown = normalizers.Replace(Regex(f"(?<={strange}){strange}|{strange}(?={strange})"), "\ufffe")
-    tokenizer.normalizer = normalizers.Sequence([tokenizer.normalizer, unknown] if model.charsmap else [unknown])
+    tokenizer.normalizer = normalizers.Sequence(
+        [tokenizer.normalizer, unknown] if model.charsmap else [unknown]
+    )
     return tokenizer
 
 
@@ -253,10 +267,14 @@ def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = No
     ids = {text: index for index, (text, _) in enumerate(scores)}
     merges = []
     for text, rank in ids.items():
-        halves = [(text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids]
+        halves = [
+            (text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids
+        ]
         merges += [(rank, len(a), len(b), a, b) for a, b in halves]
     merges.sort(key=lambda merge: merge[:3])
-    return Tokenizer(BPE(ids, [(a, b) for *_, a, b in merges], unk_token=unk, fuse_unk=True, byte_fallback=fallback))
+    return Tokenizer(
+        BPE(ids, [(a, b) for *_, a, b in merges], unk_token=unk, fuse_unk=True, byte_fallback=fallback)
+    )
 
 
 def _charsmap(model: PieceModel) -> list[Any]:

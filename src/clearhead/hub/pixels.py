@@ -40,7 +40,9 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
             )
         return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
-        raise InputError(f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must lie between 0 and 255")
+        raise InputError(
+            f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must lie between 0 and 255"
+        )
     return _prepared(pixels.to(torch.uint8), config.image_size, settings)
 
 
@@ -50,19 +52,27 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
     square = (stated, stated) if isinstance(stated, int) else None
     wanted = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else square or size
     if settings.get("do_center_crop") or wanted != size:
-        raise CheckpointError(f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels")
+        raise CheckpointError(
+            f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels"
+        )
     if tuple(image.shape[1:]) != size:
         if not settings.get("do_resize", True):
-            raise InputError(f"an image is {list(image.shape[1:])} and the model reads {list(size)}: {PREPROCESSOR} says not to resize")
+            raise InputError(
+                f"an image is {list(image.shape[1:])} and the model reads {list(size)}: {PREPROCESSOR} says not to resize"
+            )
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
-            raise CheckpointError(f"{PREPROCESSOR} resizes by resample {settings['resample']}: supported are {list(KERNELS)}")
+            raise CheckpointError(
+                f"{PREPROCESSOR} resizes by resample {settings['resample']}: supported are {list(KERNELS)}"
+            )
         image = nnf.interpolate(image[None], size, mode=kernel, antialias=kernel != "nearest")[0]
     pixels = image.float()
     if settings.get("do_rescale", True):
         pixels = pixels * settings.get("rescale_factor", 1 / 255)
     if settings.get("do_normalize", False):
-        mean, deviation = (_per_channel(settings.get(name), len(pixels), name) for name in ("image_mean", "image_std"))
+        mean, deviation = (
+            _per_channel(settings.get(name), len(pixels), name) for name in ("image_mean", "image_std")
+        )
         pixels = (pixels - mean) / deviation
     return pixels
 
@@ -71,7 +81,9 @@ def _per_channel(values: Any, channels: int, name: str) -> Tensor:
     """One number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
     if len(listed) != channels or not all(isinstance(value, int | float) for value in listed):
-        raise CheckpointError(f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel")
+        raise CheckpointError(
+            f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
+        )
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
@@ -80,7 +92,9 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
     if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
-        raise InputError(f"an image has shape {list(image.shape)}: it must be [{channels}, H, W], [H, W, {channels}] or [H, W]")
+        raise InputError(
+            f"an image has shape {list(image.shape)}: it must be [{channels}, H, W], [H, W, {channels}] or [H, W]"
+        )
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image
@@ -91,7 +105,9 @@ def _read(path: Path, channels: int) -> Tensor:
     try:
         from PIL import Image as Picture
     except ImportError:
-        raise MissingExtraError("reading image files needs Pillow: pip install pillow; or give an array") from None
+        raise MissingExtraError(
+            "reading image files needs Pillow: pip install pillow; or give an array"
+        ) from None
     try:
         with Picture.open(path) as picture:
             raw = np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))

@@ -46,7 +46,9 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         hint = nearest(kind, ARCHITECTURES) if isinstance(kind, str) else ""
-        raise CheckpointError(f"config.json has model_type {kind!r}{hint}: known are {', '.join(sorted(ARCHITECTURES))}")
+        raise CheckpointError(
+            f"config.json has model_type {kind!r}{hint}: known are {', '.join(sorted(ARCHITECTURES))}"
+        )
     return ARCHITECTURES[kind]
 
 

@@ -7,7 +7,12 @@ from clearhead.hub.bert import SHAPE, SPAN, TAGGER, classes, embedding, layers, 
 from clearhead.hub.rules import same
 from clearhead.hub.tables import PositionsAfterPadding
 
-MASKED = {"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"}  # whatever the layers have
+MASKED = {
+    "head": "mlm",
+    "head_transform": True,
+    "head_bias": True,
+    "head_activation": "gelu",
+}  # whatever the layers have
 
 ROBERTA = Architecture(
     model_type="roberta",

@@ -31,7 +31,13 @@ KEYS_BY_KIND = {
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
         *("attention_factor", "mscale", "mscale_all_dim"),
     ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
 }
 
 
@@ -40,7 +46,9 @@ class Rope:
     """Rotary base, partial rotation and scaling, in the old keys (rope_theta, rope_scaling) or the new (rope_parameters)."""
 
     base: float = 10_000.0
-    fraction: float | None = None  # of each head, where the key is absent; None: there is no such key, and all of it turns
+    fraction: float | None = (
+        None  # of each head, where the key is absent; None: there is no such key, and all of it turns
+    )
     theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base")
     fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
 
@@ -54,9 +62,13 @@ class Rope:
         }
 
     def _read_fraction(self, stated: Json, theirs: Json) -> float:
-        fraction = float(_first(stated, theirs, self.fraction_keys, 1.0 if self.fraction is None else self.fraction))
+        fraction = float(
+            _first(stated, theirs, self.fraction_keys, 1.0 if self.fraction is None else self.fraction)
+        )
         if self.fraction is None and fraction != 1:
-            raise CheckpointError(f"config.json has {self.fraction_keys[0]} {fraction}: this architecture rotates whole heads")
+            raise CheckpointError(
+                f"config.json has {self.fraction_keys[0]} {fraction}: this architecture rotates whole heads"
+            )
         return fraction
 
     def write(self, config: ModelConfig) -> Json:
@@ -83,18 +95,26 @@ class TwoRopes:
         full = stated.get("full_attention") or theirs.get("rope_scaling") or {}
         near = stated.get("sliding_attention") or {}
         base = float(_first(full, theirs, ("rope_theta",), self.base))
-        local = float(_first(near, {"rope_theta": theirs.get("rope_local_base_freq")}, ("rope_theta",), self.local))
+        local = float(
+            _first(near, {"rope_theta": theirs.get("rope_local_base_freq")}, ("rope_theta",), self.local)
+        )
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
         if (base, scaling) == (local, near_scaling):
             return {"rope_base": base, "rope_local_base": None, "rope_scaling": scaling}
         if near_scaling is not None:
-            raise CheckpointError("config.json scales the rotation of layers with a window: supported there is rope_type default")
+            raise CheckpointError(
+                "config.json scales the rotation of layers with a window: supported there is rope_type default"
+            )
         return {"rope_base": base, "rope_local_base": local, "rope_scaling": scaling}
 
     def write(self, config: ModelConfig) -> Json:
         """Both spellings, as far as the old one goes."""
         full = write_scaling(config, config.rope_base, config.rope_scaling)
-        near = dict(full) if config.rope_local_base is None else write_scaling(config, config.rope_local_base, None)
+        near = (
+            dict(full)
+            if config.rope_local_base is None
+            else write_scaling(config, config.rope_local_base, None)
+        )
         return {
             "rope_theta": config.rope_base,
             "rope_local_base_freq": near["rope_theta"],
@@ -110,7 +130,9 @@ def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
     if kind in ("default", None):
         return None
     if kind not in KEYS_BY_KIND:
-        raise CheckpointError(f'config.json has rope_type "{kind}": supported are default, {", ".join(KEYS_BY_KIND)}')
+        raise CheckpointError(
+            f'config.json has rope_type "{kind}": supported are default, {", ".join(KEYS_BY_KIND)}'
+        )
     values: Json = {"kind": kind}
     for key in KEYS_BY_KIND[kind]:
         if stated.get(key) is not None:
@@ -155,8 +177,14 @@ class Skips:
     def read(self, theirs: Json) -> Json:
         """Their numbers, from 0."""
         every = theirs.get(self.interval_key) or self.interval
-        rotates = theirs.get(self.key) or [(layer + 1) % every for layer in range(theirs["num_hidden_layers"])]
-        return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[: theirs["num_hidden_layers"]]) if not yes)}
+        rotates = theirs.get(self.key) or [
+            (layer + 1) % every for layer in range(theirs["num_hidden_layers"])
+        ]
+        return {
+            "rope_skips": tuple(
+                layer for layer, yes in enumerate(rotates[: theirs["num_hidden_layers"]]) if not yes
+            )
+        }
 
     def write(self, config: ModelConfig) -> Json:
         """The list."""

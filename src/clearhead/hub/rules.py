@@ -74,7 +74,9 @@ class Split:
     def load(self, theirs: list[Tensor], shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
         """Cut apart."""
         whole = theirs[0].t() if self.transposed and theirs[0].ndim == 2 else theirs[0]
-        whole = whole.contiguous() if self.transposed else whole.clone()  # copied once: the parts are rows of it
+        whole = (
+            whole.contiguous() if self.transposed else whole.clone()
+        )  # copied once: the parts are rows of it
         return list(torch.split(whole, [shape[0] for shape in shapes]))
 
     def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
@@ -113,7 +115,9 @@ class SplitExperts:
 
     def load(self, theirs: list[Tensor], shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
         """Cut apart."""
-        return [part.contiguous() for part in torch.split(theirs[0].flatten(0, 1), [shape[0] for shape in shapes])]
+        return [
+            part.contiguous() for part in torch.split(theirs[0].flatten(0, 1), [shape[0] for shape in shapes])
+        ]
 
     def save(self, ours: list[Tensor], config: ModelConfig) -> list[Tensor]:
         """Joined."""
@@ -154,23 +158,36 @@ class Rule:
 def same(pairs: dict[str, str], bias: bool = True, when: Mapping[str, Any] | None = None) -> tuple[Rule, ...]:
     """Rules for whole modules: {"their.module": "our.module"} gives a rule for the weight and one for the bias."""
     kinds = ("weight", "bias") if bias else ("weight",)
-    return tuple(Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",), when=when or {}) for theirs, ours in pairs.items() for kind in kinds)
+    return tuple(
+        Rule(f"{theirs}.{kind}", (f"{ours}.{kind}",), when=when or {})
+        for theirs, ours in pairs.items()
+        for kind in kinds
+    )
 
 
 def transposed(pairs: dict[str, str]) -> tuple[Rule, ...]:
     """As `same`, for modules whose weight is stored [in, out]."""
-    weights = tuple(Rule(f"{theirs}.weight", (f"{ours}.weight",), Transpose()) for theirs, ours in pairs.items())
+    weights = tuple(
+        Rule(f"{theirs}.weight", (f"{ours}.weight",), Transpose()) for theirs, ours in pairs.items()
+    )
     return weights + tuple(Rule(f"{theirs}.bias", (f"{ours}.bias",)) for theirs, ours in pairs.items())
 
 
 def split(theirs: str, ours: Sequence[str], operation: Operation) -> tuple[Rule, ...]:
     """Rules for one of their modules that is several of ours: weight and bias."""
-    return tuple(Rule(f"{theirs}.{kind}", tuple(f"{name}.{kind}" for name in ours), operation) for kind in ("weight", "bias"))
+    return tuple(
+        Rule(f"{theirs}.{kind}", tuple(f"{name}.{kind}" for name in ours), operation)
+        for kind in ("weight", "bias")
+    )
 
 
 def renamed(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
     """The rules whose tensors once had `old` in their name where it now is `new`, for those older names."""
-    return tuple(dataclasses.replace(rule, theirs=rule.theirs.replace(new, old)) for rule in rules if new in rule.theirs)
+    return tuple(
+        dataclasses.replace(rule, theirs=rule.theirs.replace(new, old))
+        for rule in rules
+        if new in rule.theirs
+    )
 
 
 @dataclass(frozen=True)
@@ -202,8 +219,13 @@ def _ours(rule: Rule, values: dict[str, str], present: set[str]) -> tuple[str, .
     """Our names with the layer and the expert filled in: expert after expert, where the rule speaks of all of them."""
     if "{J}" not in rule.ours[0]:
         return tuple(_fill(template, values) for template in rule.ours)
-    experts = (tuple(_fill(template, {**values, "J": str(number)}) for template in rule.ours) for number in itertools.count())
-    return tuple(name for names in itertools.takewhile(lambda names: names[0] in present, experts) for name in names)
+    experts = (
+        tuple(_fill(template, {**values, "J": str(number)}) for template in rule.ours)
+        for number in itertools.count()
+    )
+    return tuple(
+        name for names in itertools.takewhile(lambda names: names[0] in present, experts) for name in names
+    )
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -12,7 +12,11 @@ from clearhead.hub.files import read_json, write_json
 
 MODULES, POOLING, LENGTH = "modules.json", "1_Pooling", "sentence_bert_config.json"
 TYPE = "sentence_transformers.models."
-MODES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}  # their name after pooling_mode_ -> ours
+MODES = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}  # their name after pooling_mode_ -> ours
 
 
 @dataclass(frozen=True)
@@ -36,24 +40,38 @@ def read_sentences(folder: Path) -> Sentences | None:
         raise CheckpointError(f"{path} is not a list of modules: {error}") from None
     strange = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if strange:
-        raise CheckpointError(f"{path} names a module {strange[0]}: supported are Transformer, Pooling, Normalize")
+        raise CheckpointError(
+            f"{path} names a module {strange[0]}: supported are Transformer, Pooling, Normalize"
+        )
     lengths = read_json(folder / LENGTH) if (folder / LENGTH).exists() else {}
     most = lengths.get("max_seq_length")
     stated = read_json(folder / POOLING / "config.json") if "Pooling" in kinds else {}
-    return Sentences(_mode(stated, path), "Normalize" in kinds, most if type(most) is int and most > 0 else None)
+    return Sentences(
+        _mode(stated, path), "Normalize" in kinds, most if type(most) is int and most > 0 else None
+    )
 
 
 def _mode(stated: dict[str, Any], path: Path) -> str:
-    on = [key.removeprefix("pooling_mode_") for key, value in stated.items() if key.startswith("pooling_mode_") and value is True]
+    on = [
+        key.removeprefix("pooling_mode_")
+        for key, value in stated.items()
+        if key.startswith("pooling_mode_") and value is True
+    ]
     if len(on) > 1 or (on and on[0] not in MODES):
-        raise CheckpointError(f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}")
+        raise CheckpointError(
+            f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}"
+        )
     return MODES[on[0]] if on else "mean"
 
 
 def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
     """The files that `read_sentences` and sentence-transformers read."""
-    names = [("", "Transformer"), (POOLING, "Pooling")] + ([("2_Normalize", "Normalize")] if sentences.normalise else [])
-    modules = [{"idx": i, "name": str(i), "path": path, "type": TYPE + kind} for i, (path, kind) in enumerate(names)]
+    names = [("", "Transformer"), (POOLING, "Pooling")] + (
+        [("2_Normalize", "Normalize")] if sentences.normalise else []
+    )
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": TYPE + kind} for i, (path, kind) in enumerate(names)
+    ]
     (folder / MODULES).write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
     (folder / POOLING).mkdir()
     modes = {f"pooling_mode_{theirs}": ours == sentences.pooling for theirs, ours in MODES.items()}

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import Field, Windows, Written
-from clearhead.hub.llama import ACTIVATION, ATTENTION, ATTENTION_BIAS, EDGES, FEEDFORWARD, HEADS, IGNORED, NORMS, classes, shape
+from clearhead.hub.llama import (
+    ACTIVATION,
+    ATTENTION,
+    ATTENTION_BIAS,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    NORMS,
+    classes,
+    shape,
+)
 from clearhead.hub.rope import Rope, Skips
 
 SMOLLM3 = Architecture(
@@ -27,7 +38,9 @@ SMOLLM3 = Architecture(
         *ATTENTION_BIAS,
         Field("mlp_bias", "feedforward_bias", False),
         Windows(switch="use_sliding_window"),
-        Written({"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),  # by default, rows of the released models' token table
+        Written(
+            {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        ),  # by default, rows of the released models' token table
     ),
     rules=(*EDGES, *NORMS, *ATTENTION, *FEEDFORWARD),
     heads=HEADS,

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import Field, Fixed, Says
-from clearhead.hub.llama import ACTIVATION, ATTENTION, EDGES, FEEDFORWARD, HEADS, IGNORED, NORMS, classes, sizes
+from clearhead.hub.llama import (
+    ACTIVATION,
+    ATTENTION,
+    EDGES,
+    FEEDFORWARD,
+    HEADS,
+    IGNORED,
+    NORMS,
+    classes,
+    sizes,
+)
 from clearhead.hub.rope import Rope
 
 STABLELM = Architecture(
@@ -12,7 +22,15 @@ STABLELM = Architecture(
     classes=classes("StableLm"),
     prefix="model.",
     config=(
-        Fixed({"family": "decoder", "positions": "rope", "norm": "layernorm", "norm_position": "pre", "gated": True}),
+        Fixed(
+            {
+                "family": "decoder",
+                "positions": "rope",
+                "norm": "layernorm",
+                "norm_position": "pre",
+                "gated": True,
+            }
+        ),
         Fixed({"bias": False, "norm_bias": True}),
         *sizes(vocab_size=50304, hidden_size=2560, max_position_embeddings=4096),
         Field("intermediate_size", "d_ff", 6912),

@@ -20,7 +20,15 @@ def classes(name: str) -> dict[str, Json]:
 
 
 SHAPE: tuple[Part, ...] = (
-    Fixed({"positions": "relative", "attention_scale": 1.0, "norm": "rmsnorm", "norm_position": "pre", "bias": False}),
+    Fixed(
+        {
+            "positions": "relative",
+            "attention_scale": 1.0,
+            "norm": "rmsnorm",
+            "norm_position": "pre",
+            "bias": False,
+        }
+    ),
     Field("vocab_size", "vocab_size"),
     Field("d_model", "d_model"),
     Field("d_kv", "d_head"),
@@ -38,8 +46,14 @@ SHAPE: tuple[Part, ...] = (
 )
 # "gelu" is the tanh formula behind a gate, and the exact one without.
 BENDS = (
-    *(({"feed_forward_proj": f"gated-{word}"}, {"activation": name, "gated": True}) for word, name in ACTIVATIONS.items()),
-    *(({"feed_forward_proj": word}, {"activation": name, "gated": False}) for word, name in {**ACTIVATIONS, "gelu": "gelu"}.items()),
+    *(
+        ({"feed_forward_proj": f"gated-{word}"}, {"activation": name, "gated": True})
+        for word, name in ACTIVATIONS.items()
+    ),
+    *(
+        ({"feed_forward_proj": word}, {"activation": name, "gated": False})
+        for word, name in {**ACTIVATIONS, "gelu": "gelu"}.items()
+    ),
 )
 
 
@@ -49,13 +63,32 @@ def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
     attention = {"SelfAttention": "attention", "EncDecAttention": "cross"}
     wide = f"{theirs}.{last}.DenseReluDense"
     return (
-        *same({f"{theirs}.{n}.{kind}.{x}": f"{ours}.{attention[kind]}.{y}" for n, kind in enumerate(kinds) for x, y in PARTS.items()}),
-        *same({f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before" for n, kind in enumerate(kinds)}),
-        *same({f"{theirs}.{last}.layer_norm": f"{ours}.feedforward_residual.before", f"{stack}.final_layer_norm": f"{stack}.norm"}),
+        *same(
+            {
+                f"{theirs}.{n}.{kind}.{x}": f"{ours}.{attention[kind]}.{y}"
+                for n, kind in enumerate(kinds)
+                for x, y in PARTS.items()
+            }
+        ),
+        *same(
+            {
+                f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before"
+                for n, kind in enumerate(kinds)
+            }
+        ),
+        *same(
+            {
+                f"{theirs}.{last}.layer_norm": f"{ours}.feedforward_residual.before",
+                f"{stack}.final_layer_norm": f"{stack}.norm",
+            }
+        ),
         *same({f"{wide}.wi_0": f"{ours}.feedforward.gate", f"{wide}.wo": f"{ours}.feedforward.down"}),
         Rule(f"{wide}.wi_1.weight", (f"{ours}.feedforward.up.weight",), when={"gated": True}),
         Rule(f"{wide}.wi.weight", (f"{ours}.feedforward.up.weight",), when={"gated": False}),
-        Rule(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (f"{stack}.positions.table.weight",)),
+        Rule(
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            (f"{stack}.positions.table.weight",),
+        ),
     )
 
 
@@ -75,7 +108,9 @@ T5 = Architecture(
     config=(
         *SHAPE,
         Cases({"feed_forward_proj": "relu"}, BENDS),
-        Scaled("scale_decoder_outputs", "logit_scale", -0.5, width="d_model", otherwise="tie_word_embeddings"),
+        Scaled(
+            "scale_decoder_outputs", "logit_scale", -0.5, width="d_model", otherwise="tie_word_embeddings"
+        ),
     ),
     rules=RULES,
     ignored=IGNORED,

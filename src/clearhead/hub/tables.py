@@ -22,14 +22,20 @@ class PositionsAfterPadding:
         """The rows to skip, and how many are left."""
         padding = theirs.get("pad_token_id")
         offset = (self.padding if padding is None else padding) + 1
-        return {"position_offset": offset, "max_positions": theirs.get("max_position_embeddings", self.rows) - offset * self.skipped}
+        return {
+            "position_offset": offset,
+            "max_positions": theirs.get("max_position_embeddings", self.rows) - offset * self.skipped,
+        }
 
     def write(self, config: ModelConfig) -> Json:
         """All rows, and the padding id that the skipped ones imply."""
         offset = config.position_offset
         if offset < 1:
             raise CheckpointError("position_offset is 0: this architecture skips a row of its table at least")
-        return {"pad_token_id": offset - 1, "max_position_embeddings": config.max_positions + offset * self.skipped}
+        return {
+            "pad_token_id": offset - 1,
+            "max_position_embeddings": config.max_positions + offset * self.skipped,
+        }
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,16 @@ class Patches:
         height, width = _pair(theirs.get("image_size", self.image))
         patch, other = _pair(theirs.get("patch_size", self.patch))
         if patch != other or patch < 1:
-            raise CheckpointError(f"config.json has patch_size {theirs['patch_size']!r}: only squares are supported")
+            raise CheckpointError(
+                f"config.json has patch_size {theirs['patch_size']!r}: only squares are supported"
+            )
         rows = (height // patch) * (width // patch) + 1
-        return {"image_size": (height, width), "patch_size": patch, "class_token": True, "max_positions": rows}
+        return {
+            "image_size": (height, width),
+            "patch_size": patch,
+            "class_token": True,
+            "max_positions": rows,
+        }
 
     def write(self, config: ModelConfig) -> Json:
         """One number for a square image, two for another."""

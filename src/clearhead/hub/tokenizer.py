@@ -20,7 +20,14 @@ from clearhead.hub.pieces import FAMILIES, from_pieces, from_pieces_and_vocabula
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
 ROLES = ("pad", "bos", "eos", "unk", "cls", "sep", "mask")
-KEPT = ("model_max_length", "padding_side", "truncation_side", "chat_template", "clean_up_tokenization_spaces", "model_input_names")
+KEPT = (
+    "model_max_length",
+    "padding_side",
+    "truncation_side",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "model_input_names",
+)
 
 # The class that a model's tokenizer has when tokenizer_config.json does not name it.
 CLASSES = {
@@ -38,7 +45,15 @@ NO_CLASS = ("", "PreTrained", "Tokenizers", "PreTrainedTokenizerFast", "Tokenize
 
 # The special tokens that a class has without any file naming them.
 BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
-FAIRSEQ = {"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
+FAIRSEQ = {
+    "bos": "<s>",
+    "eos": "</s>",
+    "sep": "</s>",
+    "cls": "<s>",
+    "unk": "<unk>",
+    "pad": "<pad>",
+    "mask": "<mask>",
+}
 USUAL: dict[str, dict[str, str]] = {
     "Roberta": FAIRSEQ,
     "XLMRoberta": FAIRSEQ,
@@ -56,7 +71,9 @@ QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, with the special tokens of special_tokens_map.json that it does not name itself."""
-    found = [read_json(folder / name) for name in ("special_tokens_map.json", SETTINGS) if (folder / name).exists()]
+    found = [
+        read_json(folder / name) for name in ("special_tokens_map.json", SETTINGS) if (folder / name).exists()
+    ]
     settings: dict[str, Any] = {}
     for part in found:
         settings.update({key: value for key, value in part.items() if value is not None})
@@ -77,7 +94,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     except CheckpointError:
         raise
     except Exception as error:  # what the tokenizers library says about a vocabulary it cannot use
-        raise CheckpointError(f"{folder}: its vocabulary makes no tokenizer: {(str(error).splitlines() or [''])[0][:200]}") from None
+        raise CheckpointError(
+            f"{folder}: its vocabulary makes no tokenizer: {(str(error).splitlines() or [''])[0][:200]}"
+        ) from None
 
 
 def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -88,16 +107,24 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
     if path.is_dir():
         tokenizer = load_tokenizer(path)
         if tokenizer is None:
-            raise CheckpointError(f"{path} holds no tokenizer: name a directory with tokenizer.json or a vocabulary, or one file")
+            raise CheckpointError(
+                f"{path} holds no tokenizer: name a directory with tokenizer.json or a vocabulary, or one file"
+            )
         return tokenizer, read_settings(path)
     if path.suffix == ".json":
         return _from_json(path), read_settings(path.parent)
     if path.suffix not in (".model", ".spm", ".bin"):
-        raise CheckpointError(f"{path} is no tokenizer: give a directory, tokenizer.json, a SentencePiece .model or a llama2.c .bin")
+        raise CheckpointError(
+            f"{path} is no tokenizer: give a directory, tokenizer.json, a SentencePiece .model or a llama2.c .bin"
+        )
     settings = read_settings(folder)
     kind = "Llama" if path.suffix == ".bin" else _class_of(folder, settings)
     if path.suffix == ".bin":
-        settings = {**{f"{role}_token": text for role, text in USUAL[kind].items()}, "add_bos_token": True, **settings}
+        settings = {
+            **{f"{role}_token": text for role, text in USUAL[kind].items()},
+            "add_bos_token": True,
+            **settings,
+        }
     special = special_tokens(settings, kind)
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
     _add_named(folder, tokenizer, settings, special)
@@ -138,7 +165,9 @@ def _build(folder: Path, kind: str, settings: dict[str, Any]) -> Tokenizer | Non
         special = special_tokens(settings, kind)
         vocabulary = read_json(folder / "vocab.json")
         tokenizer = from_pieces_and_vocabulary(folder / "source.spm", vocabulary, special["unk"])
-        tokenizer.add_special_tokens([token for token in vocabulary if token.startswith(">>") and token.endswith("<<")])
+        tokenizer.add_special_tokens(
+            [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
+        )
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
         special = special_tokens(settings, kind)
@@ -179,35 +208,55 @@ def _wordpiece(path: Path, settings: Mapping[str, Any], special: Mapping[str, st
 
 def _byte_level(folder: Path, kind: str, settings: Mapping[str, Any]) -> Tokenizer:
     vocabulary, merges = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = Tokenizer(BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False))
+    tokenizer = Tokenizer(
+        BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    )
     prefix = bool(settings.get("add_prefix_space", False))
     if kind == "Qwen2":
         tokenizer.normalizer = normalizers.NFC()
         words = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)]
+        )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _add_named(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
+def _add_named(
+    folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
     """Tokens that files name beside the vocabulary: never split, and added at the end where the vocabulary lacks them."""
     numbered = settings.get("added_tokens_decoder") or {}
     for _, entry in sorted(numbered.items(), key=lambda item: int(item[0])):
-        flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry}
+        flags = {
+            key: bool(entry[key])
+            for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            if key in entry
+        }
         tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
     added = read_json(folder / "added_tokens.json") if (folder / "added_tokens.json").exists() else {}
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in sorted(added, key=added.__getitem__)])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in sorted(added, key=added.__getitem__)]
+    )
     known, named = tokenizer.get_vocab(), special_tokens(settings).values()
     wanted = [*(text for text in special.values() if text in known or text in named), *_extra(settings)]
     done = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(wanted) if text not in done])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in dict.fromkeys(wanted)
+            if text not in done
+        ]
+    )
 
 
 def _extra(settings: Mapping[str, Any]) -> list[str]:
     listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
-    return [text for token in (listed if isinstance(listed, list) else []) if (text := _text(token)) is not None]
+    return [
+        text for token in (listed if isinstance(listed, list) else []) if (text := _text(token)) is not None
+    ]
 
 
 def _frame(tokenizer: Tokenizer, kind: str, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
@@ -216,9 +265,13 @@ def _frame(tokenizer: Tokenizer, kind: str, settings: Mapping[str, Any], special
     if kind == "Roberta":
         cls, sep = ids["cls"], ids["sep"]
         if cls is None or sep is None:
-            raise CheckpointError(f"the vocabulary lacks {special['cls']} or {special['sep']}, which stand around each text")
+            raise CheckpointError(
+                f"the vocabulary lacks {special['cls']} or {special['sep']}, which stand around each text"
+            )
         prefix, trim = bool(settings.get("add_prefix_space", False)), bool(settings.get("trim_offsets", True))
-        tokenizer.post_processor = processors.RobertaProcessing((special["sep"], sep), (special["cls"], cls), trim, prefix)
+        tokenizer.post_processor = processors.RobertaProcessing(
+            (special["sep"], sep), (special["cls"], cls), trim, prefix
+        )
         return
     begins, ends = bool(settings.get("add_bos_token", False)), bool(settings.get("add_eos_token", False))
     single, pair = {
@@ -227,7 +280,13 @@ def _frame(tokenizer: Tokenizer, kind: str, settings: Mapping[str, Any], special
         "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
         "T5": ("$A eos", "$A eos $B eos"),
         "Marian": ("$A eos", "$A $B eos"),
-    }.get(kind, (_around("$A", begins, ends), _around("$A", begins, ends) + " " + _around("$B:1", begins, ends, ":1")))
+    }.get(
+        kind,
+        (
+            _around("$A", begins, ends),
+            _around("$A", begins, ends) + " " + _around("$B:1", begins, ends, ":1"),
+        ),
+    )
     names = {part.partition(":")[0] for part in f"{single} {pair}".split()} - {"$A", "$B"}
     if not names or any(ids.get(role) is None for role in names):
         return
@@ -237,7 +296,9 @@ def _frame(tokenizer: Tokenizer, kind: str, settings: Mapping[str, Any], special
         return [special.get(name, name) + (f":{type_id}" if type_id else ":0") for name, _, type_id in parts]
 
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=spelled(single), pair=spelled(pair), special_tokens=[(special[role], ids[role]) for role in sorted(names)]
+        single=spelled(single),
+        pair=spelled(pair),
+        special_tokens=[(special[role], ids[role]) for role in sorted(names)],
     )
 
 
@@ -246,7 +307,10 @@ def _around(text: str, begins: bool, ends: bool, type_id: str = "") -> str:
 
 
 def special_ids(
-    tokenizer: Tokenizer | None, settings: Mapping[str, Any], generation: Mapping[str, Any], config: Mapping[str, Any]
+    tokenizer: Tokenizer | None,
+    settings: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> dict[str, int]:
     """Ids of special tokens by role: pad, bos, eos, unk, cls, sep, mask, decoder_start, forced_bos, forced_eos.
 
@@ -262,7 +326,11 @@ def special_ids(
         if found:
             special[role] = found[0]
     if tokenizer is not None:  # roles that no file names, by the usual spelling
-        marked = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        marked = {
+            token.content: index
+            for index, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
         for role in ("pad", "unk", "cls", "sep", "mask"):
             found = [marked[text] for text in (f"[{role.upper()}]", f"<{role}>") if text in marked]
             if found:
@@ -270,18 +338,26 @@ def special_ids(
     return special
 
 
-def stop_ids(special: Mapping[str, int], generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_ids(
+    special: Mapping[str, int], generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Every id that ends a generated text: `eos_token_id` may be a list."""
     stated = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     return tuple(stated or ([special["eos"]] if "eos" in special else []))
 
 
 def _ids(value: Any) -> list[int]:
-    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0]
+    return [
+        item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0
+    ]
 
 
 def save_tokenizer(
-    folder: Path, tokenizer: Tokenizer, special: Mapping[str, int], settings: Mapping[str, Any] | None = None, max_length: int | None = None
+    folder: Path,
+    tokenizer: Tokenizer,
+    special: Mapping[str, int],
+    settings: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
 ) -> None:
     """tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer opens with the same ids."""
     settings = settings or {}
@@ -296,7 +372,9 @@ def save_tokenizer(
     named = {role: tokenizer.id_to_token(special[role]) for role in ROLES if role in special}
     written.update({f"{role}_token": text for role, text in named.items() if text is not None})
     roles = set(named.values())
-    extra = [text for text in _extra(settings) if text not in roles and tokenizer.token_to_id(text) is not None]
+    extra = [
+        text for text in _extra(settings) if text not in roles and tokenizer.token_to_id(text) is not None
+    ]
     if extra:
         written["additional_special_tokens"] = extra
     write_json(folder / SETTINGS, written)
@@ -314,7 +392,9 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = 
         return [encoding.ids for encoding in tokenizer.encode_batch(mended)]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     if room < 0:
-        raise InputError(f"max_length {max_length} is below the special tokens that the tokenizer adds: raise it")
+        raise InputError(
+            f"max_length {max_length} is below the special tokens that the tokenizer adds: raise it"
+        )
     found = tokenizer.encode_batch(mended, add_special_tokens=False)
     for encoding in found:
         encoding.truncate(room)

@@ -14,13 +14,25 @@ ROWS = Reshape(lambda config: (1, -1, config.d_model))
 VIT = Architecture(
     model_type="vit",
     classes={
-        "ViTForImageClassification": {"head": "classifier", "pooling": "cls", "pooler": "none", "head_bias": True},
+        "ViTForImageClassification": {
+            "head": "classifier",
+            "pooling": "cls",
+            "pooler": "none",
+            "head_bias": True,
+        },
         "ViTModel": {"head": "embedding", "pooling": "cls", "pooler": "tanh"},
     },
     prefix="vit.",
     config=(
         Fixed(
-            {"family": "encoder", "input": "patches", "positions": "learned", "norm": "layernorm", "norm_position": "pre", "init": "bert"}
+            {
+                "family": "encoder",
+                "input": "patches",
+                "positions": "learned",
+                "norm": "layernorm",
+                "norm_position": "pre",
+                "init": "bert",
+            }
         ),
         Says({"pooler_act": "tanh"}),
         Patches(image=224, patch=16),
@@ -40,7 +52,11 @@ VIT = Architecture(
     rules=(
         Rule("vit.embeddings.cls_token", ("encoder.embedding.front.class_token",), ROWS),
         Rule("vit.embeddings.position_embeddings", ("encoder.positions.table.weight",), ROWS),
-        Rule("vit.embeddings.patch_embeddings.projection.weight", ("encoder.embedding.front.project.weight",), KERNEL),
+        Rule(
+            "vit.embeddings.patch_embeddings.projection.weight",
+            ("encoder.embedding.front.project.weight",),
+            KERNEL,
+        ),
         Rule("vit.embeddings.patch_embeddings.projection.bias", ("encoder.embedding.front.project.bias",)),
         *same(
             {
@@ -56,6 +72,9 @@ VIT = Architecture(
             }
         ),
     ),
-    heads={"classifier": same({"classifier": "head.out"}), "embedding": same({"vit.pooler.dense": "head.pooler"})},
+    heads={
+        "classifier": same({"classifier": "head.out"}),
+        "embedding": same({"vit.pooler.dense": "head.pooler"}),
+    },
     carried=("vit.pooler.*",),
 )

@@ -30,14 +30,34 @@ from torch import Tensor
 from clearhead.errors import InputError
 from clearhead.hub.files import read_json
 from clearhead.hub.pixels import Image
-from clearhead.inside.attention_maps import Array, AttentionMaps, Axis, HeadMap, LayerMap, Link, Rollout, query_entropy
+from clearhead.inside.attention_maps import (
+    Array,
+    AttentionMaps,
+    Axis,
+    HeadMap,
+    LayerMap,
+    Link,
+    Rollout,
+    query_entropy,
+)
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.names import Head, attentions
 from clearhead.loaded import Loaded
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
-__all__ = ["AttentionMaps", "Axis", "HeadMap", "LayerMap", "Link", "Rollout", "attention", "maps_of", "query_entropy", "read_maps"]
+__all__ = [
+    "AttentionMaps",
+    "Axis",
+    "HeadMap",
+    "LayerMap",
+    "Link",
+    "Rollout",
+    "attention",
+    "maps_of",
+    "query_entropy",
+    "read_maps",
+]
 
 BUDGET = 512 * 512  # cells of one head's pattern
 INDEX = "maps.json"
@@ -90,7 +110,8 @@ def maps_of(
         return x
 
     handlers: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{Head(kind, layer, 0).part}.pattern": partial(keep, kind=kind, layer=layer) for kind, layer in chosen
+        f"{Head(kind, layer, 0).part}.pattern": partial(keep, kind=kind, layer=layer)
+        for kind, layer in chosen
     }
     with torch.no_grad(), edit(prepared.model, handlers):
         prepared.run(logits="none")
@@ -104,7 +125,9 @@ def read_maps(folder: str | Path) -> AttentionMaps:
     folder = Path(folder)
     maps = []
     for entry in read_json(folder / INDEX)["maps"]:
-        queries, keys = (Axis(tuple(entry[side]["labels"]), entry[side]["tokens_per_cell"]) for side in ("queries", "keys"))
+        queries, keys = (
+            Axis(tuple(entry[side]["labels"]), entry[side]["tokens_per_cell"]) for side in ("queries", "keys")
+        )
         pattern, entropies = _mapped(folder, entry["kind"], entry["layer"])
         maps.append(LayerMap(entry["kind"], entry["layer"], pattern, queries, keys, entropies))
     return AttentionMaps(tuple(maps))
@@ -134,7 +157,9 @@ def _layer_map(x: Tensor, kind: str, layer: int, queries: Axis, keys: Axis) -> L
     return LayerMap(kind, layer, cells, queries, keys, entropies)
 
 
-def _chosen(model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None) -> list[tuple[str, int]]:
+def _chosen(
+    model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None
+) -> list[tuple[str, int]]:
     """Kind and layer of each attention to record."""
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     known = [(kind, layer) for kind, layer, _ in attentions(model.config)]
@@ -193,5 +218,13 @@ def _mapped(folder: Path, kind: str, layer: int) -> tuple[Array, Array | None]:
 
 
 def _write_index(maps: list[LayerMap], folder: Path) -> None:
-    rows = [{"kind": each.kind, "layer": each.layer, "queries": each.queries.to_dict(), "keys": each.keys.to_dict()} for each in maps]
+    rows = [
+        {
+            "kind": each.kind,
+            "layer": each.layer,
+            "queries": each.queries.to_dict(),
+            "keys": each.keys.to_dict(),
+        }
+        for each in maps
+    ]
     (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")

@@ -52,7 +52,11 @@ class Axis:
         starts = range(0, len(labels), size)
         places = [(start, min(start + size, len(labels)) - 1) for start in starts]
         return cls(
-            tuple(f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}" for first, last in places), size
+            tuple(
+                f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
+                for first, last in places
+            ),
+            size,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,16 +100,27 @@ class HeadMap:
         choice = (self.pattern > 0).sum(-1) > 1
         rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
         query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
-        return Link(query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key]))
+        return Link(
+            query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key])
+        )
 
     def summary(self) -> dict[str, Any]:
         """For JSON, in few numbers."""
-        return {"head": str(self.head), "entropy": _plain(self.entropy), "strongest": self.strongest.to_dict()}
+        return {
+            "head": str(self.head),
+            "entropy": _plain(self.entropy),
+            "strongest": self.strongest.to_dict(),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         axes = {"queries": self.queries.to_dict(), "keys": self.keys.to_dict()}
-        return {**self.summary(), **axes, "entropies": _plain(self.entropies), "pattern": self.pattern.tolist()}
+        return {
+            **self.summary(),
+            **axes,
+            "entropies": _plain(self.entropies),
+            "pattern": self.pattern.tolist(),
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +160,12 @@ class LayerMap:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        named = {"kind": self.kind, "layer": self.layer, "queries": self.queries.to_dict(), "keys": self.keys.to_dict()}
+        named = {
+            "kind": self.kind,
+            "layer": self.layer,
+            "queries": self.queries.to_dict(),
+            "keys": self.keys.to_dict(),
+        }
         return {**named, "entropies": _plain(self.entropies()), "pattern": self.pattern.tolist()}
 
 
@@ -187,23 +207,33 @@ class AttentionMaps:
     def of(self, kind: str) -> list[LayerMap]:
         """All layers of one kind."""
         if kind not in self.kinds:
-            raise InputError(f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}')
+            raise InputError(
+                f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}'
+            )
         return [each for each in self.maps if each.kind == kind]
 
     def layer(self, number: int, kind: str = "self") -> LayerMap:
         """One layer, all heads."""
         known = {each.layer: each for each in self.of(kind)}
         if number not in known:
-            raise InputError(f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}")
+            raise InputError(
+                f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}"
+            )
         return known[number]
 
     def head(self, name: str) -> HeadMap:
         """One head by its name: "3.2", "encoder.0.5", "cross.1.2"."""
-        known = {f"{each.name}.{number}": (each, number) for each in self.maps for number in range(len(each.pattern))}
+        known = {
+            f"{each.name}.{number}": (each, number)
+            for each in self.maps
+            for number in range(len(each.pattern))
+        }
         wanted = name.strip().removeprefix("self.")
         if wanted not in known:
             some = ", ".join(list(known)[:3])
-            raise InputError(f'head "{name}" was not recorded{nearest(wanted, known)}: heads are called layer.head, such as {some}')
+            raise InputError(
+                f'head "{name}" was not recorded{nearest(wanted, known)}: heads are called layer.head, such as {some}'
+            )
         found, number = known[wanted]
         return found.heads()[number]
 
@@ -226,7 +256,9 @@ class AttentionMaps:
         """
         layers = self.of(kind)
         if kind == "cross":
-            raise InputError("rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder")
+            raise InputError(
+                "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder"
+            )
         if [each.layer for each in layers] != list(range(len(layers))):
             raise InputError("rollout starts at the first layer and leaves none out: record all layers")
         if not 0 <= residual <= 1:
@@ -266,7 +298,10 @@ class AttentionMaps:
         for each in self.maps:
             at = f"{each.kind}.{each.layer}"
             arrays |= {f"{at}.pattern": each.pattern, f"{at}.entropies": each.entropies()}
-            arrays |= {f"{at}.queries": np.array(each.queries.labels), f"{at}.keys": np.array(each.keys.labels)}
+            arrays |= {
+                f"{at}.queries": np.array(each.queries.labels),
+                f"{at}.keys": np.array(each.keys.labels),
+            }
         return arrays
 
 
@@ -274,7 +309,9 @@ def checked_ending(path: str | Path) -> Path:
     """A path that says in which format to write."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise InputError(f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}')
+        raise InputError(
+            f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}'
+        )
     return path
 
 

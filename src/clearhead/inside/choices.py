@@ -92,7 +92,9 @@ def choices_of(prepared: Prepared) -> Choices:
     """What the head of a model chooses among for this input."""
     head = prepared.m.config.head or "none"
     if head not in KINDS:
-        raise InputError(f'head "{head}" gives vectors, not choices: this takes a model whose head is one of {", ".join(KINDS)}')
+        raise InputError(
+            f'head "{head}" gives vectors, not choices: this takes a model whose head is one of {", ".join(KINDS)}'
+        )
     columns = prepared.tokens.labels
     if head == "classifier":
         columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
@@ -105,7 +107,9 @@ def find_column(position: int, columns: Sequence[str]) -> int:
     """A column from its number; negative ones count from the end."""
     count = len(columns)
     if not -count <= position < count:
-        raise InputError(f"there is no position {position}: there are {count}, from 0 to {count - 1}, or from the end, -1 to -{count}")
+        raise InputError(
+            f"there is no position {position}: there are {count}, from 0 to {count - 1}, or from the end, -1 to -{count}"
+        )
     return position % count
 
 

@@ -104,7 +104,9 @@ def _add(layer: int, part: str, residual: Residual, x: Tensor, y: Tensor) -> Add
     inner = freeze(residual.inside, y) if residual.inside is not None else None
     out = x + residual.scale * (inner.forward(y) if inner is not None else y)
     outer = freeze(residual.after, out) if residual.after is not None else None
-    return Added(layer, part, x, y, residual.scale, inner, outer, outer.forward(out) if outer is not None else out)
+    return Added(
+        layer, part, x, y, residual.scale, inner, outer, outer.forward(out) if outer is not None else out
+    )
 
 
 def contributions(
@@ -136,7 +138,9 @@ def contributions(
     choice = int(said.argmax()) if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
     if other == choice:
-        raise InputError(f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with')
+        raise InputError(
+            f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with'
+        )
     logit, capped = _logits(choices, output, column, choice, other)
     return Contributions(
         columns=choices.columns,
@@ -149,7 +153,9 @@ def contributions(
     )
 
 
-def _logits(choices: Choices, output: Output, column: int, choice: int, other: int | None) -> tuple[float, float | None]:
+def _logits(
+    choices: Choices, output: Output, column: int, choice: int, other: int | None
+) -> tuple[float, float | None]:
     """The logit, or the difference of two, before the soft cap, and behind it where there is one."""
 
     def difference(scores: Tensor) -> float:
@@ -166,7 +172,13 @@ def _logits(choices: Choices, output: Output, column: int, choice: int, other: i
 
 
 def _terms(
-    prepared: Prepared, choices: Choices, output: Output, seen: Recording, column: int, choice: int, other: int | None
+    prepared: Prepared,
+    choices: Choices,
+    output: Output,
+    seen: Recording,
+    column: int,
+    choice: int,
+    other: int | None,
 ) -> list[Term]:
     """Every term in the order of the forward pass; biases that add nothing are left out."""
     model, head = prepared.model, prepared.model.head
@@ -175,7 +187,9 @@ def _terms(
     rows, direction = read.rows, read.directions
     backwards = [Term("head bias", "bias", read.bias), Term("head transform", "bias", read.transform)]
     if model.main.norm is not None:
-        final = freeze(model.main.norm, exact(seen[f"blocks.{model.main.plan.n_layers - 1}.resid_post"][0])[rows])
+        final = freeze(
+            model.main.norm, exact(seen[f"blocks.{model.main.plan.n_layers - 1}.resid_post"][0])[rows]
+        )
         backwards.append(Term("final norm bias", "bias", final.shift(direction)))
         direction = final.back(direction)
     for layer, block in reversed(list(enumerate(model.main.layers()))):
@@ -189,7 +203,11 @@ def _terms(
 def _steps(block: Block, layer: int, seen: Recording, rows: Tensor) -> list[Added]:
     """What one block added to the stream, in order; only the rows that are read."""
     x, steps = exact(seen[f"blocks.{layer}.resid_pre"][0])[rows], []
-    parts = {"attention": block.attention_residual, "cross": block.cross_residual, "feedforward": block.feedforward_residual}
+    parts = {
+        "attention": block.attention_residual,
+        "cross": block.cross_residual,
+        "feedforward": block.feedforward_residual,
+    }
     for part, residual in parts.items():
         if residual is not None:
             steps.append(_add(layer, part, residual, x, exact(seen[f"blocks.{layer}.{part}.out"][0])[rows]))
@@ -197,7 +215,9 @@ def _steps(block: Block, layer: int, seen: Recording, rows: Tensor) -> list[Adde
     return steps
 
 
-def _step_terms(step: Added, block: Block, seen: Recording, rows: Tensor, direction: Tensor) -> tuple[list[Term], Tensor]:
+def _step_terms(
+    step: Added, block: Block, seen: Recording, rows: Tensor, direction: Tensor
+) -> tuple[list[Term], Tensor]:
     """The terms of one sublayer, and the direction [R, D] before it."""
     shift, layer, part = 0.0, step.layer, step.part
     if step.outer is not None:
@@ -219,7 +239,10 @@ def _head_terms(attention: Attention, kind: str, layer: int, z: Tensor, towards:
     """One term for each head, and one for the bias of the output projection: z [H, R, E], direction [R, D]."""
     weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
     values = torch.einsum("hre,dhe,rd->h", z, weight, towards).tolist()
-    terms = [Term(str(Head(kind, layer, number)), kind, value, layer, number) for number, value in enumerate(values)]
+    terms = [
+        Term(str(Head(kind, layer, number)), kind, value, layer, number)
+        for number, value in enumerate(values)
+    ]
     bias = attention.out.bias
     name = f"{'attention' if kind == 'self' else 'cross'} bias {layer}"
     return [*terms, Term(name, "bias", 0.0 if bias is None else float((towards @ exact(bias)).sum()), layer)]
@@ -235,7 +258,11 @@ def _embedding_terms(prepared: Prepared, rows: Tensor, direction: Tensor) -> lis
     parts = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
     if embedding.types is not None:
         types = prepared.types
-        table = embedding.types.weight[:1].expand(front.shape[1], -1) if types is None else embedding.types(types.long())[0]
+        table = (
+            embedding.types.weight[:1].expand(front.shape[1], -1)
+            if types is None
+            else embedding.types(types.long())[0]
+        )
         parts["segment embedding"] = table[None]
     if where is not None:
         parts["position embedding"] = where

@@ -51,7 +51,9 @@ def freeze(norm: nn.Module, x: Tensor) -> FrozenNorm:
     size = (spread.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     weight = exact(norm.weight)
     bias = norm.bias if isinstance(norm, LayerNorm) else None
-    return FrozenNorm(1 + weight if norm.unit_offset else weight, size, None if bias is None else exact(bias), centred)
+    return FrozenNorm(
+        1 + weight if norm.unit_offset else weight, size, None if bias is None else exact(bias), centred
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Readout:
 
     rows: Tensor  # [R] which tokens are read
     directions: Tensor  # [R, D]
-    transform: float = 0.0  # what a dense layer before the output adds: biases, and what its tangent leaves over
+    transform: float = (
+        0.0  # what a dense layer before the output adds: biases, and what its tangent leaves over
+    )
     bias: float = 0.0  # of the output layer
 
 

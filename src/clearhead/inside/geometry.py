@@ -96,7 +96,9 @@ def embedding_table(m: Loaded | Transformer, table: Table = "input") -> Tensor:
         return _plain(model.head.out.weight)
     first = model.encoder if model.encoder is not None else model.main
     if not isinstance(first.embedding.front, TokenFront):
-        raise InputError(f"this model reads {first.plan.input}, which have no table of vectors: geometry takes a model of tokens")
+        raise InputError(
+            f"this model reads {first.plan.input}, which have no table of vectors: geometry takes a model of tokens"
+        )
     return _plain(first.embedding.front.tokens.weight)
 
 
@@ -108,7 +110,9 @@ def neighbours(m: Loaded | Transformer, word: Word, k: int = 10, table: Table = 
     return _nearest(m, str(word), {str(word): ids}, unit @ vector(m, word, table), k, table)
 
 
-def analogy(m: Loaded | Transformer, a: Word, b: Word, c: Word, k: int = 10, table: Table = "input") -> Nearest:
+def analogy(
+    m: Loaded | Transformer, a: Word, b: Word, c: Word, k: int = 10, table: Table = "input"
+) -> Nearest:
     """`a` is to `b` as `c` is to what: the tokens x with the highest cos(x, b) - cos(x, a) + cos(x, c); the words' own are left out."""
     m = _loaded(m)
     unit = nnf.normalize(embedding_table(m, table), dim=-1)
@@ -117,7 +121,9 @@ def analogy(m: Loaded | Transformer, a: Word, b: Word, c: Word, k: int = 10, tab
     return _nearest(m, f"{b} - {a} + {c}", words, unit @ direction, k, table)
 
 
-def projection(m: Loaded | Transformer, words: Sequence[Word] | None = None, k: int = 100, table: Table = "input") -> Projection:
+def projection(
+    m: Loaded | Transformer, words: Sequence[Word] | None = None, k: int = 100, table: Table = "input"
+) -> Projection:
     """Words on their first two principal components, signs fixed so that each axis' largest entry is positive.
 
     Args:
@@ -144,7 +150,11 @@ def projection(m: Loaded | Transformer, words: Sequence[Word] | None = None, k: 
 def frequent(m: Loaded, k: int) -> list[int]:
     """`k` tokens by their ids, as most tokenizers number frequent tokens first; those of two letters or more come before others."""
     size, special = len(embedding_table(m)), set(m.special.values())
-    names = {number: name for number in range(size) if (name := label(m.tokenizer, number)) and number not in special}
+    names = {
+        number: name
+        for number in range(size)
+        if (name := label(m.tokenizer, number)) and number not in special
+    }
     plain = {number: name for number, name in names.items() if not re.fullmatch(r"[\[<].*[\]>]", name)}
     word = [number for number, name in plain.items() if re.fullmatch(r"·?[^\W\d_]{2,}", name)]
     return [*word, *(number for number in plain if number not in set(word))][:k]
@@ -166,7 +176,14 @@ def same_word(m: Loaded | Transformer, text_a: str, text_b: str, word: str) -> S
         others = nnf.normalize(a[rest_a], dim=-1) @ nnf.normalize(b[rest_b], dim=-1).T
         baseline.append(others.mean() if others.numel() else torch.tensor(float("nan")))
     layers = ("embedding", *map(str, range(len(states_a) - 1)))
-    return SameWord(word, (text_a, text_b), (names_a, names_b), layers, _array(torch.stack(similarity)), _array(torch.stack(baseline)))
+    return SameWord(
+        word,
+        (text_a, text_b),
+        (names_a, names_b),
+        layers,
+        _array(torch.stack(similarity)),
+        _array(torch.stack(baseline)),
+    )
 
 
 def _read(m: Loaded, text: str, word: str) -> tuple[list[Tensor], list[int], list[int], tuple[str, ...]]:
@@ -176,12 +193,23 @@ def _read(m: Loaded, text: str, word: str) -> tuple[list[Tensor], list[int], lis
     stack = "encoder." if both else ""
     tokens = prepared.tokens_of(stack)
     start, end = _find(word, text)
-    own = [place for place, (a, b) in enumerate(tokens.spans) if max(a, start) < min(b, end) and not tokens.special[place]]
+    own = [
+        place
+        for place, (a, b) in enumerate(tokens.spans)
+        if max(a, start) < min(b, end) and not tokens.special[place]
+    ]
     if not own:
-        raise InputError(f'the word "{word}" has no token in "{text[:60]}": the model reads {len(tokens)} tokens of it')
+        raise InputError(
+            f'the word "{word}" has no token in "{text[:60]}": the model reads {len(tokens)} tokens of it'
+        )
     rest = [place for place in range(len(tokens)) if place not in own and not tokens.special[place]]
     _, seen = prepared.record(f"{stack}embedding", f"{stack}blocks.*.resid_post")
-    return [states[0].float().cpu() for states in seen.values()], own, rest, tuple(tokens.labels[place] for place in own)
+    return (
+        [states[0].float().cpu() for states in seen.values()],
+        own,
+        rest,
+        tuple(tokens.labels[place] for place in own),
+    )
 
 
 def _find(word: str, text: str) -> tuple[int, int]:
@@ -189,7 +217,15 @@ def _find(word: str, text: str) -> tuple[int, int]:
     if not word.strip():
         raise InputError("the word is empty: name a word of both texts")
     patterns = (rf"(?<!\w){re.escape(word)}(?!\w)", re.escape(word))
-    found = next((hit for pattern in patterns for flag in (0, re.IGNORECASE) if (hit := re.search(pattern, text, flag))), None)
+    found = next(
+        (
+            hit
+            for pattern in patterns
+            for flag in (0, re.IGNORECASE)
+            if (hit := re.search(pattern, text, flag))
+        ),
+        None,
+    )
     if found is None:
         raise InputError(f'the word "{word}" does not stand in "{text[:60]}": both texts must have it')
     return found.span()
@@ -204,10 +240,14 @@ def word_ids(m: Loaded, word: Word, table: Table = "input") -> list[int]:
         return [word]
     if not word.strip():
         raise InputError("the word is empty: give a word, or the number of a token")
-    forms: list[list[int]] = [m.text_tokenizer.encode(form, add_special_tokens=False).ids for form in (" " + word, word)]
+    forms: list[list[int]] = [
+        m.text_tokenizer.encode(form, add_special_tokens=False).ids for form in (" " + word, word)
+    ]
     known = [ids for ids in forms if ids and m.special.get("unk") not in ids]
     if not known:
-        raise InputError(f'"{word}" cannot be written with the tokens of this model: try another word, or the number of a token')
+        raise InputError(
+            f'"{word}" cannot be written with the tokens of this model: try another word, or the number of a token'
+        )
     return min(known, key=len)
 
 
@@ -216,7 +256,9 @@ def vector(m: Loaded, word: Word, table: Table = "input") -> Tensor:
     return nnf.normalize(embedding_table(m, table)[word_ids(m, word, table)].mean(0), dim=0)
 
 
-def _nearest(m: Loaded, query: str, words: dict[str, list[int]], scores: Tensor, k: int, table: Table) -> Nearest:
+def _nearest(
+    m: Loaded, query: str, words: dict[str, list[int]], scores: Tensor, k: int, table: Table
+) -> Nearest:
     """The best of all scores [V], the asked words' own tokens left out, and ids that the tokenizer does not know."""
     if k < 1:
         raise InputError(f"k {k} must be 1 or more")

@@ -35,7 +35,9 @@ class Tokens:
 
     labels: tuple[str, ...]  # as people read them; patches are called "row,column"
     ids: tuple[int, ...] = ()  # none for an image
-    spans: tuple[Span, ...] = ()  # characters of `text` behind each token; (0, 0): none. Empty where ids were given
+    spans: tuple[
+        Span, ...
+    ] = ()  # characters of `text` behind each token; (0, 0): none. Empty where ids were given
     text: str = ""
     special: tuple[bool, ...] = ()  # put there by the tokenizer, not by the text
 
@@ -108,9 +110,13 @@ def prepare(
         pixels, patches = _image(m, given)
         if not both:
             return Prepared(m, pixels, patches)
-        raise InputError("an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack")
+        raise InputError(
+            "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
+        )
     if first.input != "tokens":
-        raise InputError(f"this model reads {first.input}, which have no tokens to show: looking inside takes a model of text or images")
+        raise InputError(
+            f"this model reads {first.input}, which have no tokens to show: looking inside takes a model of text or images"
+        )
     tokens, types = _text(m, given, pair)
     if not tokens.ids:
         raise InputError("the text is empty: give at least one token")
@@ -132,7 +138,9 @@ def _text(m: Loaded, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
     if m.config.family == "decoder" and pair is None:
         ids = m._prompt(given)[: m.max_length]  # what ends a text is not read by a model that goes on
     rows = list(zip(encoding.offsets, encoding.special_tokens_mask, encoding.type_ids))[: len(ids)]
-    rows += [((0, 0), 1, 0)] * (len(ids) - len(rows))  # a text without a token of its own begins with the first special one
+    rows += [((0, 0), 1, 0)] * (
+        len(ids) - len(rows)
+    )  # a text without a token of its own begins with the first special one
     spans: tuple[Span, ...] = tuple(span for span, _, _ in rows)
     special = tuple(bool(mark) for _, mark, _ in rows)
     return Tokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), [kind for _, _, kind in rows]
@@ -162,5 +170,7 @@ def _image(m: Loaded, given: Any) -> tuple[Tensor, Tokens]:
         given = given[0]
     pixels = to_pixels(given, config, m.images)[None].to(weight)
     rows, columns = (side // config.patch_size for side in config.image_size)
-    names = ["[CLS]"] * config.class_token + [f"{row},{column}" for row in range(rows) for column in range(columns)]
+    names = ["[CLS]"] * config.class_token + [
+        f"{row},{column}" for row in range(rows) for column in range(columns)
+    ]
     return pixels, Tokens(tuple(names), special=tuple(name == "[CLS]" for name in names))

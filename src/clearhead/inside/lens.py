@@ -78,13 +78,18 @@ def lens(
     output, seen = prepared.record(*taps)
     last = choices.scores(output.logits)[0]  # C N
     chosen, true = _best(last, 1)[:, 0], _true(prepared, choices)
-    read = [_measure(choices.scores(stopped_at(model, seen[tap]))[0], last, chosen, true, min(top, choices.count)) for tap in taps]
+    read = [
+        _measure(choices.scores(stopped_at(model, seen[tap]))[0], last, chosen, true, min(top, choices.count))
+        for tap in taps
+    ]
     found = {name: torch.stack([layer[name] for layer in read]).cpu() for name in read[0]}
     return Lens(
         layers=("embedding", *(f"block {layer}" for layer in range(len(taps) - 1))),
         columns=choices.columns,
         kind=choices.kind,
-        top_names=tuple(tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()),
+        top_names=tuple(
+            tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()
+        ),
         chosen=chosen.cpu(),
         chosen_names=tuple(map(choices.name, chosen.tolist())),
         true=true.cpu(),
@@ -137,7 +142,8 @@ def _measure_some(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, to
         "top": best,
         "top_probabilities": logs.gather(-1, best).exp(),
         "entropy": torch.special.entr(logs.exp()).sum(-1) / math.log(2),
-        "divergence": nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0) / math.log(2),
+        "divergence": nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
+        / math.log(2),
     }
     for name, wanted in (("chosen", chosen), ("true", true)):
         place, known = wanted.clamp(min=0)[:, None], wanted >= 0

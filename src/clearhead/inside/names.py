@@ -28,7 +28,11 @@ class Head:
         return f"{prefix}blocks.{self.layer}.{module}"
 
     def __str__(self) -> str:
-        return f"{self.layer}.{self.number}" if self.kind == "self" else f"{self.kind}.{self.layer}.{self.number}"
+        return (
+            f"{self.layer}.{self.number}"
+            if self.kind == "self"
+            else f"{self.kind}.{self.layer}.{self.number}"
+        )
 
 
 def attentions(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -61,6 +65,8 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[Head]:
         head = Head(matched[1] or "self", int(matched[2]), int(matched[3])) if matched else None
         if head is None or str(head) not in known:
             some = ", ".join(list(known)[:3])
-            raise InputError(f'there is no head "{name}"{nearest(name, known)}: heads are called layer.head, such as {some}')
+            raise InputError(
+                f'there is no head "{name}"{nearest(name, known)}: heads are called layer.head, such as {some}'
+            )
         found.append(head)
     return found

@@ -112,11 +112,18 @@ def patch(
         raise InputError(f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
         if part not in PARTS:
-            raise InputError(f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}')
+            raise InputError(
+                f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}'
+            )
     first, second = _prepare_both(m, clean, corrupt, target)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
-    tables = [table for plan in (second.m.config.encoder, second.m.config.decoder) if plan for table in _tables(second, plan, parts)]
+    tables = [
+        table
+        for plan in (second.m.config.encoder, second.m.config.decoder)
+        if plan
+        for table in _tables(second, plan, parts)
+    ]
     taps = {site.tap for _, sites in tables for row in sites for site in row if site is not None}
     _, seen = first.record(*taps)
     right, plainly = (patched_scores(run, {}, [()], column)[0] for run in (first, second))  # N
@@ -143,12 +150,17 @@ def patch(
         wrong=choices.name(bad),
         clean_difference=top,
         corrupt_difference=bottom,
-        maps=tuple(replace(table, columns=table.columns or shown[table.stack], values=measure(sites)) for table, sites in tables),
+        maps=tuple(
+            replace(table, columns=table.columns or shown[table.stack], values=measure(sites))
+            for table, sites in tables
+        ),
         note=note,
     )
 
 
-def patched_scores(corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1) -> Tensor:
+def patched_scores(
+    corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
+) -> Tensor:
     """Run a prompt once for each row of sites, with the clean activations there: what the head says in a column, [B, N].
 
     `clean` has the activations of the other prompt by name; `column` is as in `choices`.
@@ -185,7 +197,9 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
     return x
 
 
-def _prepare_both(m: Loaded | Transformer, clean: Given, corrupt: Given, target: str | Sequence[int] | None) -> tuple[Prepared, Prepared]:
+def _prepare_both(
+    m: Loaded | Transformer, clean: Given, corrupt: Given, target: str | Sequence[int] | None
+) -> tuple[Prepared, Prepared]:
     """Both prompts as inputs of one length; two decoders that write by themselves are cut where they begin to differ."""
     first, second = prepare(m, clean, target), prepare(m, corrupt, target)
     ours, theirs = (one.source_tokens or one.tokens for one in (first, second))
@@ -203,7 +217,10 @@ def _prepare_both(m: Loaded | Transformer, clean: Given, corrupt: Given, target:
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
     """The first place where two sequences differ; the shorter one's end if it is the beginning of the other."""
-    return next((place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
+    return next(
+        (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other),
+        min(len(ours), len(theirs)),
+    )
 
 
 def _few(tokens: Tokens, start: int) -> str:
@@ -217,21 +234,32 @@ def _common(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
     return list(ours[: max(1, count - (count == len(ours) == len(theirs)))])
 
 
-def _tables(prepared: Prepared, plan: StackPlan, parts: Sequence[str]) -> list[tuple[PatchMap, list[list[Site | None]]]]:
+def _tables(
+    prepared: Prepared, plan: StackPlan, parts: Sequence[str]
+) -> list[tuple[PatchMap, list[list[Site | None]]]]:
     """The empty map of each part of a stack, and its sites."""
     stack = "" if prepared.source is None else "encoder" if plan.prefix else "decoder"
-    tokens, layers, none = range(len(prepared.tokens_of(plan.prefix))), tuple(map(str, range(plan.n_layers))), torch.empty(0)
+    tokens, layers, none = (
+        range(len(prepared.tokens_of(plan.prefix))),
+        tuple(map(str, range(plan.n_layers))),
+        torch.empty(0),
+    )
     found: list[tuple[PatchMap, list[list[Site | None]]]] = []
 
     def by_token(part: str, rows: tuple[str, ...], taps: list[str]) -> None:
-        sites: list[list[Site | None]] = [[Site(f"{plan.prefix}blocks.{tap}", token) for token in tokens] for tap in taps]
+        sites: list[list[Site | None]] = [
+            [Site(f"{plan.prefix}blocks.{tap}", token) for token in tokens] for tap in taps
+        ]
         found.append((PatchMap(part, stack, rows, (), none), sites))
 
     def by_head(part: str, module: str, kind: str) -> None:
         counts = [count for of, _, count in attentions(prepared.m.config) if of == kind]
         heads = range(max(counts))
         sites = [
-            [Site(f"{plan.prefix}blocks.{layer}.{module}.z", head=head) if head < count else None for head in heads]
+            [
+                Site(f"{plan.prefix}blocks.{layer}.{module}.z", head=head) if head < count else None
+                for head in heads
+            ]
             for layer, count in enumerate(counts)
         ]
         found.append((PatchMap(part, stack, layers, tuple(map(str, heads)), none), sites))
@@ -251,7 +279,9 @@ def _tables(prepared: Prepared, plan: StackPlan, parts: Sequence[str]) -> list[t
     return found
 
 
-def _answers(choices: Choices, right: Tensor, plainly: Tensor, answer: str | int | None, wrong: str | int | None) -> tuple[int, int, str]:
+def _answers(
+    choices: Choices, right: Tensor, plainly: Tensor, answer: str | int | None, wrong: str | int | None
+) -> tuple[int, int, str]:
     """The numbers of the answer and of the wrong one, and how the latter was found where that needs saying."""
     good = int(right.argmax()) if answer is None else choices.find(answer)
     if wrong is not None:
@@ -274,7 +304,9 @@ def _labels(first: Prepared, second: Prepared) -> dict[str, tuple[str, ...]]:
     """The tokens of each stack, both of them where they differ."""
 
     def joined(ours: Tokens, theirs: Tokens) -> tuple[str, ...]:
-        return tuple(one if one == other else f"{one}/{other}" for one, other in zip(ours.labels, theirs.labels))
+        return tuple(
+            one if one == other else f"{one}/{other}" for one, other in zip(ours.labels, theirs.labels)
+        )
 
     main = joined(first.tokens, second.tokens)
     if first.source_tokens is None or second.source_tokens is None:

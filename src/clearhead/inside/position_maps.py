@@ -64,18 +64,38 @@ def position_map(m: Loaded | Transformer, length: int | None = None, stack: Whic
     if turns is not None:
         pairs = range(turns[0].shape[-1])
         columns = (*(f"cos {pair}" for pair in pairs), *(f"sin {pair}" for pair in pairs))
-        return PositionMap(scheme, _array(torch.cat(turns, -1)), names, columns, "position", "pair", "cosine or sine of the angle")
+        return PositionMap(
+            scheme,
+            _array(torch.cat(turns, -1)),
+            names,
+            columns,
+            "position",
+            "pair",
+            "cosine or sine of the angle",
+        )
     bias = _bias(part, where)
     last = where.shape[1] - 1
-    far = torch.cat([bias[:, -1], bias[:, 0, 1:]], -1)  # H distances, from `last` before the query to `last` after it
+    far = torch.cat(
+        [bias[:, -1], bias[:, 0, 1:]], -1
+    )  # H distances, from `last` before the query to `last` after it
     distances = range(-last, last + 1)
     if part.plan.causal:
         far, distances = far[:, : last + 1], range(-last, 1)
     heads = _numbers(range(far.shape[0]))
-    return PositionMap(scheme, _array(far), heads, _numbers(distances), "head", "key's position - query's", "added to the score")
+    return PositionMap(
+        scheme,
+        _array(far),
+        heads,
+        _numbers(distances),
+        "head",
+        "key's position - query's",
+        "added to the score",
+    )
 
 
-def position_similarity(m: Loaded | Transformer, length: int | None = None, stack: Which = "main") -> PositionMap:
+def position_similarity(
+    m: Loaded | Transformer, length: int | None = None, stack: Which = "main"
+) -> PositionMap:
     """How alike two positions are, [T, T]: the cosine of their vectors; with rotary positions the mean over the pairs of the cosine
     of the angle between them; with biases, which know no vectors, the mean over the heads of what is added to the score.
     """
@@ -86,11 +106,15 @@ def position_similarity(m: Loaded | Transformer, length: int | None = None, stac
         unit = nnf.normalize(vectors[0].detach().double().cpu(), dim=-1)
         values, measure = unit @ unit.T, "cosine"
     elif turns is not None:
-        values = sum((turn.double() @ turn.double().T for turn in turns), torch.zeros(())) / turns[0].shape[-1]
+        values = (
+            sum((turn.double() @ turn.double().T for turn in turns), torch.zeros(())) / turns[0].shape[-1]
+        )
         values, measure = values / values[0, 0], "mean cosine of the angle between"
     else:
         values, measure = _bias(part, where).mean(0), "mean added to the score"
-    return PositionMap(part.positions.config.positions, _array(values), names, names, "position", "position", measure)
+    return PositionMap(
+        part.positions.config.positions, _array(values), names, names, "position", "position", measure
+    )
 
 
 def _positions(m: Loaded | Transformer, length: int | None, stack: Which) -> tuple[Stack, Tensor]:
@@ -107,7 +131,11 @@ def _positions(m: Loaded | Transformer, length: int | None, stack: Which) -> tup
     length = (most if image else min(most, LENGTH)) if length is None else length
     table = image or config.positions == "learned"
     if length < 2 or (table and length > most):
-        raise InputError(f"length {length} must lie between 2 and {most}" if table else f"length {length} must be 2 or more")
+        raise InputError(
+            f"length {length} must lie between 2 and {most}"
+            if table
+            else f"length {length} must be 2 or more"
+        )
     return part, torch.arange(length, device=next(model.parameters()).device)[None]
 
 
@@ -137,7 +165,10 @@ def _names(part: Stack, length: int) -> tuple[str, ...]:
     if part.plan.input != "patches" or config.image_size is None:
         return _numbers(range(length))
     columns, first = config.image_size[1] // config.patch_size, int(config.class_token)
-    return tuple("[CLS]" if place < first else f"{(place - first) // columns},{(place - first) % columns}" for place in range(length))
+    return tuple(
+        "[CLS]" if place < first else f"{(place - first) // columns},{(place - first) % columns}"
+        for place in range(length)
+    )
 
 
 def _numbers(values: Sequence[int]) -> tuple[str, ...]:

@@ -86,7 +86,9 @@ TASKS = {
 def task_named(name: str) -> Task:
     """The task of this name."""
     if name not in TASKS:
-        raise ConfigError(f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}')
+        raise ConfigError(
+            f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}'
+        )
     return TASKS[name]
 
 
@@ -149,7 +151,9 @@ def answer(model: Transformer, task: Task, source: Tensor, length: int) -> Tenso
     return greedy(model, torch.cat([source, begin], dim=1), length)
 
 
-def accuracy(model: Transformer, task: Task, generator: torch.Generator, batches: int = 8, n: int = 64) -> float:
+def accuracy(
+    model: Transformer, task: Task, generator: torch.Generator, batches: int = 8, n: int = 64
+) -> float:
     """Share of held-out inputs answered exactly."""
     model.eval()
     right, total = 0, 0
@@ -200,7 +204,9 @@ def learn(
     torch.manual_seed(seed)
     model = Transformer(toy_config(task, family))
     examples, trial = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )

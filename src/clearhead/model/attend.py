@@ -107,15 +107,24 @@ def fused(
         return fused(together, k, v, mask, bias, scale, dropout=dropout).transpose(1, 2).reshape(B, H, 1, -1)
     if bias is not None:
         if causal:
-            mask, causal = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None], False
+            mask, causal = (
+                torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None],
+                False,
+            )
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
     if T == 1 and K < H and not causal and (mask is None or mask.shape[1] == 1):
         # One query per head: the heads of a group become the queries of one head, and no key is copied.
-        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale).view(B, H, 1, -1)
+        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale).view(
+            B, H, 1, -1
+        )
     else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H
+        )
     if mask is not None and mask.dtype == torch.bool and q.is_cuda:
-        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)  # one of the GPU's kernels gives such rows a mean, not zeros
+        out = out.masked_fill(
+            ~mask.any(-1, keepdim=True), 0.0
+        )  # one of the GPU's kernels gives such rows a mean, not zeros
     return out
 
 

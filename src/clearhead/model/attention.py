@@ -23,7 +23,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, plan: StackPlan, name: str) -> None:
         super().__init__()
-        self.heads = config.kept_heads(name, plan.n_heads)  # which of the config's heads these are, after pruning
+        self.heads = config.kept_heads(
+            name, plan.n_heads
+        )  # which of the config's heads these are, after pruning
         self.pruned = len(self.heads) < plan.n_heads
         self.n_heads = len(self.heads)
         self.n_kv_heads = self.n_heads * plan.n_kv_heads // plan.n_heads
@@ -36,14 +38,25 @@ class Attention(nn.Module):
         self.q = nn.Linear(config.d_model, self.n_heads * self.d_head, bias=bool(config.qkv_bias))
         self.k = nn.Linear(config.d_model, self.n_kv_heads * self.d_head, bias=bool(config.qkv_bias))
         self.v = nn.Linear(config.d_model, self.n_kv_heads * self.d_value, bias=bool(config.qkv_bias))
-        self.out = nn.Linear(self.n_heads * self.d_value, config.d_model, bias=bool(config.attention_out_bias))
+        self.out = nn.Linear(
+            self.n_heads * self.d_value, config.d_model, bias=bool(config.attention_out_bias)
+        )
         self.norm_over = config.qk_norm
         each, whole = config.qk_norm == "head", config.qk_norm == "full"
-        self.q_norm = make_norm(config, self.q.out_features if whole else self.d_head) if each or whole else None
-        self.k_norm = make_norm(config, self.k.out_features if whole else self.d_head) if each or whole else None
+        self.q_norm = (
+            make_norm(config, self.q.out_features if whole else self.d_head) if each or whole else None
+        )
+        self.k_norm = (
+            make_norm(config, self.k.out_features if whole else self.d_head) if each or whole else None
+        )
 
     def forward(
-        self, x: Tensor, view: View, memory: Tensor | None = None, cache: LayerKeys | CrossKeys | None = None, tap: Tap = SILENT
+        self,
+        x: Tensor,
+        view: View,
+        memory: Tensor | None = None,
+        cache: LayerKeys | CrossKeys | None = None,
+        tap: Tap = SILENT,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
         B, T, _ = x.shape
@@ -68,7 +81,18 @@ class Attention(nn.Module):
         if bias is not None and self.pruned and bias.shape[1] > 1:
             bias = bias[:, list(self.heads)]
         dropout = self.dropout if self.training else 0.0
-        z = attend(q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, dropout=dropout, tap=tap)
+        z = attend(
+            q,
+            k,
+            v,
+            view.mask,
+            bias,
+            self.scale,
+            causal=view.causal,
+            softcap=self.softcap,
+            dropout=dropout,
+            tap=tap,
+        )
         z = tap("z", z)  # B H T E
         return tap("out", self.out(z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)))
 

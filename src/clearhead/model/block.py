@@ -94,7 +94,9 @@ class Block(nn.Module):
         x = residual.add(x, self.attention(residual.read(x), view, None, keys, tap.inside("attention")))
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
             residual = self.cross_residual
-            x = residual.add(x, self.cross(residual.read(x), cross_view, memory, cross_keys, tap.inside("cross")))
+            x = residual.add(
+                x, self.cross(residual.read(x), cross_view, memory, cross_keys, tap.inside("cross"))
+            )
         x = tap("resid_mid", x)
         residual = self.feedforward_residual
         x = residual.add(x, self.feedforward(residual.read(x), tap.inside("feedforward")))
@@ -105,5 +107,7 @@ class Block(nn.Module):
         read = self.attention_residual.read(x)
         attended = self.attention(read, view, None, keys, tap.inside("attention"))
         shared = self.feedforward_residual.before is None
-        expanded = self.feedforward(read if shared else self.feedforward_residual.read(x), tap.inside("feedforward"))
+        expanded = self.feedforward(
+            read if shared else self.feedforward_residual.read(x), tap.inside("feedforward")
+        )
         return self.feedforward_residual.add(self.attention_residual.add(x, attended), expanded)

@@ -105,7 +105,9 @@ class Cache:
         if not (before.plain and tokens.plain):
             return join(before, tokens)
         total = self.length + tokens.length
-        if self._count.shape[0] < total or self._count.device != tokens.order.device:  # counted ahead, so that a step allocates nothing
+        if (
+            self._count.shape[0] < total or self._count.device != tokens.order.device
+        ):  # counted ahead, so that a step allocates nothing
             self._count = torch.arange(max(2 * total, self.reserve), device=tokens.order.device)
         count = self._count[None, :total]
         return Tokens(count, count, None, None, plain=True)
@@ -141,7 +143,9 @@ class Cache:
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots."""
         if not 0 <= length <= self.length:
-            raise InputError(f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}")
+            raise InputError(
+                f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}"
+            )
         self.length, self.packed = length, self.packed and length > 0
         self.tokens = _first(self.tokens, length) if length else None
 
@@ -203,14 +207,24 @@ class FixedCache(Cache):
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)
         count = torch.zeros(batch, capacity, dtype=torch.long, device=device)
-        self.tokens = Tokens(count, count.clone(), torch.zeros_like(count, dtype=torch.bool), count.clone(), plain=False)
+        self.tokens = Tokens(
+            count, count.clone(), torch.zeros_like(count, dtype=torch.bool), count.clone(), plain=False
+        )
         for layer in range(plan.n_layers):
-            heads = len(config.kept_heads(f"{plan.prefix}blocks.{layer}.attention", plan.n_heads)) * plan.n_kv_heads // plan.n_heads
+            heads = (
+                len(config.kept_heads(f"{plan.prefix}blocks.{layer}.attention", plan.n_heads))
+                * plan.n_kv_heads
+                // plan.n_heads
+            )
             k = torch.zeros(batch, heads, capacity, plan.d_head, dtype=dtype, device=device)
             v = torch.zeros(batch, heads, capacity, plan.d_value, dtype=dtype, device=device)
             self.layers[layer] = FixedKeys(self, k, v)
             if source and plan.cross:
-                heads = len(config.kept_heads(f"{plan.prefix}blocks.{layer}.cross", plan.n_heads)) * plan.n_kv_heads // plan.n_heads
+                heads = (
+                    len(config.kept_heads(f"{plan.prefix}blocks.{layer}.cross", plan.n_heads))
+                    * plan.n_kv_heads
+                    // plan.n_heads
+                )
                 shape = (batch, heads, source)
                 self.cross_layer(layer).update(
                     torch.zeros(*shape, plan.d_head, dtype=dtype, device=device),
@@ -218,7 +232,9 @@ class FixedCache(Cache):
                 )
         if source and plan.cross:
             count = torch.arange(source, device=device)[None]
-            self.source = Tokens(count, count, torch.zeros(batch, source, dtype=torch.bool, device=device), None, plain=False)
+            self.source = Tokens(
+                count, count, torch.zeros(batch, source, dtype=torch.bool, device=device), None, plain=False
+            )
 
     def adopt(self, cache: Cache) -> None:
         """Become what a growing cache is: its rows are the first rows here, and the others have read nothing."""
@@ -229,8 +245,16 @@ class FixedCache(Cache):
         slots.order[:rows, :filled], slots.positions[:rows, :filled] = tokens.order, tokens.positions
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            assert isinstance(mine, FixedKeys) and isinstance(theirs, GrowingKeys) and theirs.k is not None and theirs.v is not None
-            mine.k[:rows, :, :filled], mine.v[:rows, :, :filled] = theirs.k[:, :, :filled], theirs.v[:, :, :filled]
+            assert (
+                isinstance(mine, FixedKeys)
+                and isinstance(theirs, GrowingKeys)
+                and theirs.k is not None
+                and theirs.v is not None
+            )
+            mine.k[:rows, :, :filled], mine.v[:rows, :, :filled] = (
+                theirs.k[:, :, :filled],
+                theirs.v[:, :, :filled],
+            )
         if cache.source is not None:
             assert self.source is not None and self.source.real is not None
             length = cache.source.length
@@ -277,7 +301,9 @@ class FixedCache(Cache):
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots."""
         if not 0 <= length <= self.length:
-            raise InputError(f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}")
+            raise InputError(
+                f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}"
+            )
         assert self.tokens is not None and self.tokens.real is not None
         self.tokens.real[:, length:] = False
         self.cursor.fill_(length)
@@ -332,4 +358,10 @@ def _first(tokens: Tokens | None, length: int) -> Tokens | None:
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[:, :length]
 
-    return Tokens(tokens.order[:, :length], tokens.positions[:, :length], cut(tokens.real), cut(tokens.documents), tokens.plain)
+    return Tokens(
+        tokens.order[:, :length],
+        tokens.positions[:, :length],
+        cut(tokens.real),
+        cut(tokens.documents),
+        tokens.plain,
+    )

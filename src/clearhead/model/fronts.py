@@ -75,7 +75,12 @@ class FrameFront(nn.Module):
         return nnf.gelu(self.second(x * silence)).transpose(1, 2)
 
 
-FRONTS: dict[str, type[nn.Module]] = {"tokens": TokenFront, "patches": PatchFront, "vectors": VectorFront, "frames": FrameFront}
+FRONTS: dict[str, type[nn.Module]] = {
+    "tokens": TokenFront,
+    "patches": PatchFront,
+    "vectors": VectorFront,
+    "frames": FrameFront,
+}
 
 
 class Embedding(nn.Module):
@@ -85,12 +90,20 @@ class Embedding(nn.Module):
         super().__init__()
         width = plan.d_embedding
         self.front = front if front is not None else FRONTS[plan.input](config, plan)
-        self.types = nn.Embedding(config.n_types, width) if config.n_types and plan.input == "tokens" else None
+        self.types = (
+            nn.Embedding(config.n_types, width) if config.n_types and plan.input == "tokens" else None
+        )
         self.norm = make_norm(config, width) if config.embedding_norm else None
-        self.project = nn.Linear(width, config.d_model) if config.embedding_projection and plan.input == "tokens" else None
+        self.project = (
+            nn.Linear(width, config.d_model)
+            if config.embedding_projection and plan.input == "tokens"
+            else None
+        )
         self.dropout = config.embedding_dropout or 0.0
 
-    def forward(self, inputs: Tensor, types: Tensor | None, positions: Tensor | None, real: Tensor | None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, types: Tensor | None, positions: Tensor | None, real: Tensor | None
+    ) -> Tensor:
         """Inputs, position vectors [B|1, T, width] and which inputs are real -> [B, T, D]."""
         x = cast(Tensor, self.front(inputs, real))
         if self.types is not None:

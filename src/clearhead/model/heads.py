@@ -34,7 +34,9 @@ class LanguageHead(Head):
         super().__init__(config)
         assert config.d_embedding and config.head_activation
         width = config.d_embedding
-        self.transform = nn.Linear(config.d_model, width) if config.head_transform or width != config.d_model else None
+        self.transform = (
+            nn.Linear(config.d_model, width) if config.head_transform or width != config.d_model else None
+        )
         self.activation = ACTIVATIONS[config.head_activation] if config.head_transform else None
         self.norm = make_norm(config, width) if config.head_transform else None
         self.out = nn.Linear(width, config.vocab_size, bias=bool(config.head_bias))

@@ -28,7 +28,9 @@ def initialise(model: nn.Module, config: ModelConfig) -> None:
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.Embedding):
-            nn.init.normal_(part.weight, std=config.d_model**-0.5 if config.init == "xavier" else config.init_std)
+            nn.init.normal_(
+                part.weight, std=config.d_model**-0.5 if config.init == "xavier" else config.init_std
+            )
         elif isinstance(part, PatchFront) and part.class_token is not None:
             nn.init.normal_(part.class_token, std=config.init_std)
     if config.init == "gpt2":

@@ -39,19 +39,27 @@ def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
     if mask is None:
         return
     if mask.dtype != torch.bool:
-        raise InputError(f"{name} is {mask.dtype}: it must be boolean, True for a real token; mask.bool() converts 0 and 1")
+        raise InputError(
+            f"{name} is {mask.dtype}: it must be boolean, True for a real token; mask.bool() converts 0 and 1"
+        )
     if mask.shape != (batch, length):
-        raise InputError(f"{name} has shape {tuple(mask.shape)}: it must match its tokens, ({batch}, {length})")
+        raise InputError(
+            f"{name} has shape {tuple(mask.shape)}: it must match its tokens, ({batch}, {length})"
+        )
 
 
-def check_integers(x: Tensor | None, batch: int, length: int, name: str, below: int | None, limit: str) -> None:
+def check_integers(
+    x: Tensor | None, batch: int, length: int, name: str, below: int | None, limit: str
+) -> None:
     """Whole numbers beside the tokens: positions, segment types, documents."""
     if x is None:
         return
     if x.dtype not in INTEGERS:
         raise InputError(f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
     if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
-        raise InputError(f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})")
+        raise InputError(
+            f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})"
+        )
     if below is not None:
         _range(x, below, name, limit)
 
@@ -61,7 +69,9 @@ def check_length(tokens: Tokens, cache: Cache | None, config: ModelConfig, name:
     slots = tokens.length + (cache.length if cache is not None else 0)
     if config.positions != "learned" or slots <= config.max_positions:
         return
-    reached = int(tokens.positions.max()) + 1  # fewer than slots where some are padding, or documents begin again at 0
+    reached = (
+        int(tokens.positions.max()) + 1
+    )  # fewer than slots where some are padding, or documents begin again at 0
     if reached > config.max_positions:
         raise InputError(
             f"{name} reach {reached} positions and the model has {config.max_positions}: shorten the input, or choose "
@@ -76,7 +86,9 @@ def check_bias(bias: Tensor | None, batch: int, n_heads: int, length: int, keys:
     _floating(bias, "bias")
     allowed = ((1, batch), (1, n_heads), (length,), (keys,))
     if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed)):
-        raise InputError(f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})")
+        raise InputError(
+            f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})"
+        )
 
 
 def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
@@ -86,17 +98,27 @@ def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | 
     if not causal:
         raise InputError("prefix belongs to a causal model: in this one every token sees all others already")
     if prefix.dtype not in INTEGERS or prefix.shape != (batch,):
-        raise InputError(f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)")
+        raise InputError(
+            f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)"
+        )
     if cache is not None and int(prefix.max()) > length:
-        raise InputError(f"prefix {int(prefix.max())} passes the {length} tokens of this call: a cache needs all of the prefix in one call")
+        raise InputError(
+            f"prefix {int(prefix.max())} passes the {length} tokens of this call: a cache needs all of the prefix in one call"
+        )
     if cache is not None and cache.length:
-        raise InputError(f"prefix came after {cache.length} tokens were cached: hand it in with the call that holds the whole prefix")
+        raise InputError(
+            f"prefix came after {cache.length} tokens were cached: hand it in with the call that holds the whole prefix"
+        )
 
 
 def _shape(x: Tensor, wanted: tuple[str | int, ...], name: str, what: str) -> None:
-    fits = x.ndim == len(wanted) and all(isinstance(want, str) or size == want for size, want in zip(x.shape, wanted))
+    fits = x.ndim == len(wanted) and all(
+        isinstance(want, str) or size == want for size, want in zip(x.shape, wanted)
+    )
     if not fits:
-        raise InputError(f"{name} have shape {tuple(x.shape)}: {what} must be [{', '.join(map(str, wanted))}]")
+        raise InputError(
+            f"{name} have shape {tuple(x.shape)}: {what} must be [{', '.join(map(str, wanted))}]"
+        )
     if 0 in x.shape:
         raise InputError(f"{name} are empty, shape {tuple(x.shape)}: give one row and one token at least")
 

@@ -92,9 +92,15 @@ def join(a: Tokens, b: Tokens) -> Tokens:
         return torch.cat([x.expand(batch, -1), y.expand(batch, -1)], dim=1)
 
     def filled(tokens: Tokens, value: Tensor | None, fill: int | bool) -> Tensor:
-        return torch.full_like(tokens.order, fill, dtype=torch.bool if isinstance(fill, bool) else None) if value is None else value
+        return (
+            torch.full_like(tokens.order, fill, dtype=torch.bool if isinstance(fill, bool) else None)
+            if value is None
+            else value
+        )
 
-    real = None if a.real is None and b.real is None else cat(filled(a, a.real, True), filled(b, b.real, True))
+    real = (
+        None if a.real is None and b.real is None else cat(filled(a, a.real, True), filled(b, b.real, True))
+    )
     one_document = a.documents is None and b.documents is None
     documents = None if one_document else cat(filled(a, a.documents, 0), filled(b, b.documents, 0))
     if plain:
@@ -113,7 +119,12 @@ class View:
 
 
 def compose(
-    queries: Tokens, keys: Tokens, *, causal: bool = False, window: int | None = None, prefix: Tensor | None = None
+    queries: Tokens,
+    keys: Tokens,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    prefix: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """Mask [B|1, 1, T, S] (None: everything may be seen) and whether it is plain causal, not spelled out.
 
@@ -132,7 +143,9 @@ def compose(
         allowed.append(queries.documents[:, :, None] == keys.documents[:, None, :])
     if causal:
         earlier = keys.order[:, None, :] <= queries.order[:, :, None]
-        allowed.append(earlier if prefix is None else earlier | (keys.positions < prefix[:, None])[:, None, :])
+        allowed.append(
+            earlier if prefix is None else earlier | (keys.positions < prefix[:, None])[:, None, :]
+        )
     if window is not None:
         allowed.append((queries.positions[:, :, None] - keys.positions[:, None, :]).abs() < window)
     if not allowed:

@@ -30,7 +30,9 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         scale = 1 + self.weight if self.unit_offset else self.weight
-        return torch.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # its statistics are float32 inside
+        return torch.layer_norm(
+            x, scale.shape, scale, self.bias, self.eps
+        )  # its statistics are float32 inside
 
 
 class RMSNorm(nn.Module):
@@ -54,4 +56,6 @@ NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rm
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
     """The norm the config names, `width` wide (None: d_model)."""
-    return NORMS[config.norm](width or config.d_model, config.norm_eps, bool(config.norm_bias), config.norm_unit_offset)
+    return NORMS[config.norm](
+        width or config.d_model, config.norm_eps, bool(config.norm_bias), config.norm_unit_offset
+    )

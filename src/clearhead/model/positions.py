@@ -68,7 +68,9 @@ class SinusoidalPositions(PositionScheme):
         config, width = self.config, self.plan.d_embedding
         positions = positions + config.position_offset
         if self.plan.input != "patches":
-            return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(positions.device, dtype)
+            return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(
+                positions.device, dtype
+            )
         assert config.image_size is not None
         columns = config.image_size[1] // config.patch_size
         patch = (positions - int(config.class_token)).clamp(min=0)
@@ -104,8 +106,14 @@ class RopePositions(PositionScheme):
         config = self.config
         local = window is not None and config.rope_local_base is not None
         base = config.rope_local_base if local and config.rope_local_base else config.rope_base
-        width, where, device = rotated_width(self.plan.d_head, config.rope_fraction), precise(positions), positions.device
-        frequencies, factor = rope_frequencies(width, base, None if local else config.rope_scaling, config.max_positions, where)
+        width, where, device = (
+            rotated_width(self.plan.d_head, config.rope_fraction),
+            precise(positions),
+            positions.device,
+        )
+        frequencies, factor = rope_frequencies(
+            width, base, None if local else config.rope_scaling, config.max_positions, where
+        )
         angles = where[:, None, :, None] * frequencies  # B 1 T R/2
         if config.rope_layout == "half":
             angles = torch.cat([angles, angles], dim=-1)  # B 1 T R
@@ -137,7 +145,9 @@ def rope_order(width: int, layout: str) -> Tensor:
     return half_split if layout == "half" else half_split.argsort()
 
 
-def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor) -> tuple[Tensor, float]:
+def rope_frequencies(
+    width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
+) -> tuple[Tensor, float]:
     """Radians per position for each pair, [R/2] in float64, and the factor on cosines and sines."""
     pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
     plain = base**-pair
@@ -146,7 +156,9 @@ def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_p
     trained = scaling.original_positions or max_positions
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
-    if scaling.kind == "dynamic":  # the base grows with the length at hand, once that passes the trained length
+    if (
+        scaling.kind == "dynamic"
+    ):  # the base grows with the length at hand, once that passes the trained length
         length = (positions.max() + 1).clamp(min=trained)
         growth = scaling.factor * length / trained - (scaling.factor - 1)
         return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
@@ -157,8 +169,12 @@ def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_p
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
-    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained  # longrope: one divisor per pair, by length
-    factor = scaling.attention_factor or (1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained)))
+    stretch = (
+        scaling.factor if scaling.factor != 1 else max_positions / trained
+    )  # longrope: one divisor per pair, by length
+    factor = scaling.attention_factor or (
+        1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+    )
     short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
     long = torch.tensor(scaling.long_factor, dtype=torch.float64, device=positions.device)
     return plain / torch.where(positions.max() + 1 > trained, long, short), factor
@@ -167,7 +183,9 @@ def rope_frequencies(width: int, base: float, scaling: RopeScaling | None, max_p
 def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> Tensor:
     """Pairs that turn often are kept, pairs that turn rarely interpolated, with a linear ramp between."""
 
-    def pair_with(turns: float) -> float:  # index of the pair that makes this many turns over the trained length
+    def pair_with(
+        turns: float,
+    ) -> float:  # index of the pair that makes this many turns over the trained length
         return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
@@ -218,7 +236,9 @@ class RelativePositions(PositionScheme):
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = keys[:, None, :] - queries[:, :, None]  # B T S
-        buckets = relative_bucket(distance, not self.plan.causal, self.config.relative_buckets, self.config.relative_max_distance)
+        buckets = relative_bucket(
+            distance, not self.plan.causal, self.config.relative_buckets, self.config.relative_max_distance
+        )
         return self.table(buckets).permute(0, 3, 1, 2).to(dtype)  # type: ignore[no-any-return]  # B H T S
 
 
@@ -232,7 +252,11 @@ def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_dist
     else:
         distance = (-distance).clamp(min=0)
     exact = n_buckets // 2
-    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (n_buckets - exact)
+    far = (
+        torch.log(distance.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (n_buckets - exact)
+    )
     return bucket + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=n_buckets - 1))
 
 

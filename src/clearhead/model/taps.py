@@ -106,7 +106,9 @@ class Recording(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._calls:
-            raise KeyError(f'"{name}" was not seen{nearest(name, self._calls)}; seen: {", ".join(self._calls) or "nothing yet"}')
+            raise KeyError(
+                f'"{name}" was not seen{nearest(name, self._calls)}; seen: {", ".join(self._calls) or "nothing yet"}'
+            )
         return self._calls[name][-1]
 
     def __iter__(self) -> Iterator[str]:
@@ -150,7 +152,9 @@ def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) 
 
         return change
 
-    handlers = {name: handler(fn) for pattern, fn in changes.items() for name in matching(model.config, pattern)}
+    handlers = {
+        name: handler(fn) for pattern, fn in changes.items() for name in matching(model.config, pattern)
+    }
     with _listening(Listener(model, handlers)):
         yield
 
@@ -199,7 +203,9 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
     if not found:
-        raise InputError(f'no activation is called "{pattern}"{nearest(pattern, names)}: tap_names(config) lists them all')
+        raise InputError(
+            f'no activation is called "{pattern}"{nearest(pattern, names)}: tap_names(config) lists them all'
+        )
     return found
 
 
@@ -217,7 +223,9 @@ def tap_names(config: ModelConfig) -> list[str]:
             block = f"{plan.prefix}blocks.{layer}"
             attention = [f"{block}.attention.{tap}" for tap in ATTENTION_TAPS]
             cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if plan.cross else []
-            experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
+            experts = [
+                f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS
+            ]
             inner = ["router", *experts, "out"] if config.n_experts else FEEDFORWARD_TAPS
             feedforward = [f"{block}.feedforward.{tap}" for tap in inner]
             middle = [] if config.parallel else [f"{block}.resid_mid"]

@@ -55,14 +55,19 @@ class Stack(nn.Module):
         self.embedding = Embedding(config, plan, front)
         self.positions = POSITIONS[config.positions](config, plan)
         self.rope_skips = config.rope_skips
-        own = sorted({config.first_sharing(layer, plan.n_layers) for layer in range(plan.n_layers)})  # layers with weights of their own
+        own = sorted(
+            {config.first_sharing(layer, plan.n_layers) for layer in range(plan.n_layers)}
+        )  # layers with weights of their own
         self.blocks = nn.ModuleList(Block(config, plan, f"{plan.prefix}blocks.{layer}") for layer in own)
         self.norm = make_norm(config) if config.final_norm else None
 
     def layers(self) -> list[Block]:
         """The block at each depth; with shared layers, several depths have the same one."""
         blocks = list(self.blocks)
-        return [cast(Block, blocks[layer * len(blocks) // self.plan.n_layers]) for layer in range(self.plan.n_layers)]
+        return [
+            cast(Block, blocks[layer * len(blocks) // self.plan.n_layers])
+            for layer in range(self.plan.n_layers)
+        ]
 
     def forward(
         self,
@@ -101,7 +106,12 @@ class Stack(nn.Module):
         return tap("hidden", self.norm(x) if self.norm is not None else x)
 
     def _views(
-        self, tokens: Tokens, cache: Cache | None, prefix: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+        self,
+        tokens: Tokens,
+        cache: Cache | None,
+        prefix: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> dict[int | None, View]:
         """What attention may see, for each window that some layer has: made once, used by all of its layers."""
         scheme = self.positions
@@ -131,7 +141,12 @@ class Transformer(nn.Module):
         encoder, decoder = config.encoder, config.decoder
         self.encoder = Stack(config, encoder) if encoder is not None else None
         shared = None
-        if self.encoder is not None and encoder is not None and encoder.input == "tokens" and config.share_embeddings:
+        if (
+            self.encoder is not None
+            and encoder is not None
+            and encoder.input == "tokens"
+            and config.share_embeddings
+        ):
             shared = self.encoder.embedding.front
         self.decoder = Stack(config, decoder, shared) if decoder is not None else None
         self.head = HEADS[config.head or "none"](config)
@@ -198,7 +213,13 @@ class Transformer(nn.Module):
         tokens = tokens_from(batch, length, ids.device, mask, positions, documents, before)
         if not torch.compiler.is_compiling():
             checks.check_length(tokens, cache, self.config, "ids")
-            checks.check_bias(bias, batch, self.main.plan.n_heads, length, length + (cache.length if cache is not None else 0))
+            checks.check_bias(
+                bias,
+                batch,
+                self.main.plan.n_heads,
+                length,
+                length + (cache.length if cache is not None else 0),
+            )
         hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
         real = tokens.real
         if logits == "last" and isinstance(self.head, LanguageHead):
@@ -208,7 +229,13 @@ class Transformer(nn.Module):
         return Output(tap("logits", said), hidden, memory.hidden if memory is not None else None)
 
     def _encode(
-        self, source: Tensor | None, mask: Tensor | None, documents: Tensor | None, cache: Cache | None, batch: int, tap: Tap
+        self,
+        source: Tensor | None,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        cache: Cache | None,
+        batch: int,
+        tap: Tap,
     ) -> Memory:
         """Run the encoder, unless an earlier call with this cache has."""
         if cache is not None and cache.source is not None:
@@ -219,7 +246,9 @@ class Transformer(nn.Module):
         if not torch.compiler.is_compiling():
             self._check_tokens(self.encoder, source, mask, None, documents, "source")
             if source.shape[0] != batch:
-                raise InputError(f"source has {source.shape[0]} rows and ids {batch}: give one source per row")
+                raise InputError(
+                    f"source has {source.shape[0]} rows and ids {batch}: give one source per row"
+                )
         rows, length, input_mask, mask = self._measure(self.encoder, source, mask)
         tokens = tokens_from(rows, length, source.device, mask, None, documents)
         if not torch.compiler.is_compiling():
@@ -229,14 +258,21 @@ class Transformer(nn.Module):
             cache.source = tokens
         return Memory(hidden, tokens)
 
-    def _measure(self, stack: Stack, inputs: Tensor, mask: Tensor | None) -> tuple[int, int, Tensor | None, Tensor | None]:
+    def _measure(
+        self, stack: Stack, inputs: Tensor, mask: Tensor | None
+    ) -> tuple[int, int, Tensor | None, Tensor | None]:
         """Rows, tokens per row, the mask of the inputs and that of the tokens the front makes of them."""
         config, kind = self.config, stack.plan.input
         if kind == "patches":
             return inputs.shape[0], config.n_patches + config.class_token, None, None
         if kind == "frames":
             stride = config.conv_stride
-            return inputs.shape[0], -(-inputs.shape[1] // stride), mask, None if mask is None else mask[:, ::stride]
+            return (
+                inputs.shape[0],
+                -(-inputs.shape[1] // stride),
+                mask,
+                None if mask is None else mask[:, ::stride],
+            )
         return inputs.shape[0], inputs.shape[1], None, mask
 
     def _check(
@@ -253,18 +289,32 @@ class Transformer(nn.Module):
         self._check_tokens(main, ids, mask, positions, documents, "ids")
         batch, length, _, _ = self._measure(main, ids, mask)
         if types is not None and not config.n_types:
-            raise InputError("types were given and the model has no segment embeddings: leave them out, or build it with n_types")
+            raise InputError(
+                "types were given and the model has no segment embeddings: leave them out, or build it with n_types"
+            )
         checks.check_integers(types, batch, length, "types", config.n_types, "n_types")
         checks.check_prefix(prefix, batch, length, cache, main.plan.causal)
         if cache is not None and not main.plan.causal:
-            raise InputError("a cache was given to a model without a decoder: its tokens all see each other, so call it without")
+            raise InputError(
+                "a cache was given to a model without a decoder: its tokens all see each other, so call it without"
+            )
         if cache is not None and cache.rows not in (None, batch):
-            raise InputError(f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache")
+            raise InputError(
+                f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache"
+            )
         if cache is not None and cache.packed and documents is None:
-            raise InputError("the cache holds packed documents and this call names none: give documents, so that it is known which goes on")
+            raise InputError(
+                "the cache holds packed documents and this call names none: give documents, so that it is known which goes on"
+            )
 
     def _check_tokens(
-        self, stack: Stack, x: Tensor, mask: Tensor | None, positions: Tensor | None, documents: Tensor | None, name: str
+        self,
+        stack: Stack,
+        x: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        name: str,
     ) -> None:
         checks.check_stack_input(x, stack.plan, self.config, name)
         batch, length, _, _ = self._measure(stack, x, None)

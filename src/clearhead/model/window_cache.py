@@ -18,7 +18,9 @@ class WindowCache(Cache):
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
-        self.rings: dict[int, Tokens] = {}  # by window: what stands in its slots, and in one more that takes the refuse
+        self.rings: dict[
+            int, Tokens
+        ] = {}  # by window: what stands in its slots, and in one more that takes the refuse
         self.slots: dict[int, Tensor] = {}  # by window: where each new token goes, B T
         self._before: dict[int, Tokens] = {}
         self._new: Tokens | None = None
@@ -71,19 +73,27 @@ class WindowCache(Cache):
         self._before[window] = old
         self.slots[window] = slot
         self.rings[window] = Tokens(
-            written(old.order, order), written(old.positions, tokens.positions), ring_real, written(old.documents, documents), plain=False
+            written(old.order, order),
+            written(old.positions, tokens.positions),
+            ring_real,
+            written(old.documents, documents),
+            plain=False,
         )
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """As in `Cache`."""
         super().reorder(rows, cross)
-        self.rings = {window: ring for window, old in self.rings.items() if (ring := rows_of(old, rows)) is not None}
+        self.rings = {
+            window: ring for window, old in self.rings.items() if (ring := rows_of(old, rows)) is not None
+        }
 
     def crop(self, length: int) -> None:
         """As in `Cache`, as long as no window has begun to forget."""
         for window in self.rings:
             if self.length > window and length < self.length:
-                raise InputError(f"a window cache of {window} has forgotten what a crop to {length} needs: use Cache() to step back")
+                raise InputError(
+                    f"a window cache of {window} has forgotten what a crop to {length} needs: use Cache() to step back"
+                )
         super().crop(length)
         for window, ring in self.rings.items():
             assert ring.real is not None

@@ -35,7 +35,9 @@ def draw_rollout(rollout: Rollout) -> Figure:
     """What each place is made of after the last layer."""
     title = f"rollout over {len(rollout.flow)} layers, {KINDS[rollout.kind]}"
     figure = _weights(rollout.last, rollout.tokens, rollout.tokens, title, SHARE, "place", "token")
-    figure.axes[0].images[0].set_norm(_scale(float(rollout.last.max())))  # shares of many tokens: none comes near 1
+    figure.axes[0].images[0].set_norm(
+        _scale(float(rollout.last.max()))
+    )  # shares of many tokens: none comes near 1
     return figure
 
 
@@ -82,8 +84,16 @@ def draw_model(maps: AttentionMaps, kind: str = "self") -> Figure:
     mosaic, height, width = _mosaic(layers, heads)
     image = draw(axes, mosaic, 0, 1, diverging=False)
     image.set_norm(_scale())
-    axes.set_yticks([row * height + (height - 1) / 2 - 0.5 for row in range(len(layers))], [str(each.layer) for each in layers], fontsize=8)
-    axes.set_xticks([column * width + (width - 1) / 2 - 0.5 for column in range(heads)], [str(head) for head in range(heads)], fontsize=8)
+    axes.set_yticks(
+        [row * height + (height - 1) / 2 - 0.5 for row in range(len(layers))],
+        [str(each.layer) for each in layers],
+        fontsize=8,
+    )
+    axes.set_xticks(
+        [column * width + (width - 1) / 2 - 0.5 for column in range(heads)],
+        [str(head) for head in range(heads)],
+        fontsize=8,
+    )
     axes.tick_params(length=0)
     for edge in axes.spines.values():
         edge.set_visible(False)
@@ -100,10 +110,28 @@ def draw_entropy(maps: AttentionMaps, kind: str = "self") -> Figure:
     table = maps.entropy(kind)
     rows, columns = [str(each.layer) for each in maps.of(kind)], [str(head) for head in range(table.shape[1])]
     title = f"{KINDS[kind]}: entropy of each head"
-    return heatmap(table, rows, columns, title, "entropy in bits, mean over queries", "layer", "head", low=0, numbers=True)
+    return heatmap(
+        table,
+        rows,
+        columns,
+        title,
+        "entropy in bits, mean over queries",
+        "layer",
+        "head",
+        low=0,
+        numbers=True,
+    )
 
 
-def _weights(table: Array, rows: Axis, columns: Axis, title: str, scale: str, row_name: str = "query", column_name: str = "key") -> Figure:
+def _weights(
+    table: Array,
+    rows: Axis,
+    columns: Axis,
+    title: str,
+    scale: str,
+    row_name: str = "query",
+    column_name: str = "key",
+) -> Figure:
     """One table of weights on the scale that all pictures share."""
     title += _cells(max(rows.size, columns.size))
     figure = heatmap(table, rows.labels, columns.labels, title, scale, row_name, column_name, low=0, high=1)
@@ -143,5 +171,7 @@ def _mosaic(layers: list[LayerMap], heads: int) -> tuple[Array, int, int]:
     for row, each in enumerate(layers):
         small = in_cells(torch.from_numpy(np.array(each.pattern)), down, across)
         for column, pattern in enumerate(small):
-            table[row * height : row * height + height - 1, column * width : column * width + width - 1] = pattern
+            table[row * height : row * height + height - 1, column * width : column * width + width - 1] = (
+                pattern
+            )
     return table, height, width

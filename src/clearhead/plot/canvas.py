@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"  # one colour scale for amounts, one for what can be of either sign
+SEQUENTIAL, DIVERGING = (
+    "viridis",
+    "RdBu_r",
+)  # one colour scale for amounts, one for what can be of either sign
 LEGIBLE = 60  # labels that fit on an axis; of more, every n-th is written
 LONGEST = 14  # letters of a label
 
@@ -34,7 +37,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as the file's ending says; folders on the way are made."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise InputError(f'a picture "{path}" cannot be written as {path.suffix or "a file without an ending"}: use {", ".join(FORMATS)}')
+        raise InputError(
+            f'a picture "{path}" cannot be written as {path.suffix or "a file without an ending"}: use {", ".join(FORMATS)}'
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -77,12 +82,21 @@ def heatmap(
     return figure
 
 
-def draw(axes: Axes, table: np.ndarray[Any, Any], low: float | None, high: float | None, diverging: bool) -> Any:
+def draw(
+    axes: Axes, table: np.ndarray[Any, Any], low: float | None, high: float | None, diverging: bool
+) -> Any:
     """The colours alone; one scale for several axes where `low` and `high` are given."""
     reach = float(np.nanmax(np.abs(table))) if table.size and not np.all(np.isnan(table)) else 1.0
     if diverging:
         low, high = (-reach if low is None else low), (reach if high is None else high)
-    return axes.imshow(table, cmap=DIVERGING if diverging else SEQUENTIAL, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    return axes.imshow(
+        table,
+        cmap=DIVERGING if diverging else SEQUENTIAL,
+        vmin=low,
+        vmax=high,
+        aspect="auto",
+        interpolation="nearest",
+    )
 
 
 def label_axis(axes: Axes, names: Sequence[str], side: str) -> None:
@@ -95,7 +109,9 @@ def label_axis(axes: Axes, names: Sequence[str], side: str) -> None:
         axes.set_yticks(places, shown, fontsize=size)
     else:
         upright = all(len(name) <= 2 for name in shown)
-        axes.set_xticks(places, shown, fontsize=size, rotation=0 if upright else 60, ha="center" if upright else "right")
+        axes.set_xticks(
+            places, shown, fontsize=size, rotation=0 if upright else 60, ha="center" if upright else "right"
+        )
 
 
 def curves(
@@ -126,7 +142,16 @@ def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str = "{:.2f}")
     """Each value in its cell."""
     for (row, column), value in np.ndenumerate(table):
         if not np.isnan(value):
-            axes.text(column, row, form.format(value), ha="center", va="center", fontsize=7, color="white", path_effects=_outline())
+            axes.text(
+                column,
+                row,
+                form.format(value),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+                path_effects=_outline(),
+            )
 
 
 def _outline() -> list[Any]:

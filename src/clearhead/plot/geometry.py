@@ -39,7 +39,10 @@ def draw_projection(found: Projection) -> Figure:
     for name, (x, y) in zip(found.labels, found.points.tolist()):
         axes.annotate(plain(name), (x, y), xytext=(3, 2), textcoords="offset points", fontsize=8)
     axes.margins(x=0.12)
-    axes.set_title(f"{len(found.labels)} words of the {found.table} table on their first two principal components", fontsize=11)
+    axes.set_title(
+        f"{len(found.labels)} words of the {found.table} table on their first two principal components",
+        fontsize=11,
+    )
     axes.set_xlabel(f"component 1 ({found.explained[0]:.1%} of the variance)")
     axes.set_ylabel(f"component 2 ({found.explained[1]:.1%} of the variance)")
     axes.grid(alpha=0.3)
@@ -51,7 +54,9 @@ def draw_positions(found: PositionMap) -> Figure:
     what = "Likeness of positions" if found.rows == found.columns else "Positions"
     sizes = np.abs(found.values)
     most, usual = float(sizes.max()), float(np.quantile(sizes, 0.995))
-    clipped = found.row_name != found.column_name and most > CLIP * usual > 0  # a few large entries would pale all others
+    clipped = (
+        found.row_name != found.column_name and most > CLIP * usual > 0
+    )  # a few large entries would pale all others
     return heatmap(
         found.values,
         found.rows,

@@ -31,7 +31,9 @@ def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figu
     relations = _relations(syntax)
     cell = 0.62 if relations else 0.42
     figure = new(min(max(0.92 * wide + 1.6, 5.0), 30), min(cell * high + 1.5 + 0.5 * len(kinds), 40))
-    panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=[sizes[kind][0] for kind in kinds])[:, 0]
+    panels = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=[sizes[kind][0] for kind in kinds])[
+        :, 0
+    ]
     for kind, axes in zip(kinds, panels):
         _panel(axes, found, kind, sizes[kind], relations)
         if len(kinds) > 1:
@@ -56,7 +58,9 @@ def _relations(syntax: Syntax | None) -> dict[str, list[str]]:
     return found
 
 
-def _panel(axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relations: dict[str, list[str]]) -> None:
+def _panel(
+    axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relations: dict[str, list[str]]
+) -> None:
     from matplotlib.colors import to_rgb
 
     colours = np.ones((*size, 3))
@@ -64,7 +68,14 @@ def _panel(axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relat
         if head.kind != kind:
             continue
         colours[head.layer, head.number] = to_rgb(COLOURS[role])
-        axes.text(head.number, head.layer, _words(found, at, relations.get(str(head), [])), ha="center", va="center", fontsize=6.5)
+        axes.text(
+            head.number,
+            head.layer,
+            _words(found, at, relations.get(str(head), [])),
+            ha="center",
+            va="center",
+            fontsize=6.5,
+        )
     axes.imshow(colours, aspect="auto", interpolation="nearest")
     axes.set_xticks(range(size[1]), [str(number) for number in range(size[1])], fontsize=8)
     axes.set_yticks(range(size[0]), [str(number) for number in range(size[0])], fontsize=8)
@@ -91,4 +102,6 @@ def _legend(figure: Figure, found: HeadRoles) -> None:
     used = [role for role in (*ROLES, MIXED) if role in found.roles]
     counts = {role: found.roles.count(role) for role in used}
     patches = [Patch(facecolor=COLOURS[role], label=f"{role} ({counts[role]})") for role in used]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(used), 6), fontsize=7, frameon=False)
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=min(len(used), 6), fontsize=7, frameon=False
+    )

@@ -34,9 +34,20 @@ def draw_lens(lens: Lens, most: int = MOST) -> Figure:
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, panel in zip(grid, panels):
         image = _lens_panel(axes, lens, panel, across)
-    cut = f", the last {len(columns)} of {len(lens.columns)} columns" if len(columns) < len(lens.columns) else ""
+    cut = (
+        f", the last {len(columns)} of {len(lens.columns)} columns"
+        if len(columns) < len(lens.columns)
+        else ""
+    )
     figure.suptitle(f"What the model would say after each layer{cut}", fontsize=11)
-    figure.colorbar(image, ax=list(grid), label=f"probability of the {lens.kind} in the cell", fraction=0.03, pad=0.01, aspect=30)
+    figure.colorbar(
+        image,
+        ax=list(grid),
+        label=f"probability of the {lens.kind} in the cell",
+        fraction=0.03,
+        pad=0.01,
+        aspect=30,
+    )
     return figure
 
 
@@ -49,11 +60,23 @@ def _lens_panel(axes: Axes, lens: Lens, panel: list[int], across: int) -> Any:
             name = lens.top_names[layer][column][0]
             dark = float(lens.top_probabilities[layer, column, 0]) < 0.6
             shown = name if len(name) <= LETTERS else name[: LETTERS - 1] + "…"
-            axes.text(place, row, canvas.plain(shown), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+            axes.text(
+                place,
+                row,
+                canvas.plain(shown),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+            )
     axes.set_xlim(-0.5, across - 0.5)
     canvas.label_axis(axes, [lens.layers[layer] for layer in layers], "y")
     canvas.label_axis(axes, [lens.columns[column] for column in panel], "x")
-    axes.set_xlabel({"token": "token read", "class": "token read", "place": "end of the span"}[lens.kind] if across > 1 else "")
+    axes.set_xlabel(
+        {"token": "token read", "class": "token read", "place": "end of the span"}[lens.kind]
+        if across > 1
+        else ""
+    )
     axes.set_frame_on(False)
     return image
 
@@ -83,7 +106,11 @@ def draw_contributions(found: Contributions) -> Figure:
     values = [term.value for term in bars]
     colours = ["#b2182b" if value > 0 else "#2166ac" for value in values]  # as on the diverging scale
     grid[-1].barh(range(len(bars)), values, color=colours)
-    grid[-1].set_yticks(range(len(bars)), [f"head {term.name}" if term.head is not None else term.name for term in bars], fontsize=8)
+    grid[-1].set_yticks(
+        range(len(bars)),
+        [f"head {term.name}" if term.head is not None else term.name for term in bars],
+        fontsize=8,
+    )
     grid[-1].invert_yaxis()
     grid[-1].axvline(0, color="black", linewidth=0.8)
     grid[-1].set_xlabel(f"added to the logit: the {len(bars)} largest of {len(found.terms)}")

@@ -24,8 +24,14 @@ def draw_neuron(memory: Memory) -> Figure:
     contexts = memory.contexts[:SHOWN]
     rows = max(len(contexts), 2 * min(len(memory.promoted), SHOWN // 2), 4)
     figure = new(12 if memory.promoted else 8, 0.3 * rows + 1.6)
-    left, *right = figure.subplots(1, 2 if memory.promoted else 1, width_ratios=[3, 2] if memory.promoted else None, squeeze=False)[0]
-    agreed = "" if memory.agreement is None else f": agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    left, *right = figure.subplots(
+        1, 2 if memory.promoted else 1, width_ratios=[3, 2] if memory.promoted else None, squeeze=False
+    )[0]
+    agreed = (
+        ""
+        if memory.agreement is None
+        else f": agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    )
     figure.suptitle(plain(f"Neuron {memory.name}{agreed}"), fontsize=12)
     _contexts(left, memory)
     if right:
@@ -35,7 +41,9 @@ def draw_neuron(memory: Memory) -> Figure:
 
 def _contexts(axes: Axes, memory: Memory) -> None:
     contexts = memory.contexts[:SHOWN]
-    axes.set_title("The places that fire it most" if contexts else "Nothing in the corpus fires it", fontsize=10)
+    axes.set_title(
+        "The places that fire it most" if contexts else "Nothing in the corpus fires it", fontsize=10
+    )
     axes.barh(range(len(contexts)), [context.activation for context in contexts], color=RISING, alpha=0.25)
     axes.set_ylim(max(len(contexts), 1) - 0.5, -0.5)
     axes.set_yticks([])
@@ -45,11 +53,28 @@ def _contexts(axes: Axes, memory: Memory) -> None:
         parts = ((0.5, plain(before[-SIDE:]), "right", "black"), (0.5, plain(f"[{token}]"), "left", FALLING))
         for x, text, side, colour in parts:
             axes.text(
-                x, row, text, ha=side, va="center", color=colour, transform=axes.get_yaxis_transform(), fontsize=8, family="monospace"
+                x,
+                row,
+                text,
+                ha=side,
+                va="center",
+                color=colour,
+                transform=axes.get_yaxis_transform(),
+                fontsize=8,
+                family="monospace",
             )
         shift = " " * (len(token) + 2)
         said = plain(shift + after[:SIDE])
-        axes.text(0.5, row, said, ha="left", va="center", transform=axes.get_yaxis_transform(), fontsize=8, family="monospace")
+        axes.text(
+            0.5,
+            row,
+            said,
+            ha="left",
+            va="center",
+            transform=axes.get_yaxis_transform(),
+            fontsize=8,
+            family="monospace",
+        )
 
 
 def _scores(axes: Axes, memory: Memory) -> None:
@@ -71,7 +96,9 @@ def draw_agreement(found: Memories) -> Figure:
 
     axes = figure.add_subplot()
     shelves = [shelf for shelf in found.shelves if shelf.agreement is not None and shelf.chance is not None]
-    apart = np.random.default_rng(0)  # few different shares are possible: dots move a little, so that each is seen
+    apart = np.random.default_rng(
+        0
+    )  # few different shares are possible: dots move a little, so that each is seen
     depth = sorted({shelf.layer for shelf in shelves})
     for layer in depth:
         mine = [shelf for shelf in shelves if shelf.layer == layer]
@@ -84,7 +111,10 @@ def draw_agreement(found: Memories) -> Figure:
     most = max((float(shelf.chance.max()) for shelf in shelves if shelf.chance is not None), default=1.0)
     axes.set_xlim(-0.02 * most, min(1.02, 1.1 * most + 0.01))
     axes.set_ylim(-0.03, 1.03)
-    axes.set_title(f"Neurons: do the {found.top} contexts that fire one go on with a token of its first {found.depth}?", fontsize=10)
+    axes.set_title(
+        f"Neurons: do the {found.top} contexts that fire one go on with a token of its first {found.depth}?",
+        fontsize=10,
+    )
     axes.set_xlabel("share of all places whose next token it promotes (chance)")
     axes.set_ylabel("share of its contexts (agreement)")
     axes.grid(alpha=0.3)

@@ -26,8 +26,13 @@ def draw_patching(found: Patching) -> Figure:
     tables = {(table.part, table.stack): table for table in found.maps}
     parts = [part for part in PARTS if any(table.part == part for table in found.maps)]
     stacks = list(dict.fromkeys(table.stack for table in found.maps))
-    heights = [ROW * max(len(table.rows) for table in found.maps if table.part == part) + 1.5 for part in parts]
-    widths = [max(COLUMN * max(len(table.columns) for table in found.maps if table.stack == stack) + 1.5, 4.5) for stack in stacks]
+    heights = [
+        ROW * max(len(table.rows) for table in found.maps if table.part == part) + 1.5 for part in parts
+    ]
+    widths = [
+        max(COLUMN * max(len(table.columns) for table in found.maps if table.stack == stack) + 1.5, 4.5)
+        for stack in stacks
+    ]
     figure = canvas.new(min(sum(widths) + 1.5, WIDEST), sum(heights) + 0.9)
     grid = figure.subplots(len(parts), len(stacks), squeeze=False, height_ratios=heights, width_ratios=widths)
     largest = max(float(np.nanmax(np.abs(table.values.numpy()))) for table in found.maps)
@@ -60,7 +65,9 @@ def _draw(axes: Axes, table: PatchMap, reach: float) -> Any:
 
 
 def _column_name(table: PatchMap) -> str:
-    return "head, at all tokens" if table.part.endswith("heads") else "token (clean/corrupt where they differ)"
+    return (
+        "head, at all tokens" if table.part.endswith("heads") else "token (clean/corrupt where they differ)"
+    )
 
 
 def _title(found: Patching) -> str:

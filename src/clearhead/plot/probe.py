@@ -30,10 +30,28 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
         capsize=3,
         label="probe, with its 95 % interval",
     )
-    axes.plot(places, [layer.control for layer in probes.layers], marker="s", markersize=4, label="control task: random label of each type")
-    axes.plot(places, [layer.selectivity for layer in probes.layers], marker="^", markersize=4, label="selectivity: probe less control")
+    axes.plot(
+        places,
+        [layer.control for layer in probes.layers],
+        marker="s",
+        markersize=4,
+        label="control task: random label of each type",
+    )
+    axes.plot(
+        places,
+        [layer.selectivity for layer in probes.layers],
+        marker="^",
+        markersize=4,
+        label="selectivity: probe less control",
+    )
     kind = {"words": "word type", "texts": "text", "images": "image"}[probes.unit]
-    axes.axhline(probes.by_type, color="black", linestyle="--", linewidth=1, label=f"most frequent label of each {kind}")
+    axes.axhline(
+        probes.by_type,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"most frequent label of each {kind}",
+    )
     axes.axhline(probes.majority, color="grey", linestyle=":", linewidth=1.2, label="most frequent label")
     axes.set_xticks(list(places), [layer.name for layer in probes.layers], fontsize=8)
     lowest = min(0.0, *(layer.selectivity for layer in probes.layers))
@@ -41,10 +59,14 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
     axes.set_xlabel(f"after block ({probes.stack})")
     axes.set_ylabel(f"accuracy on {probes.test:,} {probes.unit}")
     named = f"{model}: " if model else ""
-    axes.set_title(plain(f"{named}linear probes of {probes.column}, {len(probes.labels)} labels"), fontsize=11)
+    axes.set_title(
+        plain(f"{named}linear probes of {probes.column}, {len(probes.labels)} labels"), fontsize=11
+    )
     axes.grid(alpha=0.3)
     handles, names = axes.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda place: not names[place].startswith("probe"))  # curves with bars come last otherwise
+    order = sorted(
+        range(len(names)), key=lambda place: not names[place].startswith("probe")
+    )  # curves with bars come last otherwise
     shown = {"fontsize": 8, "loc": "outside lower center", "ncols": 2, "frameon": False}
     figure.legend([handles[place] for place in order], [names[place] for place in order], **shown)
     return figure

@@ -60,7 +60,9 @@ def draw_curves(curves: Mapping[str, Sequence[PruneCurve]], title: str) -> Figur
             label = plain(name if len(several) == 1 else f"{name}, {len(several)} orders")
             (line,) = axes.plot(several[0].removed, values.mean(0), marker="o", markersize=3, label=label)
             if len(several) > 1:
-                axes.fill_between(several[0].removed, values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
+                axes.fill_between(
+                    several[0].removed, values.min(0), values.max(0), color=line.get_color(), alpha=0.15
+                )
         total = next(iter(curves.values()))[0].heads
         axes.set_xlabel(f"heads removed, of {total}")
         axes.set_ylabel(quantity)

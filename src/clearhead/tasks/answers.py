@@ -46,7 +46,9 @@ def answer(
     single = isinstance(question, str)
     questions, contexts = ([question], [context]) if isinstance(question, str) else (question, context)
     if isinstance(contexts, str) or len(questions) != len(contexts):
-        raise InputError("answer needs one context for each question: give two texts, or two lists of one length")
+        raise InputError(
+            "answer needs one context for each question: give two texts, or two lists of one length"
+        )
     tokenizer, room = loaded.text_tokenizer, min(loaded.max_length, WINDOW)
     rows, owners = [], []
     for number, (asked, given) in enumerate(zip(questions, contexts)):
@@ -62,13 +64,17 @@ def answer(
         best[number] = max(best[number], found, key=lambda each: each.score)
         nothing[number] = min(nothing[number], empty)
     if none:
-        best = [found if found.score > empty else Answer("", 0, 0, empty) for found, empty in zip(best, nothing)]
+        best = [
+            found if found.score > empty else Answer("", 0, 0, empty) for found, empty in zip(best, nothing)
+        ]
     return best[0] if single else best
 
 
 def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> tuple[Answer, float]:
     """The best answer of one window, and the probability of none: logits [T, 2]."""
-    inside = torch.tensor([part == 1 and end > start for part, (start, end) in zip(row.sequence_ids, row.offsets)])  # T
+    inside = torch.tensor(
+        [part == 1 and end > start for part, (start, end) in zip(row.sequence_ids, row.offsets)]
+    )  # T
     allowed = inside.clone()
     allowed[0] = True  # the first token stands for "no answer"
     begins, ends = logits.masked_fill(~allowed[:, None], float("-inf")).softmax(0).unbind(-1)  # T

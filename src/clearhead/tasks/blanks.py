@@ -24,7 +24,9 @@ def fill(loaded: Loaded, text: str | list[str], k: int = 5, batch_size: int = 32
     check_head(loaded, "fill")
     tokenizer = loaded.text_tokenizer
     if "mask" not in loaded.special:
-        raise InputError("fill needs a tokenizer with a mask token, and this model has none: add mask_token to tokenizer_config.json")
+        raise InputError(
+            "fill needs a tokenizer with a mask token, and this model has none: add mask_token to tokenizer_config.json"
+        )
     if not 1 <= k <= loaded.config.vocab_size:
         raise InputError(f"k {k} must lie between 1 and vocab_size {loaded.config.vocab_size}")
     mask = loaded.special["mask"]
@@ -32,9 +34,13 @@ def fill(loaded: Loaded, text: str | list[str], k: int = 5, batch_size: int = 32
     rows = [encoding_of(tokenizer, one, special=True) for one in texts]
     for row in rows:
         if mask not in row.ids:
-            raise InputError(f"a text has no {tokenizer.id_to_token(mask)}, the mask of this model: put one where a word is wanted")
+            raise InputError(
+                f"a text has no {tokenizer.id_to_token(mask)}, the mask of this model: put one where a word is wanted"
+            )
         if len(row.ids) > loaded.max_length:
-            raise InputError(f"a text has {len(row.ids)} tokens and the model takes {loaded.max_length}: shorten it")
+            raise InputError(
+                f"a text has {len(row.ids)} tokens and the model takes {loaded.max_length}: shorten it"
+            )
     made = []
     for one, row, logits in zip(texts, rows, logits_of(loaded, rows, batch_size)):
         masks = [at for at, token in enumerate(row.ids) if token == mask]
@@ -43,7 +49,9 @@ def fill(loaded: Loaded, text: str | list[str], k: int = 5, batch_size: int = 32
     return made[0] if isinstance(text, str) else made
 
 
-def _candidates(loaded: Loaded, text: str, row: Encoding, at: int, probability: Tensor, k: int) -> list[Candidate]:
+def _candidates(
+    loaded: Loaded, text: str, row: Encoding, at: int, probability: Tensor, k: int
+) -> list[Candidate]:
     tokenizer, (start, end) = loaded.text_tokenizer, row.offsets[at]
     best = probability.topk(k)
     before = [token for token, added in zip(row.ids[:at], row.special_tokens_mask) if not added][-1:]

@@ -25,7 +25,11 @@ def classify(loaded: Loaded, inputs: Any, batch_size: int = 32) -> Classificatio
     """
     check_head(loaded, "classify")
     images = loaded.config.input == "patches"
-    single = not isinstance(inputs, list) if not images else not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
+    single = (
+        not isinstance(inputs, list)
+        if not images
+        else not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
+    )
     given = [inputs] if single else list(inputs)
     logits = _of_images(loaded, given, batch_size) if images else _of_texts(loaded, given, batch_size)
     kind = loaded.description.theirs.get("problem_type") if loaded.description is not None else None
@@ -36,7 +40,10 @@ def classify(loaded: Loaded, inputs: Any, batch_size: int = 32) -> Classificatio
     else:
         scores = [row.softmax(-1) for row in logits]
     names = names_of(loaded)
-    made = [Classification(names[int(row.argmax())], float(row.max()), dict(zip(names, row.tolist()))) for row in scores]
+    made = [
+        Classification(names[int(row.argmax())], float(row.max()), dict(zip(names, row.tolist())))
+        for row in scores
+    ]
     return made[0] if single else made
 
 
@@ -45,7 +52,9 @@ def _of_texts(loaded: Loaded, given: list[Any], batch_size: int) -> list[Tensor]
     for item in given:
         pair = isinstance(item, tuple | list)
         if not all(isinstance(text, str) for text in (item if pair else [item])) or (pair and len(item) != 2):
-            raise InputError(f"classify was given {item!r:.60}: it takes a text, a pair of texts, or a list of either")
+            raise InputError(
+                f"classify was given {item!r:.60}: it takes a text, a pair of texts, or a list of either"
+            )
         rows.append(framed(loaded.text_tokenizer, loaded.max_length, *(item if pair else [item])))
     return logits_of(loaded, rows, batch_size)
 

@@ -33,9 +33,13 @@ NEEDS = {"classify": "classifier", "tag": "tagger", "fill": "mlm", "answer": "sp
 def check_head(loaded: Loaded, task: str) -> None:
     """Has the model what the task needs?"""
     if loaded.config.head != NEEDS[task]:
-        raise InputError(f"{task} needs a model with head {NEEDS[task]}, and this one's head is {loaded.config.head}: {fitting(loaded)}")
+        raise InputError(
+            f"{task} needs a model with head {NEEDS[task]}, and this one's head is {loaded.config.head}: {fitting(loaded)}"
+        )
     if loaded.config.family == "encoder-decoder":
-        raise InputError(f"{task} needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder")
+        raise InputError(
+            f"{task} needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder"
+        )
 
 
 def fitting(loaded: Loaded) -> str:

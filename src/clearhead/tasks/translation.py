@@ -25,7 +25,9 @@ def translate(
     the model has positions, 256 at most. Options are `generate`'s; one that samples takes the place of the beams.
     """
     if loaded.config.family != "encoder-decoder":
-        raise InputError(f"translate needs an encoder-decoder, and this is a model of family {loaded.config.family}: {fitting(loaded)}")
+        raise InputError(
+            f"translate needs an encoder-decoder, and this is a model of family {loaded.config.family}: {fitting(loaded)}"
+        )
     stated = loaded.generation
     if max_new_tokens is None:
         room = min(256, loaded.config.max_positions - len(loaded._start()))

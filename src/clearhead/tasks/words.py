@@ -38,19 +38,31 @@ def tag_all(loaded: Loaded, texts: Sequence[str | Sequence[str]], batch_size: in
     tokenizer, room = loaded.text_tokenizer, loaded.max_length
     given = [text if isinstance(text, str) else list(text) for text in texts]
     whole = [encoding_of(tokenizer, text) for text in given]
-    rows = [(number, *window) for number, text in enumerate(given) for window in windows(tokenizer, room, text, STRIDE)]
-    scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]  # of each token: how far it is from a cut, and [C]
-    for (number, start, piece), logits in zip(rows, logits_of(loaded, [piece for _, _, piece in rows], batch_size)):
+    rows = [
+        (number, *window)
+        for number, text in enumerate(given)
+        for window in windows(tokenizer, room, text, STRIDE)
+    ]
+    scores: list[dict[int, tuple[int, Tensor]]] = [
+        {} for _ in texts
+    ]  # of each token: how far it is from a cut, and [C]
+    for (number, start, piece), logits in zip(
+        rows, logits_of(loaded, [piece for _, _, piece in rows], batch_size)
+    ):
         inner = [at for at, part in enumerate(piece.sequence_ids) if part == 0]
         for place, at in enumerate(inner):
             token, after = start + place, start + len(inner)
             depth = min(place if start else room, after - 1 - token if after < len(whole[number]) else room)
-            if depth >= scores[number].get(token, (0,))[0]:  # of two windows, the one that shows more on both sides
+            if (
+                depth >= scores[number].get(token, (0,))[0]
+            ):  # of two windows, the one that shows more on both sides
                 scores[number][token] = (depth, logits[at].softmax(-1))
     return [_tags(loaded, text, encoding, found) for text, encoding, found in zip(given, whole, scores)]
 
 
-def _tags(loaded: Loaded, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]) -> Tags:
+def _tags(
+    loaded: Loaded, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
+) -> Tags:
     pieces: dict[int, tuple[int, int, int]] = {}  # of each word: its first token, where it starts and ends
     for token, (number, (start, end)) in enumerate(zip(encoding.word_ids, encoding.offsets)):
         if number is not None:
@@ -60,7 +72,9 @@ def _tags(loaded: Loaded, text: str | list[str], encoding: Encoding, scores: dic
         places = list(pieces.values())
     else:
         ends = list(itertools.accumulate(len(word) + 1 for word in text))
-        places = [(pieces.get(n, (-1,))[0], ends[n] - 1 - len(word), ends[n] - 1) for n, word in enumerate(text)]
+        places = [
+            (pieces.get(n, (-1,))[0], ends[n] - 1 - len(word), ends[n] - 1) for n, word in enumerate(text)
+        ]
         text = " ".join(text)
     names, words = names_of(loaded), []
     for first, start, end in places:
@@ -77,14 +91,23 @@ def spans_of(words: Sequence[Word], text: str) -> list[Span]:
     groups: list[list[Word]] = []
     kinds: list[str] = []
     for word in words:
-        begins, kind = word.label.startswith("B-"), word.label[2:] if word.label[:2] in ("B-", "I-") else word.label
+        begins, kind = (
+            word.label.startswith("B-"),
+            word.label[2:] if word.label[:2] in ("B-", "I-") else word.label,
+        )
         if groups and kinds[-1] == kind and not begins:
             groups[-1].append(word)
         else:
             groups.append([word])
             kinds.append(kind)
     return [
-        Span(kind, text[group[0].start : group[-1].end], group[0].start, group[-1].end, sum(word.score for word in group) / len(group))
+        Span(
+            kind,
+            text[group[0].start : group[-1].end],
+            group[0].start,
+            group[-1].end,
+            sum(word.score for word in group) / len(group),
+        )
         for kind, group in zip(kinds, groups)
         if kind != "O"
     ]

@@ -17,7 +17,12 @@ from clearhead.tokens.plan import TokenKind
 from clearhead.tokens.streams import known_words, pieces
 
 WORDS = r"\w+|[^\w\s]"  # words, and each mark of punctuation
-ROOM = {"word": 30_000_000, "bpe": 8_000_000, "wordpiece": 8_000_000, "unigram": 1_000_000}  # bytes of distinct words a trainer keeps
+ROOM = {
+    "word": 30_000_000,
+    "bpe": 8_000_000,
+    "wordpiece": 8_000_000,
+    "unigram": 1_000_000,
+}  # bytes of distinct words a trainer keeps
 LONGEST = 1000  # characters of a word in training: merging takes time with the square of its length
 REPEATED = 2  # what is seen once is no pattern: merges need this count
 DIGITS = 3  # of a Unigram score: the sums behind it are in no fixed order, and differ far behind these
@@ -62,7 +67,12 @@ def char(order: Order) -> Tokenizer:
         seen.update(piece)
     lower = _lower(order)
     alphabet = sorted(set("".join(map(lower.normalize_str, seen)))) if lower is not None else sorted(seen)
-    vocabulary = {token: index for index, token in enumerate([*order.special, *(each for each in alphabet if each not in order.special)])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate(
+            [*order.special, *(each for each in alphabet if each not in order.special)]
+        )
+    }
     order.need(len(vocabulary), f"{len(alphabet)} characters")
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=order.unk))
     tokenizer.normalizer, tokenizer.decoder = lower, decoders.Fuse()
@@ -91,10 +101,13 @@ def word(order: Order) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
     size = order.need(len(order.special) + 1, "one word")
     tokenizer.train_from_iterator(
-        order.stream(ROOM["word"]), trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False)
+        order.stream(ROOM["word"]),
+        trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False),
     )
     if tokenizer.get_vocab_size() == len(order.special):
-        raise InputError(f'pattern "{order.pattern or WORDS}" finds no word in the text: choose one that does, or leave it out')
+        raise InputError(
+            f'pattern "{order.pattern or WORDS}" finds no word in the text: choose one that does, or leave it out'
+        )
     return tokenizer
 
 
@@ -124,7 +137,10 @@ def wordpiece(order: Order) -> Tokenizer:
 
     def train(first: Sequence[str], size: int) -> dict[str, int]:
         trainer = trainers.WordPieceTrainer(
-            vocab_size=size, min_frequency=REPEATED, special_tokens=[*order.special, *first], show_progress=False
+            vocab_size=size,
+            min_frequency=REPEATED,
+            special_tokens=[*order.special, *first],
+            show_progress=False,
         )
         work = Tokenizer(models.WordPiece(unk_token=order.unk))
         work.normalizer, work.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
@@ -135,7 +151,9 @@ def wordpiece(order: Order) -> Tokenizer:
     size = order.need(len(alphabet), f"{len(alphabet) - len(order.special)} letters, with and without ##,")
     # Letters with ## get their ids as the trainer meets them, in the order of a hash table, and ties between merges go by
     # id. Named beforehand, like special tokens, they have a fixed one.
-    vocabulary = train(sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size)
+    vocabulary = train(
+        sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size
+    )
     tokenizer.model = models.WordPiece(vocabulary, unk_token=order.unk)
     return tokenizer
 
@@ -145,8 +163,15 @@ def unigram(order: Order) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = _lower(order)
     lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")  # no piece runs across a line's end
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.Metaspace(prepend_scheme="first")])
-    spelled = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [lines, pre_tokenizers.Metaspace(prepend_scheme="first")]
+    )
+    spelled = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(spelled)
     reserved = [*order.special, *BYTES]
     room = order.need(len(reserved) + 1, "256 bytes, one piece") - len(reserved)
@@ -156,12 +181,20 @@ def unigram(order: Order) -> Tokenizer:
         letters.update(text)
     # The trainer wants a place for every letter and the unknown token; letters for which there is no room fall back on bytes.
     most = max(room, len(letters)) + 1
-    trainer = trainers.UnigramTrainer(vocab_size=most, unk_token=order.unk, special_tokens=[], show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=most, unk_token=order.unk, special_tokens=[], show_progress=False
+    )
     tokenizer.train_from_iterator(order.stream(ROOM["unigram"]), trainer)
-    learned = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"] if piece not in reserved]
+    learned = [
+        (piece, score)
+        for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]
+        if piece not in reserved
+    ]
     scores = [(token, 0.0) for token in order.special] + _ordered(learned, room)
     lowest = min(score for _, score in scores)
-    scores[len(order.special) : len(order.special)] = [(token, 7 * lowest) for token in BYTES]  # below what six letters cost
+    scores[len(order.special) : len(order.special)] = [
+        (token, 7 * lowest) for token in BYTES
+    ]  # below what six letters cost
     tokenizer.model = models.Unigram(scores, order.special.index(order.unk), byte_fallback=True)
     return tokenizer
 
@@ -185,7 +218,10 @@ def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, flo
     letters = sum(len(piece) == 1 for piece, _ in learned)
     lowest = min((score for _, score in learned), default=0.0)
     band = lowest + 1e-4 * (letters + 1)
-    level = [(piece, round(lowest if len(piece) == 1 and score < band else score, DIGITS)) for piece, score in learned]
+    level = [
+        (piece, round(lowest if len(piece) == 1 and score < band else score, DIGITS))
+        for piece, score in learned
+    ]
     return sorted(level, key=lambda each: (-each[1], each[0]))[:room]
 
 

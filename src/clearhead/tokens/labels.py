@@ -9,7 +9,9 @@ VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
 
 def visible(text: str) -> str:
     """Text with its white space and control characters shown: · for a space, ↵ for a line's end, → for a tab."""
-    return "".join(VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text)
+    return "".join(
+        VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text
+    )
 
 
 def _escaped(number: int) -> str:

@@ -15,9 +15,13 @@ class TokensPlan:
     """How text becomes ids."""
 
     kind: TokenKind | None = None  # None: by the size of the data
-    vocab_size: int | None = None  # special tokens included; None: by the size of the data (char, byte: what there is)
+    vocab_size: int | None = (
+        None  # special tokens included; None: by the size of the data (char, byte: what there is)
+    )
     lowercase: bool = False  # the tokenizer lowers every letter
-    pattern: str | None = None  # word: a regular expression whose matches are the words; None: words and punctuation
+    pattern: str | None = (
+        None  # word: a regular expression whose matches are the words; None: words and punctuation
+    )
     model: str | None = None  # take the tokenizer of this directory instead of training one
 
     def __post_init__(self) -> None:

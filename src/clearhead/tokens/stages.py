@@ -87,7 +87,9 @@ def _of_text(tokenizer: Tokenizer, text: str) -> TextStages:
         if special is not None:  # found before the first stage, and passes all of them as it is
             normalised += text[start:end]
             alignment += [(at, at + 1) for at in range(start, end)]
-            tokens.append(Token(tokenizer.id_to_token(special) or text[start:end], special, start, end, len(pieces)))
+            tokens.append(
+                Token(tokenizer.id_to_token(special) or text[start:end], special, start, end, len(pieces))
+            )
             pieces.append(Piece(text[start:end], start, end))
             continue
         letters = _normalised(tokenizer, text, start, end)
@@ -133,5 +135,7 @@ def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
 
 def _spells(tokenizer: Tokenizer, text: str, token: AddedToken) -> bool:
     """Whether a part of the text is an added token, written out; the token may take in white space, or be found after normalising."""
-    read = tokenizer.normalizer.normalize_str if token.normalized and tokenizer.normalizer is not None else str
+    read = (
+        tokenizer.normalizer.normalize_str if token.normalized and tokenizer.normalizer is not None else str
+    )
     return bool(read(text).strip() == read(token.content).strip())

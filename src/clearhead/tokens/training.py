@@ -24,7 +24,9 @@ SPECIALS: dict[Task, dict[str, str]] = {
     "tag": BERT,
     "answer": BERT,
 }
-SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # denoise: what stands for a span that was taken out
+SENTINELS = tuple(
+    f"<extra_id_{number}>" for number in range(100)
+)  # denoise: what stands for a span that was taken out
 FRAMES = {  # what encoding puts around a text, and around two; :1 marks the tokens of the second
     **dict.fromkeys(("mlm", "classify", "tag", "answer"), ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")),
     **dict.fromkeys(("seq2seq", "denoise"), ("$A </s>", "$A </s> $B </s>")),
@@ -32,8 +34,18 @@ FRAMES = {  # what encoding puts around a text, and around two; :1 marks the tok
 SPELLS_ALL = ("byte", "bpe")  # kinds that can spell any text, and need no token for what is unknown
 
 SMALL = 1_500_000  # bytes: below this, a text that is to be written is best learned character by character
-SCALE = {"bpe": 2, "wordpiece": 2, "unigram": 2, "word": 8}  # the vocabulary grows with the square root of the text
-STEP, LEAST, MOST, LIMIT = 256, 1024, 32768, 1 << 20  # LIMIT: no vocabulary is larger, and trainers reserve memory for it
+SCALE = {
+    "bpe": 2,
+    "wordpiece": 2,
+    "unigram": 2,
+    "word": 8,
+}  # the vocabulary grows with the square root of the text
+STEP, LEAST, MOST, LIMIT = (
+    256,
+    1024,
+    32768,
+    1 << 20,
+)  # LIMIT: no vocabulary is larger, and trainers reserve memory for it
 
 
 def roles(task: Task, kind: TokenKind) -> dict[str, str]:
@@ -53,7 +65,13 @@ def choose(plan: TokensPlan, task: Task, size: int) -> tuple[TokensPlan, str]:
 
     `vocab_size` stays None for characters and bytes: there are as many as there are.
     """
-    amount = f"{size / 1e6:.1f} MB of text" if size >= 1e5 else f"{size / 1e3:.1f} kB of text" if size >= 100 else f"{size} bytes of text"
+    amount = (
+        f"{size / 1e6:.1f} MB of text"
+        if size >= 1e5
+        else f"{size / 1e3:.1f} kB of text"
+        if size >= 100
+        else f"{size} bytes of text"
+    )
     kind, why = plan.kind, "as asked"
     if kind is None:
         if plan.pattern is not None:
@@ -69,7 +87,9 @@ def choose(plan: TokensPlan, task: Task, size: int) -> tuple[TokensPlan, str]:
     fitting = min(max(round(SCALE[kind] * sqrt(size) / STEP) * STEP, LEAST), MOST)
     vocab_size = plan.vocab_size if plan.vocab_size is not None else fitting
     how = "as asked" if plan.vocab_size is not None else f"for {amount}"
-    return replace(plan, kind=kind, vocab_size=vocab_size), f"tokens: {kind}, {why}; at most {vocab_size:,} of them, {how}"
+    return replace(
+        plan, kind=kind, vocab_size=vocab_size
+    ), f"tokens: {kind}, {why}; at most {vocab_size:,} of them, {how}"
 
 
 def train_tokenizer(texts: Iterable[str], plan: TokensPlan, task: Task, size: int) -> Tokenizer:
@@ -88,7 +108,9 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, task: Task, size: in
     chosen, _ = choose(plan, task, size)
     assert chosen.kind is not None
     usual, _ = choose(replace(plan, vocab_size=None), task, size)
-    asked = plan.vocab_size is not None and plan.vocab_size != usual.vocab_size  # so that a plan filled in by `choose` is as good
+    asked = (
+        plan.vocab_size is not None and plan.vocab_size != usual.vocab_size
+    )  # so that a plan filled in by `choose` is as good
     special, named = special_tokens(task, chosen.kind), roles(task, chosen.kind)
     order = Order(texts, special, named.get("unk"), chosen.vocab_size, asked, plan.lowercase, plan.pattern)
     tokenizer = _framed(KINDS[chosen.kind](order), special, task)
@@ -114,21 +136,29 @@ def _framed(tokenizer: Tokenizer, special: list[str], task: Task) -> Tokenizer:
     if task in FRAMES:
         single, pair = FRAMES[task]
         around = [(token, tokenizer.token_to_id(token)) for token in special if token in single.split()]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single.split(), pair=pair.split(), special_tokens=around)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single.split(), pair=pair.split(), special_tokens=around
+        )
     return tokenizer
 
 
 def _check(texts: Iterable[str], plan: TokensPlan) -> None:
     if plan.pattern is not None and plan.kind not in (None, "word"):
-        raise InputError(f"tokens.pattern says what a word is, and kind is {plan.kind}: set kind to word, or leave pattern out")
+        raise InputError(
+            f"tokens.pattern says what a word is, and kind is {plan.kind}: set kind to word, or leave pattern out"
+        )
     if plan.vocab_size is not None and not 0 < plan.vocab_size <= LIMIT:
         raise InputError(f"vocab_size {plan.vocab_size} must lie between 1 and {LIMIT}")
     if iter(texts) is texts:
-        raise InputError("the texts can be read only once, and training may read them twice: give a list, or an object with __iter__")
+        raise InputError(
+            "the texts can be read only once, and training may read them twice: give a list, or an object with __iter__"
+        )
     seen: set[str] = set()
     for text in texts:
         seen.update(text[:1000].strip())
         if len(seen) > 1:
             return
     found = f'only the character "{seen.pop()}"' if seen else "nothing"
-    raise InputError(f"there is {found} to train a tokenizer on: give text of two different characters at least, better of some thousands")
+    raise InputError(
+        f"there is {found} to train a tokenizer on: give text of two different characters at least, better of some thousands"
+    )

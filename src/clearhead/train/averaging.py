@@ -28,7 +28,9 @@ class Ema:
         self.updates += 1
         share = 1 - min(self.decay, self.updates / (self.updates + 9))
         named = dict(_trainable(model))
-        torch._foreach_lerp_(list(self.weights.values()), [wide(named[name].detach()) for name in self.weights], share)
+        torch._foreach_lerp_(
+            list(self.weights.values()), [wide(named[name].detach()) for name in self.weights], share
+        )
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -49,7 +51,9 @@ class Ema:
         """Go on from what `state` gave."""
         differing = sorted(state.keys() ^ {"updates", *self.weights})
         if differing:
-            raise CheckpointError(f"the moving average of the checkpoint and of the model differ in {differing[0]}: the recipe was changed")
+            raise CheckpointError(
+                f"the moving average of the checkpoint and of the model differ in {differing[0]}: the recipe was changed"
+            )
         self.updates = int(state["updates"])
         for name, weight in self.weights.items():
             weight.copy_(state[name])
@@ -78,7 +82,9 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, tensor in state.items():
             if count and tensor.shape != sums[name].shape:
                 shapes = f"{tuple(sums[name].shape)} and {tuple(tensor.shape)}"
-                raise CheckpointError(f"checkpoints differ: {name} has shapes {shapes}: average those of one run")
+                raise CheckpointError(
+                    f"checkpoints differ: {name} has shapes {shapes}: average those of one run"
+                )
             value = tensor.detach().cpu()
             dtypes[name] = tensor.dtype
             if not count or not tensor.is_floating_point():
@@ -88,4 +94,7 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         count += 1
     if not count:
         raise CheckpointError("there is no checkpoint to average: give one at least")
-    return {name: (total / count).to(dtypes[name]) if dtypes[name].is_floating_point else total for name, total in sums.items()}
+    return {
+        name: (total / count).to(dtypes[name]) if dtypes[name].is_floating_point else total
+        for name, total in sums.items()
+    }

@@ -46,7 +46,10 @@ MIDDLE: dict[str, dict[str, Any]] = {
     "pairs": {"d_model": 256, "n_layers": 3, "n_heads": 4, "max_positions": 256, "dropout": 0.2},
     "image": {"d_model": 192, "n_layers": 6, "n_heads": 6, "dropout": 0.1},
 }
-LEARNING = {"adamw": 16, "adafactor": 8}  # bytes of a parameter in float32: its value, its gradient, two moments or hardly anything
+LEARNING = {
+    "adamw": 16,
+    "adafactor": 8,
+}  # bytes of a parameter in float32: its value, its gradient, two moments or hardly anything
 HEADS: dict[Task, str] = {
     "lm": "lm",
     "mlm": "mlm",
@@ -74,7 +77,9 @@ def base_of(recipe: Recipe) -> Loaded | None:
             )
         return None
     if not Path(base).is_dir():
-        raise InputError(f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: presets are {", ".join(PRESETS)}')
+        raise InputError(
+            f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: presets are {", ".join(PRESETS)}'
+        )
     return load(base, dtype=torch.float32)
 
 
@@ -152,7 +157,11 @@ def _check_sizes(base: Loaded, image: tuple[int, int, int] | None, tokenizer: To
             f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are {ours}: "
             "convert them, or leave model.base out"
         )
-    if tokenizer is not None and tokenizer is not base.tokenizer and tokenizer.get_vocab_size() > old.vocab_size:
+    if (
+        tokenizer is not None
+        and tokenizer is not base.tokenizer
+        and tokenizer.get_vocab_size() > old.vocab_size
+    ):
         raise ConfigError(
             f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model {tokenizer.get_vocab_size()}: "
             "leave tokens.model out, or go on from another base"
@@ -160,10 +169,17 @@ def _check_sizes(base: Loaded, image: tuple[int, int, int] | None, tokenizer: To
 
 
 def _fixed(
-    task: Task, tokenizer: Tokenizer | None, labels: Sequence[str], image: tuple[int, int, int] | None, given: Mapping[str, Any]
+    task: Task,
+    tokenizer: Tokenizer | None,
+    labels: Sequence[str],
+    image: tuple[int, int, int] | None,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What the task and the data leave no choice about."""
-    fixed: dict[str, Any] = {"head": HEADS[task], "n_classes": len(labels) if HEADS[task] in ("classifier", "tagger") else 0}
+    fixed: dict[str, Any] = {
+        "head": HEADS[task],
+        "n_classes": len(labels) if HEADS[task] in ("classifier", "tagger") else 0,
+    }
     if image is not None:
         height, width, channels = image
         patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
@@ -199,9 +215,19 @@ def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual_head(family: str, head: str, base: Loaded | None = None) -> dict[str, Any]:
     """What a head of this name is like where `base` comes from, so that transformers opens the result."""
-    classes = base.description.architecture.classes.values() if base is not None and base.description is not None else ()
+    classes = (
+        base.description.architecture.classes.values()
+        if base is not None and base.description is not None
+        else ()
+    )
     published = [dict(fields) for fields in classes if fields.get("head") == head]
-    return published[0] if published else {"head_bias": False} if (family, head) == ("decoder", "classifier") else {}
+    return (
+        published[0]
+        if published
+        else {"head_bias": False}
+        if (family, head) == ("decoder", "classifier")
+        else {}
+    )
 
 
 def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
@@ -237,7 +263,11 @@ def _adapted(
     old = base.config
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
     usual = _usual_head(old.family, fixed["head"], base) if fixed["head"] != old.head else {}
-    changes = usual | _typed({**_dropout(old, given), **given}) | {name: value for name, value in fixed.items() if name not in kept}
+    changes = (
+        usual
+        | _typed({**_dropout(old, given), **given})
+        | {name: value for name, value in fixed.items() if name not in kept}
+    )
     if changes["head"] == "classifier" and old.family == "encoder" and old.input == "tokens":
         changes.setdefault("pooler", "tanh")
     try:
@@ -254,7 +284,9 @@ def _adapted(
     body = [name for name in fresh if not name.startswith("head.")]
     lost = [name for name in body if name not in shared]
     if lost:
-        raise ConfigError(f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: leave those keys out")
+        raise ConfigError(
+            f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: leave those keys out"
+        )
     with torch.no_grad():
         for name in shared:
             if same_classes or not name.startswith("head.out."):
@@ -270,7 +302,11 @@ def _adapted(
 
 
 def _generation(
-    recipe: Recipe, task: Task, special: Mapping[str, int], longest: int, known: Mapping[str, Any] | None = None
+    recipe: Recipe,
+    task: Task,
+    special: Mapping[str, int],
+    longest: int,
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """generation_config.json: where a text begins and ends, as far as it is not `known`, and how it is made.
 
@@ -280,9 +316,15 @@ def _generation(
         return {}
     plan = recipe.generate
     roles = ("bos", "eos", "pad", "decoder_start")
-    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(known or {})
+    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(
+        known or {}
+    )
     if task == "lm":
-        drawn = {"do_sample": plan.temperature > 0, "temperature": plan.temperature or 1.0, "top_p": plan.top_p}
+        drawn = {
+            "do_sample": plan.temperature > 0,
+            "temperature": plan.temperature or 1.0,
+            "top_p": plan.top_p,
+        }
         return made | {"max_new_tokens": plan.max_new_tokens} | drawn
     beams = {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
     return made | {"max_new_tokens": min(plan.max_new_tokens, longest)} | beams

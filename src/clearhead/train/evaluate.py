@@ -89,7 +89,9 @@ def evaluate(
     plan = data_plan(loaded.folder, given) if plan is None else plan
     task = task_for(loaded, plan.task)
     if generation and task != "seq2seq":
-        raise InputError(f"{next(iter(generation))} is for models that write, and this one is judged by {task}: leave it out")
+        raise InputError(
+            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: leave it out"
+        )
     if task == "seq2seq":
         _check_tokenize(tokenize)
     if batch_size is not None and batch_size < 1:
@@ -97,9 +99,16 @@ def evaluate(
     if seed < 0:
         raise InputError(f"seed {seed} must be 0 or more")
     known = hints_of(GeneratePlan)
-    GeneratePlan(**{name: value for name, value in generation.items() if name in known and value is not None})  # refuses wrong values
-    sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
-    plan = dataclasses.replace(plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes)
+    GeneratePlan(
+        **{name: value for name, value in generation.items() if name in known and value is not None}
+    )  # refuses wrong values
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size or PICTURES,
+        "batch_tokens": None if batch_size else BATCH_TOKENS,
+    }
+    plan = dataclasses.replace(
+        plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes
+    )
     corpus, _ = open_examples(plan, split=False)
     return _Judge(loaded, task, plan, corpus, Figures(seed, said=list(corpus.said)), on_progress).evaluation(
         tokenize, lowercase, generation
@@ -107,7 +116,10 @@ def evaluate(
 
 
 def data_plan(
-    folder: Path | None, data: Sequence[str | Path] = (), recipe: str | Path | None = None, settings: Iterable[str] = ()
+    folder: Path | None,
+    data: Sequence[str | Path] = (),
+    recipe: str | Path | None = None,
+    settings: Iterable[str] = (),
 ) -> DataPlan:
     """How data is to be read: by a recipe, else by that of the run whose folder this is, else by its looks; settings change it.
 
@@ -115,13 +127,18 @@ def data_plan(
     """
     settings = list(settings)
     if recipe is None and folder is not None:
-        places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)  # of a run, and of one of its checkpoints
+        places = (
+            folder / RECIPE,
+            folder.resolve().parent.parent / RECIPE,
+        )  # of a run, and of one of its checkpoints
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
         changes["format"] = None  # the run learned from an embedded corpus: these are other data
-    changes["columns"] = changes["columns"] or way_for([Path(path).expanduser() for path in data], list(map(Path, stated.paths)))
+    changes["columns"] = changes["columns"] or way_for(
+        [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
+    )
     return dataclasses.replace(asked, **changes)
 
 
@@ -137,14 +154,20 @@ def task_for(loaded: Loaded, wanted: Task | None) -> Task:
         "span": ("answer",),
     }
     if head not in fits or (both and head != "lm"):
-        raise InputError(f"a model of family {config.family} with head {head} cannot be judged on data: {fitting(loaded)}")
+        raise InputError(
+            f"a model of family {config.family} with head {head} cannot be judged on data: {fitting(loaded)}"
+        )
     if wanted is not None and wanted not in fits[head]:
         raise InputError(
             f"task {wanted} does not fit a model of family {config.family} with head {head}, which is judged by {' or '.join(fits[head])}"
         )
     kind = loaded.description.theirs.get("problem_type") if loaded.description is not None else None
-    if head == "classifier" and (config.n_classes < 2 or kind in ("regression", "multi_label_classification")):
-        raise InputError("this model gives a number, or several labels at once: only models that choose one of several classes are judged")
+    if head == "classifier" and (
+        config.n_classes < 2 or kind in ("regression", "multi_label_classification")
+    ):
+        raise InputError(
+            "this model gives a number, or several labels at once: only models that choose one of several classes are judged"
+        )
     return wanted or fits[head][0]
 
 
@@ -173,7 +196,9 @@ def judged_batches(
     """
     if task == "image":
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    encoded = encode_corpus(corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special)
+    encoded = encode_corpus(
+        corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special
+    )
     tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if corpus.shape == "text" and plan.max_length is None and length > WINDOW:
         said.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
@@ -216,9 +241,14 @@ class _Judge:
         figures.loss(losses, perplexity=self.task in ("lm", "mlm", "denoise", "seq2seq"))
         match self.task:
             case "lm" if unknown:
-                figures.said.append(f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted")
+                figures.said.append(
+                    f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted"
+                )
             case "lm":
-                sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in cast(Iterable[Chunk], rows)]
+                sizes = [
+                    (len(chunk.text.encode("utf-8", "replace")), len(chunk.text))
+                    for chunk in cast(Iterable[Chunk], rows)
+                ]
                 figures.bits(tokens, *np.sum(sizes, 0).tolist())
             case "seq2seq":
                 figures.texts(outputs, references, tokenize, lowercase)
@@ -226,7 +256,10 @@ class _Judge:
                 figures.classes(said, meant, self.loaded.config.n_classes)
                 outputs = [self._labels[place] for place in said]
             case "tag":
-                tags = [[word.label for word in one.words] for one in tag_all(self.loaded, [row.words for row in rows])]
+                tags = [
+                    [word.label for word in one.words]
+                    for one in tag_all(self.loaded, [row.words for row in rows])
+                ]
                 figures.tags(tags, [row.tags for row in rows])
                 outputs = [" ".join(row) for row in tags]
             case "answer":
@@ -248,15 +281,22 @@ class _Judge:
             seen.append(part)
             self.on_progress("reading", done, batches.per_epoch)
         order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
-        losses = np.stack([np.concatenate([getattr(part, name) for part in seen]) for name in ("losses", "counts")], 1)[order]
+        losses = np.stack(
+            [np.concatenate([getattr(part, name) for part in seen]) for name in ("losses", "counts")], 1
+        )[order]
         if self.task not in ("classify", "image"):
             return losses, [], []
-        said, meant = (np.concatenate([getattr(part, name) for part in seen])[order, 0].tolist() for name in ("said", "meant"))
+        said, meant = (
+            np.concatenate([getattr(part, name) for part in seen])[order, 0].tolist()
+            for name in ("said", "meant")
+        )
         return losses, said, meant
 
     def _batches(self, folder: str) -> tuple[Batches, int, int]:
         """See `judged_batches`."""
-        return judged_batches(self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said)
+        return judged_batches(
+            self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said
+        )
 
     # What a model writes ----------------------------------------------------------------------------------------------
 

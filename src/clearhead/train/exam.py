@@ -38,7 +38,9 @@ class SeenPictures(EvenRows):
 
     def build(self, places: Ints, random: np.random.Generator) -> Batch:
         """See `EvenRows.build`."""
-        made = [to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places]
+        made = [
+            to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places
+        ]
         pixels = torch.stack(made).to(next(self.loaded.model.parameters()).dtype)
         return Batch(pixels, tensor(self.images.labels[places]), numbers=tensor(places))
 
@@ -49,8 +51,12 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
         return encoded
     ids, offsets = encoded[name], encoded[f"{name}_offsets"]
     if name == "ids":
-        return dataclasses.replace(encoded, arrays={**encoded.arrays, name: np.concatenate([np.array(lead, ids.dtype), ids])})
-    longer = np.insert(ids, np.repeat(offsets[:-1], len(lead)), np.tile(np.array(lead, ids.dtype), len(offsets) - 1))
+        return dataclasses.replace(
+            encoded, arrays={**encoded.arrays, name: np.concatenate([np.array(lead, ids.dtype), ids])}
+        )
+    longer = np.insert(
+        ids, np.repeat(offsets[:-1], len(lead)), np.tile(np.array(lead, ids.dtype), len(offsets) - 1)
+    )
     moved = offsets + len(lead) * np.arange(len(offsets))
     return dataclasses.replace(encoded, arrays={**encoded.arrays, name: longer, f"{name}_offsets": moved})
 
@@ -105,7 +111,9 @@ def renamed(corpus: Corpus, loaded: Loaded, plan: DataPlan, said: list[str]) -> 
     if all(LABEL.fullmatch(label) for label in labels):
         theirs |= {str(number): label for number, label in enumerate(labels)}
         if any(name in theirs and name not in labels for name in corpus.labels):
-            said.append(f"the model's classes have no names: labels 0 to {len(labels) - 1} of the data are their numbers")
+            said.append(
+                f"the model's classes have no names: labels 0 to {len(labels) - 1} of the data are their numbers"
+            )
     unknown = next((name for name in corpus.labels if name not in theirs), None)
     if unknown is not None:
         noun = "tag" if corpus.shape == "tags" else "label"

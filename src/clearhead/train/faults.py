@@ -37,23 +37,38 @@ class Fault:
         rows = f" in example{'s' if len(self.examples) > 1 else ''} {shown}" if self.examples else ""
         calmer = f"lower train.lr (now {plan.lr:g}) or lengthen train.warmup"
         if self.weight is not None:
-            what, way_out = f"the weight {self.weight} is not finite", f"begin again, or from a sound checkpoint, and {calmer}"
+            what, way_out = (
+                f"the weight {self.weight} is not finite",
+                f"begin again, or from a sound checkpoint, and {calmer}",
+            )
         elif self.kind == "output" and self.dtype == torch.float16:
             what = f"{self.name} passed 65504, where float16 ends, from an input of {self.largest:.3g}{rows}"
             way_out = "set train.precision to bfloat16 or float32"
         elif self.kind == "output":
-            what, way_out = f"{self.name} gave a number that is not finite from an input of {self.largest:.3g}{rows}", calmer
+            what, way_out = (
+                f"{self.name} gave a number that is not finite from an input of {self.largest:.3g}{rows}",
+                calmer,
+            )
         elif self.kind == "loss":
-            what, way_out = f"scores are finite and their loss is not{rows}", "look for a target that is not allowed in these examples"
+            what, way_out = (
+                f"scores are finite and their loss is not{rows}",
+                "look for a target that is not allowed in these examples",
+            )
         else:
             again = f"the loss is finite and the gradient of {self.name} is not{rows}"
-            what = again if self.kind == "gradient" else f"the gradient was not finite, and is when computed again{rows}"
+            what = (
+                again
+                if self.kind == "gradient"
+                else f"the gradient was not finite, and is when computed again{rows}"
+            )
             clip = "" if 0 < plan.clip <= 1 else f"set train.clip (now {plan.clip:g}) to 1, "
             way_out = f"{clip}{calmer}, or set train.precision to float32"
         return f"step {step}: {what}: {way_out}"
 
 
-def diagnose(model: Transformer, batches: Sequence[Batch], step: int, precision: Precision, plan: TrainPlan) -> str:
+def diagnose(
+    model: Transformer, batches: Sequence[Batch], step: int, precision: Precision, plan: TrainPlan
+) -> str:
     """Why step number `step` had a loss or gradient that is not finite, in one line.
 
     Call it with the weights from before the step and the same random state: it runs the batches once more, uncompiled.
@@ -80,9 +95,19 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
             loss = loss_of(model, batch)
         if broken:
             name, module, given, out = broken[0]
-            bad = [f"{name}.{own}" for own, weight in module.named_parameters(recurse=False) if not weight.isfinite().all()]
-            rows = ~out.isfinite().flatten(1).all(1) if out.ndim > 1 and out.shape[0] == len(everyone) else None
-            examples = everyone if rows is None else tuple(number for number, is_bad in zip(everyone, rows.tolist()) if is_bad)
+            bad = [
+                f"{name}.{own}"
+                for own, weight in module.named_parameters(recurse=False)
+                if not weight.isfinite().all()
+            ]
+            rows = (
+                ~out.isfinite().flatten(1).all(1) if out.ndim > 1 and out.shape[0] == len(everyone) else None
+            )
+            examples = (
+                everyone
+                if rows is None
+                else tuple(number for number, is_bad in zip(everyone, rows.tolist()) if is_bad)
+            )
             return Fault("output", name, _largest(given), out.dtype, bad[0] if bad else None, examples)
         if not loss.isfinite():
             return Fault("loss", examples=everyone)
@@ -119,7 +144,11 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, list[Tenso
 
         return look
 
-    hooks = [part.register_forward_hook(watch(name), with_kwargs=True) for name, part in model.named_modules() if name]
+    hooks = [
+        part.register_forward_hook(watch(name), with_kwargs=True)
+        for name, part in model.named_modules()
+        if name
+    ]
     try:
         yield broken
     finally:

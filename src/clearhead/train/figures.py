@@ -81,20 +81,31 @@ class Figures:
         self.add("exact", counts[:, [0, 2]], metrics.ratio_of)
         self.add("token_f1", counts[:, [1, 2]], metrics.ratio_of)
 
-    def texts(self, said: Sequence[str], meant: Sequence[Sequence[str]], tokenize: str | None, lowercase: bool) -> None:
+    def texts(
+        self, said: Sequence[str], meant: Sequence[Sequence[str]], tokenize: str | None, lowercase: bool
+    ) -> None:
         """The share of texts that are one of their references, edits per token of the reference, BLEU and chrF."""
         self.add("exact", metrics.exact_counts(said, meant), metrics.ratio_of)
         spaced = any(" " in one.strip() for given in meant for one in given)
         tokens: Callable[[str], list[str]] = str.split if spaced else list
         if not spaced:
             self.said.append("no target has a space: token_error counts characters")
-        counts = metrics.error_counts([tokens(text) for text in said], [[tokens(one) for one in given] for given in meant])
+        counts = metrics.error_counts(
+            [tokens(text) for text in said], [[tokens(one) for one in given] for given in meant]
+        )
         self.add("token_error", counts, metrics.ratio_of)
         try:
             for lower in (False, True) if lowercase else (False,):
-                name, whole = "bleu_lowercase" if lower else "bleu", metrics.bleu(said, meant, tokenize, lower)
-                self.add(name, metrics.bleu_counts(said, meant, tokenize, lower), metrics.bleu_of, whole.signature)
-            self.add("chrf", metrics.chrf_counts(said, meant), metrics.chrf_of, metrics.chrf(said, meant).signature)
+                name, whole = (
+                    "bleu_lowercase" if lower else "bleu",
+                    metrics.bleu(said, meant, tokenize, lower),
+                )
+                self.add(
+                    name, metrics.bleu_counts(said, meant, tokenize, lower), metrics.bleu_of, whole.signature
+                )
+            self.add(
+                "chrf", metrics.chrf_counts(said, meant), metrics.chrf_of, metrics.chrf(said, meant).signature
+            )
         except MissingExtraError as error:
             self.said.append(str(error))
 
@@ -102,5 +113,7 @@ class Figures:
 def _macro_f1(predicted: NDArray[np.int64], wanted: NDArray[np.int64], n_classes: int) -> float:
     """From numbers of classes."""
     hits = np.bincount(wanted[predicted == wanted], minlength=n_classes)
-    sums = np.stack([hits, np.bincount(predicted, minlength=n_classes), np.bincount(wanted, minlength=n_classes)], 1)
+    sums = np.stack(
+        [hits, np.bincount(predicted, minlength=n_classes), np.bincount(wanted, minlength=n_classes)], 1
+    )
     return metrics.macro_f1_of(sums.reshape(-1).astype(np.float64))

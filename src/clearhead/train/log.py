@@ -41,14 +41,20 @@ class Log:
         if isinstance(event, Validated | Finished):
             draw(self.folder)
         if self.board is not None:
-            values = event.metrics if not isinstance(event, Stepped) else {"rate": event.rate, "norm": event.norm, "train": event.loss}
+            values = (
+                event.metrics
+                if not isinstance(event, Stepped)
+                else {"rate": event.rate, "norm": event.norm, "train": event.loss}
+            )
             for name, value in values.items():
                 self.board.add_scalar(name, value, event.step)
 
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.file.close()
         if self.board is not None:
             self.board.close()
@@ -86,8 +92,19 @@ def draw(folder: Path) -> None:
     judged = [line for line in log if line["event"] == "validated"]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([line["step"] for line in steps], [_drawn(line["loss"]) for line in steps], color="0.7", linewidth=1, label="training batch")
-    axes.plot([line["step"] for line in judged], [_drawn(line["metrics"]["loss"]) for line in judged], color="C0", label="validation")
+    axes.plot(
+        [line["step"] for line in steps],
+        [_drawn(line["loss"]) for line in steps],
+        color="0.7",
+        linewidth=1,
+        label="training batch",
+    )
+    axes.plot(
+        [line["step"] for line in judged],
+        [_drawn(line["metrics"]["loss"]) for line in judged],
+        color="C0",
+        label="validation",
+    )
     axes.set(xlabel="step", ylabel="loss per target")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -106,5 +123,7 @@ def _tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise MissingExtraError("train.tensorboard needs TensorBoard: pip install tensorboard, or leave it out") from None
+        raise MissingExtraError(
+            "train.tensorboard needs TensorBoard: pip install tensorboard, or leave it out"
+        ) from None
     return SummaryWriter(str(folder / "tensorboard"))

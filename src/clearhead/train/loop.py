@@ -165,7 +165,9 @@ def judge(run: Run) -> Validated:
         metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
         samples = run.samples(usable)
     state.validations.append({"step": state.step, **metrics})
-    best = state.best(run.metric, run.metric in LARGER) == [state.step] and not math.isnan(metrics[run.metric])
+    best = state.best(run.metric, run.metric in LARGER) == [state.step] and not math.isnan(
+        metrics[run.metric]
+    )
     state.stale = 0 if best else state.stale + 1
     run.model.train()
     return Validated(state.step, metrics, best, samples)
@@ -184,7 +186,9 @@ def save(run: Run, scaler: Any = None) -> None:
     with run.usable() as usable:
         save_checkpoint(run.folder, usable, tensors, state)
     steps = saved_steps(run.folder)
-    judged = [step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in steps]
+    judged = [
+        step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in steps
+    ]
     if judged:
         point(run.folder, BEST, judged[0])
     forget(run.folder, {*steps[-plan.keep_last :], *averaged(run), *judged[: plan.keep_best]})
@@ -208,7 +212,9 @@ class Taken:
         """Its loss and the norm of its gradient; ends the run and says what went wrong, if something did."""
         loss, norm, verdict = self.read()
         if not math.isfinite(verdict):
-            torch.manual_seed(run.plan.seed * 1_000_003 + self.step)  # the weights are still those before the step
+            torch.manual_seed(
+                run.plan.seed * 1_000_003 + self.step
+            )  # the weights are still those before the step
             raise TrainingError(diagnose(run.model, self.batches, self.step, run.precision, run.plan))
         return loss, norm
 

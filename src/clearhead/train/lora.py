@@ -29,7 +29,9 @@ class LoraLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The one matrix [out, in] that does the same."""
-        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(self.base.weight.dtype)
+        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
+            self.base.weight.dtype
+        )
 
     @property
     def bias(self) -> Tensor | None:
@@ -42,13 +44,19 @@ class LoraLinear(nn.Module):
         return self.base(x) + self.scale * update  # type: ignore[no-any-return]
 
 
-def add_lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()) -> list[str]:
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
+) -> list[str]:
     """Freeze `model` and give low-rank updates to the linear layers of its blocks whose last name is in `targets`.
 
     Parameters whose names match a pattern in `also`, such as "head.*" where the head is new, are trained as well.
     Returns the names of the layers that were changed.
     """
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and ".blocks." in f".{name}"}
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and ".blocks." in f".{name}"
+    }
     last_names = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
         if target not in last_names:
@@ -60,7 +68,9 @@ def add_lora(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], 
     chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
     if not 1 <= rank <= largest:
-        raise InputError(f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer it is for")
+        raise InputError(
+            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer it is for"
+        )
     model.requires_grad_(False)
     for name, layer in chosen.items():
         _replace(model, name, LoraLinear(layer, rank, alpha))
@@ -103,7 +113,11 @@ def merged(model: nn.Module) -> Iterator[None]:
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
     """The update matrices alone, by name."""
     updated = [name for name, part in model.named_modules() if isinstance(part, LoraLinear)]
-    return {f"{name}.{end}": getattr(model.get_submodule(name), end).detach() for name in updated for end in ("a", "b")}
+    return {
+        f"{name}.{end}": getattr(model.get_submodule(name), end).detach()
+        for name in updated
+        for end in ("a", "b")
+    }
 
 
 def _replace(model: nn.Module, name: str, part: nn.Module) -> None:

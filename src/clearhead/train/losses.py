@@ -64,9 +64,13 @@ def batch_loss(
     elif config.head == "span":
         loss = span_loss(model(**arguments).logits, batch.targets, batch.mask, smoothing)
     else:
-        raise InputError(f'a model with head "{config.head}" has no loss: train one with lm, mlm, classifier, tagger or span')
+        raise InputError(
+            f'a model with head "{config.head}" has no loss: train one with lm, mlm, classifier, tagger or span'
+        )
     if config.n_experts and model.training and balance:
-        loss = loss + balance * batch.n_targets * _balance(model, batch)  # so that it has its weight in the mean
+        loss = loss + balance * batch.n_targets * _balance(
+            model, batch
+        )  # so that it has its weight in the mean
     return loss, batch.n_targets
 
 
@@ -88,7 +92,9 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     if targets.is_floating_point():
         shares = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
         return nnf.cross_entropy(flat, shares, reduction="sum", label_smoothing=smoothing)
-    return nnf.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    return nnf.cross_entropy(
+        flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+    )
 
 
 def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: float = 0.0) -> Tensor:
@@ -105,20 +111,26 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
 
 
-def vocabulary_loss(head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False) -> Tensor:
+def vocabulary_loss(
+    head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
+) -> Tensor:
     """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a time -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
         rows, targets = rows[asked], targets[asked]  # N D, N
-    of_rows = row_loss if not compiled else quick_row_loss if _has_kernel(head, rows) else _compiled_row_loss()
+    of_rows = (
+        row_loss if not compiled else quick_row_loss if _has_kernel(head, rows) else _compiled_row_loss()
+    )
     pieces = -(-rows.shape[0] // chunk) if chunk else 1
     if pieces <= 1:
         return of_rows(head, rows, targets, smoothing)
     size = -(-rows.shape[0] // pieces)  # pieces of about one size
     if not torch.is_grad_enabled():
         starts = range(0, rows.shape[0], size)
-        return torch.stack([of_rows(head, rows[at : at + size], targets[at : at + size], smoothing) for at in starts]).sum()
+        return torch.stack(
+            [of_rows(head, rows[at : at + size], targets[at : at + size], smoothing) for at in starts]
+        ).sum()
     return cast(Tensor, _pieces(head, rows, targets, smoothing, size, of_rows))
 
 
@@ -169,7 +181,10 @@ class _InPieces(torch.autograd.Function):
         """Rows [N, D] and targets [N] -> the summed loss []."""
         total = torch.zeros((), dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
         gradient = torch.empty_like(rows)
-        sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in trained]
+        sums = [
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            for weight in trained
+        ]
         for start in range(0, rows.shape[0], size):
             piece = slice(start, start + size)
             with torch.enable_grad():
@@ -193,5 +208,8 @@ class _InPieces(torch.autograd.Function):
 
 def _balance(model: Transformer, batch: Batch) -> Tensor:
     """The mean of the balance losses of the stacks that have experts."""
-    stacks = [(model.decoder, batch.mask), (model.encoder, batch.source_mask if model.decoder is not None else batch.mask)]
+    stacks = [
+        (model.decoder, batch.mask),
+        (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
+    ]
     return torch.stack([balance_loss(stack, mask) for stack, mask in stacks if stack is not None]).mean()

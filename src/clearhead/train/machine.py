@@ -37,14 +37,25 @@ def one_shape(task: Task, data: DataPlan) -> bool:
     return task == "image" or (task == "lm" and data.packing == "stream")
 
 
-def quick_attention(task: Task, data: DataPlan, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+def quick_attention(
+    task: Task, data: DataPlan, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
     """Contexts in which attention is quickest.
 
     From Hopper on, cuDNN's kernel is faster than the one PyTorch takes by itself; but it is planned anew for each shape.
     """
-    if device.type != "cuda" or not one_shape(task, data) or torch.cuda.get_device_capability(device) < (9, 0):
+    if (
+        device.type != "cuda"
+        or not one_shape(task, data)
+        or torch.cuda.get_device_capability(device) < (9, 0)
+    ):
         return nullcontext
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     return functools.partial(sdpa_kernel, order, set_priority=True)
 
 
@@ -174,7 +185,10 @@ class _Gelu(torch.autograd.Function):
         return slope.mul_(upstream), None
 
 
-_GELUS: dict[object, Callable[[Tensor], Tensor]] = {nnf.gelu: narrow_gelu, gelu_tanh: functools.partial(narrow_gelu, approximate="tanh")}
+_GELUS: dict[object, Callable[[Tensor], Tensor]] = {
+    nnf.gelu: narrow_gelu,
+    gelu_tanh: functools.partial(narrow_gelu, approximate="tanh"),
+}
 
 
 # Memory -----------------------------------------------------------------------------------------------------------------

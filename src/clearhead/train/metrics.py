@@ -19,7 +19,9 @@ import numpy as np
 from clearhead.errors import InputError, MissingExtraError
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row per example, or their sum
-References: TypeAlias = Sequence[str | Sequence[str]]  # of each example one, or several of which the best counts
+References: TypeAlias = Sequence[
+    str | Sequence[str]
+]  # of each example one, or several of which the best counts
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,11 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> F1:
     """Over all sentences: a span counts if its type and both ends are right."""
     hits, said, meant = span_counts(predicted, wanted).sum(0)
-    return F1(float(hits / said) if said else 0.0, float(hits / meant) if meant else 0.0, f1_of(np.array([hits, said, meant])))
+    return F1(
+        float(hits / said) if said else 0.0,
+        float(hits / meant) if meant else 0.0,
+        f1_of(np.array([hits, said, meant])),
+    )
 
 
 def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
@@ -118,7 +124,9 @@ def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[st
     rows = []
     for said, meant in zip(predicted, wanted):
         if len(said) != len(meant):
-            raise InputError(f"a sentence has {len(said)} tags and {len(meant)} are wanted: give one per word on both sides")
+            raise InputError(
+                f"a sentence has {len(said)} tags and {len(meant)} are wanted: give one per word on both sides"
+            )
         a, b = spans(said), spans(meant)
         rows.append((len(a & b), len(a), len(b)))
     return np.array(rows, dtype=np.float64)
@@ -140,7 +148,9 @@ def exact_match(predicted: Sequence[str], references: References) -> float:
 def exact_counts(predicted: Sequence[str], references: References) -> Counts:
     """Of each text whether it is right, and 1; for `ratio_of`."""
     _check(predicted, references)
-    right = [text.strip() in [one.strip() for one in _several(given)] for text, given in zip(predicted, references)]
+    right = [
+        text.strip() in [one.strip() for one in _several(given)] for text, given in zip(predicted, references)
+    ]
     return np.array([(hit, 1) for hit in right], dtype=np.float64)
 
 
@@ -157,7 +167,9 @@ def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     return int(row[-1])
 
 
-def token_error_rate(predicted: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Sequence[Hashable]]]) -> float:
+def token_error_rate(
+    predicted: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Sequence[Hashable]]]
+) -> float:
     """Edits per token of the reference, over all examples; each example has one reference or several."""
     return ratio_of(error_counts(predicted, references).sum(0))
 
@@ -169,44 +181,64 @@ def word_error_rate(predicted: Sequence[str], references: References) -> float:
     return token_error_rate([text.split() for text in predicted], words)
 
 
-def error_counts(predicted: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Sequence[Hashable]]]) -> Counts:
+def error_counts(
+    predicted: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Sequence[Hashable]]]
+) -> Counts:
     """Of each example: edits and the length of the reference that it is nearest to; for `ratio_of`."""
     _check(predicted, references)
-    tried = [[(edit_distance(said, one), len(one)) for one in given] for said, given in zip(predicted, references)]
+    tried = [
+        [(edit_distance(said, one), len(one)) for one in given] for said, given in zip(predicted, references)
+    ]
     best = [min(pairs, key=lambda pair: pair[0] / max(pair[1], 1)) for pairs in tried]
     return np.array(best, dtype=np.float64)
 
 
-def bleu(predicted: Sequence[str], references: References, tokenize: str | None = None, lowercase: bool = False) -> Score:
+def bleu(
+    predicted: Sequence[str], references: References, tokenize: str | None = None, lowercase: bool = False
+) -> Score:
     """BLEU of all texts by sacreBLEU; `tokenize` None: its 13a."""
     metric = _sacrebleu().BLEU(tokenize=tokenize, lowercase=lowercase)
-    return Score(metric.corpus_score(list(predicted), _streams(predicted, references)).score, str(metric.get_signature()))
+    return Score(
+        metric.corpus_score(list(predicted), _streams(predicted, references)).score,
+        str(metric.get_signature()),
+    )
 
 
 def chrf(predicted: Sequence[str], references: References) -> Score:
     """chrF2 of all texts by sacreBLEU."""
     metric = _sacrebleu().CHRF()
-    return Score(metric.corpus_score(list(predicted), _streams(predicted, references)).score, str(metric.get_signature()))
+    return Score(
+        metric.corpus_score(list(predicted), _streams(predicted, references)).score,
+        str(metric.get_signature()),
+    )
 
 
-def bleu_counts(predicted: Sequence[str], references: References, tokenize: str | None = None, lowercase: bool = False) -> Counts:
+def bleu_counts(
+    predicted: Sequence[str], references: References, tokenize: str | None = None, lowercase: bool = False
+) -> Counts:
     """Of each text: n-grams hit, n-grams, its length and the nearest reference's; for `bleu_of`."""
     _check(predicted, references)
     metric = _sacrebleu().BLEU(tokenize=tokenize, lowercase=lowercase, effective_order=True)
     scores = [metric.sentence_score(text, _several(given)) for text, given in zip(predicted, references)]
-    return np.array([(*one.counts, *one.totals, one.sys_len, one.ref_len) for one in scores], dtype=np.float64)
+    return np.array(
+        [(*one.counts, *one.totals, one.sys_len, one.ref_len) for one in scores], dtype=np.float64
+    )
 
 
 def bleu_of(sums: Counts) -> float:
     """What `bleu` gives for texts whose counts sum to this."""
     whole = [int(count) for count in sums]
-    return float(_sacrebleu().BLEU.compute_bleu(whole[:4], whole[4:8], whole[8], whole[9], smooth_method="exp").score)
+    return float(
+        _sacrebleu().BLEU.compute_bleu(whole[:4], whole[4:8], whole[8], whole[9], smooth_method="exp").score
+    )
 
 
 def chrf_counts(predicted: Sequence[str], references: References) -> Counts:
     """Of each text: the n-grams of characters in it, in its reference and in both; for `chrf_of`."""
     streams = _streams(predicted, references)
-    return np.array(_sacrebleu().CHRF()._extract_corpus_statistics(list(predicted), streams), dtype=np.float64)
+    return np.array(
+        _sacrebleu().CHRF()._extract_corpus_statistics(list(predicted), streams), dtype=np.float64
+    )
 
 
 def chrf_of(sums: Counts) -> float:
@@ -220,8 +252,14 @@ def answer_counts(predicted: Sequence[str], references: References) -> Counts:
     Case, punctuation and English articles are left aside.
     """
     _check(predicted, references)
-    words = [(_answer_words(text), [_answer_words(one) for one in _several(given)]) for text, given in zip(predicted, references)]
-    return np.array([(said in given, max(_overlap(said, one) for one in given), 1) for said, given in words], dtype=np.float64)
+    words = [
+        (_answer_words(text), [_answer_words(one) for one in _several(given)])
+        for text, given in zip(predicted, references)
+    ]
+    return np.array(
+        [(said in given, max(_overlap(said, one) for one in given), 1) for said, given in words],
+        dtype=np.float64,
+    )
 
 
 def _answer_words(text: str) -> list[str]:
@@ -247,7 +285,10 @@ def _streams(predicted: Sequence[str], references: References) -> list[list[str 
     """References as sacreBLEU takes them: the first of every text, the second of every text, and so on."""
     _check(predicted, references)
     several = [_several(given) for given in references]
-    return [[given[place] if place < len(given) else None for given in several] for place in range(max(map(len, several)))]
+    return [
+        [given[place] if place < len(given) else None for given in several]
+        for place in range(max(map(len, several)))
+    ]
 
 
 def _several(given: str | Sequence[str]) -> list[str]:
@@ -280,7 +321,9 @@ def bootstrap(
     if not len(rows):
         raise InputError("there are no examples to measure: give one at least")
     random = np.random.default_rng(seed)
-    drawn = (np.bincount(random.integers(len(rows), size=len(rows)), minlength=len(rows)) for _ in range(resamples))
+    drawn = (
+        np.bincount(random.integers(len(rows), size=len(rows)), minlength=len(rows)) for _ in range(resamples)
+    )
     figures = [of(times @ rows) for times in drawn]
     low, high = np.quantile(figures, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)

@@ -28,7 +28,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight goes by each of its names
     frozen = []
     for pattern in patterns:
-        found = [name for name in named if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")]
+        found = [
+            name
+            for name in named
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+        ]
         if not found:
             modules = [name for name, _ in model.named_modules() if name]
             close = nearest(pattern, [*named, *modules])
@@ -93,7 +97,9 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate * group["scale"]
 
 
-def step_if_finite(optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor) -> Callable[[], list[float]]:
+def step_if_finite(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor
+) -> Callable[[], list[float]]:
     """Take a step, unless the loss [] or the gradient's norm [] is not finite.
 
     On a GPU fused AdamW looks at them by itself, and the device works on. A scaled gradient may be infinite: the scaler

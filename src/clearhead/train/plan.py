@@ -22,7 +22,9 @@ METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
     "image": ("loss", "accuracy", "macro_f1"),
 }
 THREADS = 1024  # at most; with very many the process dies without a word
-MAX_SEED = 2**32 - 1  # what follows from it, such as the seed of a step, stays a number that PyTorch and NumPy take
+MAX_SEED = (
+    2**32 - 1
+)  # what follows from it, such as the seed of a step, stays a number that PyTorch and NumPy take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,13 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_least(self, 1, "steps", "accumulate", "validate_every", "save_every", "log_every", "threads", "patience")
+        check_least(
+            self, 1, "steps", "accumulate", "validate_every", "save_every", "log_every", "threads", "patience"
+        )
         check_least(self, 1, "keep_best", "keep_last")
-        check_least(self, 0, "pretrain", "weight_decay", "clip", "warmup", "loss_chunk", "lora", "average", "samples")
+        check_least(
+            self, 0, "pretrain", "weight_decay", "clip", "warmup", "loss_chunk", "lora", "average", "samples"
+        )
         for name in ("lr", "epochs", "eps", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -105,11 +111,15 @@ class TrainPlan:
         if not 0 <= self.floor <= 1:
             raise ConfigError(f"floor {self.floor} must lie in [0, 1]: it is a share of lr")
         if self.threads is not None and self.threads > THREADS:
-            raise ConfigError(f"threads {self.threads} must be {THREADS} at most: more than there are processors only slow it down")
+            raise ConfigError(
+                f"threads {self.threads} must be {THREADS} at most: more than there are processors only slow it down"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"seed {self.seed} must lie between 0 and {MAX_SEED}")
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError(f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them")
+            raise ConfigError(
+                f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +139,15 @@ class GeneratePlan:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} must be above 0, and 1 at most: 1 keeps every token")
         if not -20 <= self.length_penalty <= 20:
-            raise ConfigError(f"length_penalty {self.length_penalty} must lie in [-20, 20]: it is an exponent, 1 takes the mean")
+            raise ConfigError(
+                f"length_penalty {self.length_penalty} must lie in [-20, 20]: it is an exponent, 1 takes the mean"
+            )
 
 
 def check_metric(metric: Measure | None, task: Task) -> None:
     """Can the task be judged by this?"""
     allowed = METRICS.get(task, ("loss",))
     if metric is not None and metric not in allowed:
-        raise ConfigError(f"train.metric {metric} is not measured for task {task}: choose {' or '.join(allowed)}, or leave it out")
+        raise ConfigError(
+            f"train.metric {metric} is not measured for task {task}: choose {' or '.join(allowed)}, or leave it out"
+        )

@@ -67,7 +67,9 @@ class Precision:
         """What scales losses and unscales gradients, from where `state` stands; where nothing needs it, it hands them through."""
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.scaled)
         if self.scaled and state is not None and state.scale is not None:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": state.scale, "_growth_tracker": state.scale_age})
+            scaler.load_state_dict(
+                {**scaler.state_dict(), "scale": state.scale, "_growth_tracker": state.scale_age}
+            )
         return scaler
 
 
@@ -84,9 +86,16 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
     peak = next((peak for part, peak in PEAKS.items() if part in name), None)
     has_bfloat16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted != "float16" and has_bfloat16:
-        return Precision(device, torch.bfloat16, f"products in bfloat16, weights in float32, on {name or kind}", peak)
+        return Precision(
+            device, torch.bfloat16, f"products in bfloat16, weights in float32, on {name or kind}", peak
+        )
     why = "" if has_bfloat16 else ", which has no bfloat16"
-    return Precision(device, torch.float16, f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}", peak)
+    return Precision(
+        device,
+        torch.float16,
+        f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}",
+        peak,
+    )
 
 
 @functools.cache

@@ -23,7 +23,13 @@ from clearhead.tokens.plan import TokensPlan
 from clearhead.train.plan import GeneratePlan, TrainPlan
 from clearhead.typed import check_type, from_plain, hints_of, plain, shaped
 
-SECTIONS = {"data": DataPlan, "tokens": TokensPlan, "model": ModelConfig, "train": TrainPlan, "generate": GeneratePlan}
+SECTIONS = {
+    "data": DataPlan,
+    "tokens": TokensPlan,
+    "model": ModelConfig,
+    "train": TrainPlan,
+    "generate": GeneratePlan,
+}
 BASE = "base"  # the one key of [model] that is no field of the config
 # Settings that take another key's place: of two that say the same thing, the last one counts.
 REPLACES = {"train.steps": "epochs", "train.epochs": "steps", "data.batch_size": "batch_tokens"}
@@ -43,7 +49,9 @@ class Recipe:
         hints = {BASE: str, **hints_of(ModelConfig)}
         for name, value in self.model.items():
             if name not in hints:
-                raise ConfigError(f'unknown [model] key "{name}"{nearest(name, hints)}: [model] has {", ".join(hints)}')
+                raise ConfigError(
+                    f'unknown [model] key "{name}"{nearest(name, hints)}: [model] has {", ".join(hints)}'
+                )
             check_type(f"[model] {name}", shaped(value, hints[name]), hints[name])
 
     @classmethod
@@ -52,7 +60,9 @@ class Recipe:
         _check_sections(tables)
         made: dict[str, Any] = {}
         for section, values in tables.items():
-            made[section] = dict(values) if section == "model" else from_plain(SECTIONS[section], values, f"[{section}]")
+            made[section] = (
+                dict(values) if section == "model" else from_plain(SECTIONS[section], values, f"[{section}]")
+            )
         return cls(**made)
 
     def to_toml(self) -> str:
@@ -62,7 +72,9 @@ class Recipe:
     def replace(self, section: str, **values: Any) -> Recipe:
         """A copy with some keys of one section changed."""
         old = getattr(self, section)
-        changed: dict[str, Any] = {section: {**old, **values} if section == "model" else dataclasses.replace(old, **values)}
+        changed: dict[str, Any] = {
+            section: {**old, **values} if section == "model" else dataclasses.replace(old, **values)
+        }
         return dataclasses.replace(self, **changed)
 
 
@@ -80,8 +92,13 @@ def read_recipe(name: str | Path | None, settings: Iterable[str] = ()) -> Recipe
 def recipe_names() -> dict[str, str]:
     """The recipes that come with clearhead, each with its first line."""
     folder = resources.files("clearhead") / "recipes"
-    found = sorted((path for path in folder.iterdir() if path.name.endswith(".toml")), key=lambda path: path.name)
-    return {path.name.removesuffix(".toml"): path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in found}
+    found = sorted(
+        (path for path in folder.iterdir() if path.name.endswith(".toml")), key=lambda path: path.name
+    )
+    return {
+        path.name.removesuffix(".toml"): path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        for path in found
+    }
 
 
 def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
@@ -95,9 +112,13 @@ def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
     elif str(name) in known:
         text = (resources.files("clearhead") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
     elif path.suffix == ".toml":
-        raise InputError(f"there is no recipe {path}: name a .toml file that exists, or one of {', '.join(known)}")
+        raise InputError(
+            f"there is no recipe {path}: name a .toml file that exists, or one of {', '.join(known)}"
+        )
     else:
-        raise InputError(f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file, or one of {", ".join(known)}')
+        raise InputError(
+            f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file, or one of {", ".join(known)}'
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -107,9 +128,13 @@ def _tables(name: str | Path) -> dict[str, dict[str, Any]]:
 def _check_sections(tables: Mapping[str, Any]) -> None:
     for section, values in tables.items():
         if section not in SECTIONS:
-            raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
+            raise ConfigError(
+                f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}'
+            )
         if not isinstance(values, Mapping):
-            raise ConfigError(f'"{section}" is a section, not a value: write [{section}] and its keys below it')
+            raise ConfigError(
+                f'"{section}" is a section, not a value: write [{section}] and its keys below it'
+            )
 
 
 def _setting(text: str) -> tuple[str, str, Any]:
@@ -117,9 +142,13 @@ def _setting(text: str) -> tuple[str, str, Any]:
     place, equals, value = text.partition("=")
     section, dot, key = place.strip().partition(".")
     if not (equals and dot and section and key):
-        raise InputError(f'setting "{text}" is not understood: write section.key=value, such as train.steps=2000')
+        raise InputError(
+            f'setting "{text}" is not understood: write section.key=value, such as train.steps=2000'
+        )
     if section not in SECTIONS:
-        raise ConfigError(f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}')
+        raise ConfigError(
+            f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}'
+        )
     hint = str if (section, key) == ("model", BASE) else hints_of(SECTIONS[section]).get(key)
     several = any(get_origin(choice) is tuple for choice in (hint, *get_args(hint)))
     parsed = _parsed(value, several)
@@ -165,7 +194,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else {"\\": "\\\\", '"': '\\"'}.get(c, c) for c in value)
+        escaped = "".join(
+            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else {"\\": "\\\\", '"': '\\"'}.get(c, c)
+            for c in value
+        )
         return f'"{escaped}"'
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"

@@ -82,13 +82,17 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
             f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, or add --overwrite or another --out"
         )
     if not overwrite:
-        raise CheckpointError(f"{folder} holds a run that never began: add --overwrite, or name another --out")
+        raise CheckpointError(
+            f"{folder} holds a run that never began: add --overwrite, or name another --out"
+        )
     inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
     if inside is not None:
         raise InputError(f"{inside} lies in {folder}, which would be overwritten: name another --out")
     stranger = _stranger(folder)
     if stranger is not None:
-        raise CheckpointError(f"{stranger} is no part of a run, and would be lost: move it away, or name another --out")
+        raise CheckpointError(
+            f"{stranger} is no part of a run, and would be lost: move it away, or name another --out"
+        )
 
 
 def _stranger(folder: Path) -> Path | None:

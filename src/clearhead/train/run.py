@@ -49,7 +49,12 @@ from clearhead.train.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newe
 from clearhead.train.validate import validate
 from clearhead.typed import plain
 
-METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # of other tasks: the loss
+METRIC = {
+    "classify": "accuracy",
+    "image": "accuracy",
+    "tag": "span_f1",
+    "answer": "exact",
+}  # of other tasks: the loss
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ def train(
     """
     if resume is not None:
         if data or recipe is not None or list(settings) or out is not None or overwrite:
-            raise InputError("resume goes on with the run's own recipe and folder: leave data, recipe, settings, out and overwrite out")
+            raise InputError(
+                "resume goes on with the run's own recipe and folder: leave data, recipe, settings, out and overwrite out"
+            )
         return _resume(Path(resume), on_event, stop)
     paths = [data] if isinstance(data, str | Path) else list(data)
     plan = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, settings)
@@ -101,21 +108,33 @@ def train(
         return _begin(plan, folder, on_event, stop, keep)
 
 
-def _begin(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None] = lambda: None) -> Trained:
+def _begin(
+    recipe: Recipe,
+    folder: Path,
+    on_event: OnEvent,
+    stop: Callable[[], bool],
+    keep: Callable[[], None] = lambda: None,
+) -> Trained:
     """The first stage where there are two, then the run itself; `keep` is called when there is a checkpoint."""
     write_text(folder / RECIPE, recipe.to_toml())
     if recipe.train.pretrain:
         first = _pretrained(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
             return dataclasses.replace(first, folder=folder)
-        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("train", pretrain=0).replace("tokens", kind=None)
+        recipe = (
+            recipe.replace("model", base=str(first.folder.absolute()))
+            .replace("train", pretrain=0)
+            .replace("tokens", kind=None)
+        )
     run = _prepare(recipe, folder, on_event)
     save(run)
     keep()
     return _finish(run, on_event, stop)
 
 
-def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None]) -> Trained:
+def _pretrained(
+    recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None]
+) -> Trained:
     """Masked language modelling on the same texts, in a folder of its own, begun or gone on with."""
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
@@ -125,10 +144,23 @@ def _pretrained(recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[
     check_metric(recipe.train.metric, task)
     whole: dict[str, Any] = {"lora": 0, "freeze": (), "layer_decay": 1.0}  # nothing to hold on to yet
     plan = dataclasses.replace(
-        recipe.train, steps=recipe.train.pretrain, epochs=None, pretrain=0, metric=None, patience=None, average=0, **whole
+        recipe.train,
+        steps=recipe.train.pretrain,
+        epochs=None,
+        pretrain=0,
+        metric=None,
+        patience=None,
+        average=0,
+        **whole,
     )
     on_event(Said(f"first {recipe.train.pretrain:,} steps of guessing masked words"))
-    return _begin(dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan), folder, on_event, stop, keep)
+    return _begin(
+        dataclasses.replace(recipe.replace("data", task="mlm", texts_only=True), train=plan),
+        folder,
+        on_event,
+        stop,
+        keep,
+    )
 
 
 def _name(plan: DataPlan) -> str:
@@ -148,10 +180,16 @@ def _located(recipe: Recipe) -> Recipe:
         begins = path not in CORPORA and any(glob.iglob(f"{path}*"))  # `train` for train.en and train.de
         return str(Path(path).absolute()) if begins else located(path)
 
-    recipe = recipe.replace("data", paths=tuple(map(data, recipe.data.paths)), validation=tuple(map(data, recipe.data.validation)))
+    recipe = recipe.replace(
+        "data", paths=tuple(map(data, recipe.data.paths)), validation=tuple(map(data, recipe.data.validation))
+    )
     if recipe.tokens.model is not None:
         recipe = recipe.replace("tokens", model=located(recipe.tokens.model))
-    return recipe if recipe.model.get(BASE) is None else recipe.replace("model", base=located(recipe.model[BASE]))
+    return (
+        recipe
+        if recipe.model.get(BASE) is None
+        else recipe.replace("model", base=located(recipe.model[BASE]))
+    )
 
 
 # Preparing ------------------------------------------------------------------------------------------------------------
@@ -196,7 +234,9 @@ def _without_effect(recipe: Recipe, task: Task, loaded: Loaded, base: Loaded | N
         yield f"tokens are those of {base.folder}: tokens.kind {recipe.tokens.kind} has no effect"
 
 
-def _tokens(recipe: Recipe, task: Task, corpus: Corpus, base: Loaded | None, on_event: OnEvent) -> tuple[Tokenizer | None, dict[str, int]]:
+def _tokens(
+    recipe: Recipe, task: Task, corpus: Corpus, base: Loaded | None, on_event: OnEvent
+) -> tuple[Tokenizer | None, dict[str, int]]:
     """The tokenizer: the base model's, another directory's, or one trained on this data."""
     plan = recipe.tokens
     if task == "image":
@@ -250,19 +290,25 @@ def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, Task]:
         return corpus, task_of(plan, corpus)
     corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
     if not isinstance(corpus.train, Images) and corpus.shape != "text":
-        train, validation = ([Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation))
+        train, validation = (
+            [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
+        )
         corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
     return corpus, plan.task or task_of(plan, corpus)
 
 
-def _batches(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder: Path, on_event: OnEvent) -> tuple[Batches, Batches]:
+def _batches(
+    recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder: Path, on_event: OnEvent
+) -> tuple[Batches, Batches]:
     """Encoded examples, kept beside the run, and the batches made of them."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
     made = []
     sides: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for side in sides:
-        encoded = encode_corpus(corpus, side, task, loaded.tokenizer, loaded.labels, cache, special=loaded.special)
+        encoded = encode_corpus(
+            corpus, side, task, loaded.tokenizer, loaded.labels, cache, special=loaded.special
+        )
         encoded, special = begun(encoded, task, loaded)
         batches = make_batches(
             encoded,
@@ -277,7 +323,9 @@ def _batches(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, folder:
             on_event(Said(f"{side}: {line}"))
         made.append(batches)
         if task == "image" and side == "train":
-            loaded.images = processor(encoded.arrays["mean"].tolist(), encoded.arrays["std"].tolist(), loaded.config)
+            loaded.images = processor(
+                encoded.arrays["mean"].tolist(), encoded.arrays["std"].tolist(), loaded.config
+            )
     train, validation = made
     if train.waste:
         count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
@@ -301,25 +349,50 @@ def processor(mean: list[float], deviation: list[float], config: ModelConfig) ->
     }
 
 
-def _settle(recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches, precision: str) -> Recipe:
+def _settle(
+    recipe: Recipe, task: Task, corpus: Corpus, loaded: Loaded, train: Batches, precision: str
+) -> Recipe:
     """The recipe with nothing left to choose: this is what `train.toml` says and what a resumed run reads."""
     plan = recipe.train
-    batches = train.n_rows / train.rows if isinstance(train, EvenRows) else train.per_epoch  # of even rows the last runs into the next pass
+    batches = (
+        train.n_rows / train.rows if isinstance(train, EvenRows) else train.per_epoch
+    )  # of even rows the last runs into the next pass
     in_pass = batches / plan.accumulate
-    steps = plan.steps or (max(1, round(plan.epochs * in_pass)) if plan.epochs is not None else min(5000, max(1000, round(10 * in_pass))))
+    steps = plan.steps or (
+        max(1, round(plan.epochs * in_pass))
+        if plan.epochs is not None
+        else min(5000, max(1000, round(10 * in_pass)))
+    )
     every = plan.validate_every or max(1, steps // 20)
     metric = plan.metric or METRIC.get(task, "loss")
-    if task == "tag" and plan.metric is None and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels):
+    if (
+        task == "tag"
+        and plan.metric is None
+        and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels)
+    ):
         metric = "accuracy"
-    warmup = plan.warmup if plan.warmup is not None else 4000 if plan.schedule == "original" else max(1, steps // 20)
+    warmup = (
+        plan.warmup
+        if plan.warmup is not None
+        else 4000
+        if plan.schedule == "original"
+        else max(1, steps // 20)
+    )
     if warmup >= steps and plan.schedule != "original":
         warmup = max(1, steps // 10)  # with none, a single step would already have the last rate
-    changed = {"steps": steps, "epochs": None, "validate_every": every, "save_every": plan.save_every or every}
+    changed = {
+        "steps": steps,
+        "epochs": None,
+        "validate_every": every,
+        "save_every": plan.save_every or every,
+    }
     recipe = recipe.replace("train", **changed, metric=metric, warmup=warmup, precision=precision)
     if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
         return recipe  # the directory says what else the model is
     fields = {entry.name: getattr(loaded.config, entry.name) for entry in dataclasses.fields(loaded.config)}
-    return recipe.replace("model", **{name: plain(value) for name, value in fields.items() if value is not None})
+    return recipe.replace(
+        "model", **{name: plain(value) for name, value in fields.items() if value is not None}
+    )
 
 
 def _assemble(
@@ -342,14 +415,20 @@ def _assemble(
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
         add_lora(
-            loaded.model, plan.lora, plan.lora_alpha, plan.lora_targets, () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
+            loaded.model,
+            plan.lora,
+            plan.lora_alpha,
+            plan.lora_targets,
+            () if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
     loaded.model.to(device)
     optimizer = make_optimizer(loaded.model, plan, device)
     join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
+    per_token = (
+        cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
+    )
     run = Run(
         folder=folder,
         task=task,
@@ -383,7 +462,11 @@ def _compiled(run: Run, on_event: OnEvent) -> bool:
         raise
     except Exception as error:
         run.model._compiled_call_impl = None
-        on_event(Said(f"not compiled, and slower for it: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"))
+        on_event(
+            Said(
+                f"not compiled, and slower for it: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            )
+        )
         return False
     finally:
         run.model.zero_grad(set_to_none=True)
@@ -394,7 +477,9 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
     """Go on where the last checkpoint stands."""
     found = newest(folder)
     if not (folder / RECIPE).is_file() or not resumable(folder):
-        raise CheckpointError(f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint")
+        raise CheckpointError(
+            f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint"
+        )
     if found is None:
         return _begin(read_recipe(folder / RECIPE), folder, on_event, stop)
     for debris in (folder / CHECKPOINTS).glob(".step-*"):
@@ -403,7 +488,9 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
     corpus, task = open_examples(recipe.data)
     fingerprint = folder / CACHE / "fingerprint"
     if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
-        raise TrainingError(f"the data of {folder} has changed since the run began: put the old files back, or begin a new run")
+        raise TrainingError(
+            f"the data of {folder} has changed since the run began: put the old files back, or begin a new run"
+        )
     device = best_device(recipe.train.device)
     loaded = load(found, dtype=torch.float32)
     train, validation = _batches(recipe, task, corpus, loaded, folder, lambda event: None)
@@ -416,7 +503,9 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
                 parameter.copy_(tensors[f"weights/{name}"])
     restore_optimizer(run.optimizer, run.model, tensors)
     if run.ema is not None:
-        run.ema.restore({name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")})
+        run.ema.restore(
+            {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
+        )
     on_event(Said(f"going on from step {run.state.step}"))
     return _finish(run, on_event, stop)
 
@@ -429,11 +518,15 @@ def _check_unchanged(run: Run, tensors: Mapping[str, torch.Tensor]) -> None:
     kept = {name.rpartition("/")[2] for name in tensors if name.startswith("optimizer/")}
     if kept and ("exp_avg" in kept) != isinstance(run.optimizer, torch.optim.AdamW):
         changed = "optimizer"
-    weights = {name: tensors.get(f"weights/{name}", parameter) for name, parameter in run.model.named_parameters()}
+    weights = {
+        name: tensors.get(f"weights/{name}", parameter) for name, parameter in run.model.named_parameters()
+    }
     if any(weights[name].shape != parameter.shape for name, parameter in run.model.named_parameters()):
         changed = "lora"
     if changed is not None:
-        raise CheckpointError(f"train.{changed} is another than when {run.folder} began: put it back in {RECIPE}, or begin a new run")
+        raise CheckpointError(
+            f"train.{changed} is another than when {run.folder} began: put it back in {RECIPE}, or begin a new run"
+        )
 
 
 # Finishing ------------------------------------------------------------------------------------------------------------
@@ -450,7 +543,17 @@ def _finish(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
 
         parameters = list(run.model.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        tell(Started(run.folder, run.task, sum(p.numel() for p in parameters), trainable, run.steps, state.step, str(run.device)))
+        tell(
+            Started(
+                run.folder,
+                run.task,
+                sum(p.numel() for p in parameters),
+                trainable,
+                run.steps,
+                state.step,
+                str(run.device),
+            )
+        )
         reason = learn(run, tell, stop)
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped":

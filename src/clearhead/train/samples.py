@@ -15,7 +15,9 @@ from clearhead.train.plan import GeneratePlan
 PROMPT = 32  # characters of the validation text that a language model goes on from
 
 
-def sampler(task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: int) -> Callable[[Loaded], tuple[str, ...]]:
+def sampler(
+    task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
+) -> Callable[[Loaded], tuple[str, ...]]:
     """A function from a model to what it says of a few validation examples, the same ones each time."""
     if not count:
         return lambda loaded: ()
@@ -42,7 +44,9 @@ def _sample(loaded: Loaded, task: Task, row: Any, plan: GeneratePlan, seed: int)
             prompt = text.strip()[:PROMPT].rsplit(" ", 1)[0]
             ids = loaded.encode([prompt], max(1, loaded.max_length // 2))[0]
             room = max(1, loaded.max_length - len(ids))
-            made: Any = loaded.generate(ids, min(plan.max_new_tokens, room), seed=seed, temperature=plan.temperature, top_p=plan.top_p)
+            made: Any = loaded.generate(
+                ids, min(plan.max_new_tokens, room), seed=seed, temperature=plan.temperature, top_p=plan.top_p
+            )
             return f"{loaded.text_tokenizer.decode(ids)}|{made.text}"
         case Pair(source, target):
             ids = loaded.encode([source], loaded.max_length)[0]
@@ -76,5 +80,6 @@ def _images(loaded: Loaded, images: Images, count: int) -> tuple[str, ...]:
     said: Any = loaded.classify(list(images.pixels[:count]))
     pairs = zip(said, images.labels[:count].tolist())
     return tuple(
-        f"image {place} -> {one.label} {one.probability:.0%}  ({loaded.labels[label]})" for place, (one, label) in enumerate(pairs)
+        f"image {place} -> {one.label} {one.probability:.0%}  ({loaded.labels[label]})"
+        for place, (one, label) in enumerate(pairs)
     )

@@ -38,6 +38,10 @@ def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
     if step < warmup:
         return plan.lr * max(step, 0) / warmup
     begin = max(warmup, steps - round(plan.decay * steps)) if plan.schedule == "wsd" else warmup
-    progress = min(max(step - begin, 0) / max(steps - begin, 1), 1.0)  # 0 where the fall begins, 1 at the last step
-    height = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}.get(plan.schedule, 1 - progress)
+    progress = min(
+        max(step - begin, 0) / max(steps - begin, 1), 1.0
+    )  # 0 where the fall begins, 1 at the last step
+    height = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}.get(
+        plan.schedule, 1 - progress
+    )
     return plan.lr * (plan.floor + (1 - plan.floor) * height)

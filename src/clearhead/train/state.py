@@ -63,7 +63,9 @@ def save_checkpoint(folder: Path, usable: Loaded, tensors: Mapping[str, Tensor],
         for path in (work / "model").iterdir():
             os.replace(path, work / path.name)
         (work / "model").rmdir()
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, work / TENSORS)
+        save_file(
+            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, work / TENSORS
+        )
         (work / COUNTERS).write_text(json.dumps(asdict(state), indent=1))
     point(folder, LAST, state.step)
     return target
@@ -131,7 +133,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
+) -> None:
     """The inverse of `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
@@ -139,7 +143,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
             continue
         _, owner, key = name.split("/")
         if owner not in parameters:
-            raise CheckpointError(f"the checkpoint has optimizer state for {owner}, which the model has not: the recipe was changed")
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {owner}, which the model has not: the recipe was changed"
+            )
         parameter = parameters[owner]
         alone = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
         optimizer.state[parameter][key] = tensor.clone() if alone else tensor.clone().to(parameter.device)

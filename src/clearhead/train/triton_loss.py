@@ -22,7 +22,18 @@ MOST = 4096  # scores of a row that are held at once
 
 
 @triton.jit
-def _loss_kernel(scores, targets, losses, norms, V, stride, smoothing, SMOOTH: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr):
+def _loss_kernel(
+    scores,
+    targets,
+    losses,
+    norms,
+    V,
+    stride,
+    smoothing,
+    SMOOTH: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
     span = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
@@ -46,7 +57,9 @@ def _loss_kernel(scores, targets, losses, norms, V, stride, smoothing, SMOOTH: t
 
 
 @triton.jit
-def _gradient_kernel(scores, targets, norms, upstream, V, stride, smoothing, LANES: tl.constexpr, LANE: tl.constexpr):
+def _gradient_kernel(
+    scores, targets, norms, upstream, V, stride, smoothing, LANES: tl.constexpr, LANE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
     span = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
@@ -70,7 +83,9 @@ class CrossEntropy(torch.autograd.Function):
         N, V = scores.shape
         losses, norms = torch.empty(2, N, dtype=torch.float32, device=scores.device)
         if N:
-            _loss_kernel[(N,)](scores, targets, losses, norms, V, scores.stride(0), smoothing, smoothing > 0, **_tile(V))
+            _loss_kernel[(N,)](
+                scores, targets, losses, norms, V, scores.stride(0), smoothing, smoothing > 0, **_tile(V)
+            )
         ctx.save_for_backward(scores, targets, norms)
         ctx.smoothing, ctx.spent = smoothing, False
         return losses.sum()
@@ -85,7 +100,9 @@ class CrossEntropy(torch.autograd.Function):
         scores, targets, norms = ctx.saved_tensors
         N, V = scores.shape
         if N:
-            _gradient_kernel[(N,)](scores, targets, norms, upstream, V, scores.stride(0), ctx.smoothing, **_tile(V))
+            _gradient_kernel[(N,)](
+                scores, targets, norms, upstream, V, scores.stride(0), ctx.smoothing, **_tile(V)
+            )
         return scores.detach(), None, None
 
 

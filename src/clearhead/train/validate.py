@@ -45,7 +45,9 @@ class Examined:
 
 
 @torch.no_grad()
-def examine(model: Transformer, batches: Batches, device: torch.device, precision: Precision | None = None) -> Iterator[Examined]:
+def examine(
+    model: Transformer, batches: Batches, device: torch.device, precision: Precision | None = None
+) -> Iterator[Examined]:
     """Every batch of one epoch, judged."""
     for batch in batches.all():
         batch = batch.to(device)
@@ -55,7 +57,9 @@ def examine(model: Transformer, batches: Batches, device: torch.device, precisio
             meant: list[list[int]] = []
             if isinstance(model.head, LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
-                losses = vocabulary_losses(model.head, hidden, batch.targets, default_chunk(model.config.vocab_size, device))
+                losses = vocabulary_losses(
+                    model.head, hidden, batch.targets, default_chunk(model.config.vocab_size, device)
+                )
             else:
                 logits = model(**arguments).logits
                 losses = torch.stack([_loss(logits[row : row + 1], batch, row) for row in range(len(batch))])
@@ -63,12 +67,19 @@ def examine(model: Transformer, batches: Batches, device: torch.device, precisio
         asked = batch.targets.reshape(len(batch), -1) != IGNORE
         counts = asked[:, 0] if batch.is_span else asked.sum(1)
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
-        yield Examined(numbers.numpy(), losses.cpu().double().numpy(), counts.cpu().double().numpy(), said, meant)
+        yield Examined(
+            numbers.numpy(), losses.cpu().double().numpy(), counts.cpu().double().numpy(), said, meant
+        )
 
 
 @torch.no_grad()
 def validate(
-    loaded: Loaded, task: Task, batches: Batches, precision: Precision, device: torch.device, metric: str = "loss"
+    loaded: Loaded,
+    task: Task,
+    batches: Batches,
+    precision: Precision,
+    device: torch.device,
+    metric: str = "loss",
 ) -> dict[str, float]:
     """The mean loss over all targets, what follows from it, and the metrics of the task."""
     total, count = 0.0, 0.0
@@ -99,7 +110,9 @@ def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk
     """Cross-entropy over the vocabulary, summed over each row: [B, T, D] and targets [B, T] -> [B]; `chunk` positions at a time."""
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     asked = (flat != IGNORE).nonzero()[:, 0]
-    found = torch.zeros(flat.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    found = torch.zeros(
+        flat.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
+    )
     for start in range(0, len(asked), chunk):
         some = asked[start : start + chunk]
         found[some] = nnf.cross_entropy(wide(head(rows[some], None)), flat[some], reduction="none")
@@ -124,10 +137,14 @@ def answers(logits: Tensor, batch: Batch) -> tuple[list[list[int]], list[list[in
         return scores.argmax(1).tolist(), targets.tolist()
     asked = targets != IGNORE
     said = logits.argmax(-1)
-    return [row[where].tolist() for row, where in zip(said, asked)], [row[where].tolist() for row, where in zip(targets, asked)]
+    return [row[where].tolist() for row, where in zip(said, asked)], [
+        row[where].tolist() for row, where in zip(targets, asked)
+    ]
 
 
-def judged(task: Task, predicted: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, float]:
+def judged(
+    task: Task, predicted: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], labels: Sequence[str]
+) -> dict[str, float]:
     """The metrics of a task whose answers are classes or places."""
     if task == "answer":
         return {"exact": metrics.accuracy([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
@@ -146,11 +163,17 @@ def written(loaded: Loaded, batches: Batches) -> tuple[list[str], list[str]]:
     references: list[str] = []
     for batch in batches.all():
         assert batch.source is not None
-        real = torch.ones_like(batch.source, dtype=torch.bool) if batch.source_mask is None else batch.source_mask
+        real = (
+            torch.ones_like(batch.source, dtype=torch.bool)
+            if batch.source_mask is None
+            else batch.source_mask
+        )
         sources = [row[where].tolist() for row, where in zip(batch.source, real)]
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
         longest = max(map(len, targets))
-        made: Any = loaded.generate(sources, max_new_tokens=min(longest * 2 + 10, loaded.config.max_positions - 1))
+        made: Any = loaded.generate(
+            sources, max_new_tokens=min(longest * 2 + 10, loaded.config.max_positions - 1)
+        )
         outputs += [one.text or "" for one in made]
         references += loaded.tokenizer.decode_batch(targets)
     return outputs, references

@@ -51,7 +51,9 @@ def check(
     model = m.model if isinstance(m, Loaded) else m
     dtype = next(model.parameters()).dtype
     if dtype not in TOLERANCE:
-        raise InputError(f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}")
+        raise InputError(
+            f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}"
+        )
     count = sum(weight.numel() for weight in model.parameters())
     done = []
     with torch.no_grad(), evaluating(model):

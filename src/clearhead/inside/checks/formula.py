@@ -36,7 +36,12 @@ def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     """The model itself, its lively and its quiet copy."""
     model, narrow = inputs.model, TOLERANCE[torch.float32]
     own = inputs.fewer()
-    yield Row("model = formula", "logits with those of a plain loop in float64 over the same weights", lambda: _own(own), tolerance)
+    yield Row(
+        "model = formula",
+        "logits with those of a plain loop in float64 over the same weights",
+        lambda: _own(own),
+        tolerance,
+    )
     lively_inputs = remembered(lambda: Inputs(lively(model), own.rows, own.length))
 
     def quiet_inputs() -> Inputs:
@@ -47,16 +52,28 @@ def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     yield Row("model = formula (lively)", what, lambda: _lively(lively_inputs(), said()), narrow, copies=True)
     what = "the same where everything is as small as norm_eps"
     yield Row(
-        "model = formula (quiet)", what, lambda: _quiet(Inputs(quiet(lively_inputs().model), own.rows, own.length)), narrow, copies=True
+        "model = formula (quiet)",
+        what,
+        lambda: _quiet(Inputs(quiet(lively_inputs().model), own.rows, own.length)),
+        narrow,
+        copies=True,
     )
     if caches(inputs):
         what = "the same through each form of cache, in pieces of 1, 3 and 2 tokens"
-        yield Row("cached = formula (lively)", what, lambda: _through_caches(lively_inputs(), said()), narrow, copies=True)
+        yield Row(
+            "cached = formula (lively)",
+            what,
+            lambda: _through_caches(lively_inputs(), said()),
+            narrow,
+            copies=True,
+        )
 
 
 def _said(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
     """What the formula says."""
-    return plainly(inputs.model.config, inputs.model.state_dict(), **(given or inputs.given()), loudness=loudness)
+    return plainly(
+        inputs.model.config, inputs.model.state_dict(), **(given or inputs.given()), loudness=loudness
+    )
 
 
 def _own(inputs: Inputs) -> float:
@@ -82,7 +99,10 @@ def _lively(inputs: Inputs, said: Tensor) -> float:
 
 def _through_caches(inputs: Inputs, said: Tensor) -> float:
     model, rows, length = inputs.model, inputs.rows, inputs.length
-    return max(gap(through(inputs, form(model, rows, length), [1, 3, 2]), said) for form in cache_forms(model).values())
+    return max(
+        gap(through(inputs, form(model, rows, length), [1, 3, 2]), said)
+        for form in cache_forms(model).values()
+    )
 
 
 def _quiet(inputs: Inputs) -> float:
@@ -90,7 +110,9 @@ def _quiet(inputs: Inputs) -> float:
     model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    changes: dict[str, Callable[[Tensor], Tensor]] = {f"{stack.plan.prefix}embedding": lambda x: x * loud for stack in stacks}
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        f"{stack.plan.prefix}embedding": lambda x: x * loud for stack in stacks
+    }
     with edit(model, changes):
         return gap(inputs.run(), _said(inputs, loud), least=0.0)
 
@@ -137,9 +159,15 @@ def quiet(lively: Transformer) -> Transformer:
     small = math.sqrt(config.norm_eps)
     answers: tuple[str, ...] = ()
     if config.norm_position in ("pre", "sandwich"):
-        answers = ("out.weight", "down.weight", *(("q.weight", "k.weight") if config.qk_norm != "none" else ()))
+        answers = (
+            "out.weight",
+            "down.weight",
+            *(("q.weight", "k.weight") if config.qk_norm != "none" else ()),
+        )
     for name, weight in made.named_parameters():
-        after_a_norm = (".blocks." in name and name.endswith(answers)) or (name == "head.transform.weight" and config.final_norm)
+        after_a_norm = (".blocks." in name and name.endswith(answers)) or (
+            name == "head.transform.weight" and config.final_norm
+        )
         into_stream = ".inside." in name or ".after." in name or ".embedding.norm." in name
         if into_stream and name.endswith("weight") and config.norm_unit_offset:
             weight.copy_((1 + weight) * small - 1)

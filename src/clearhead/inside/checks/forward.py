@@ -36,15 +36,34 @@ def forward_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     """Every row that fits the model."""
     model = inputs.model
     per_token = model.config.head in ("lm", "mlm", "tagger", "span", "none")
-    yield Row("fused = eager", "the fused attention kernel with the formula spelled out", partial(_fused, inputs), tolerance)
-    yield Row("batched = alone", "each row of a batch with the row by itself", partial(_batched, inputs), tolerance)
-    yield Row("repeated = once", "the same input twice: no dropout, nothing random", lambda: gap(inputs.run(), inputs.run()), tolerance)
+    yield Row(
+        "fused = eager",
+        "the fused attention kernel with the formula spelled out",
+        partial(_fused, inputs),
+        tolerance,
+    )
+    yield Row(
+        "batched = alone", "each row of a batch with the row by itself", partial(_batched, inputs), tolerance
+    )
+    yield Row(
+        "repeated = once",
+        "the same input twice: no dropout, nothing random",
+        lambda: gap(inputs.run(), inputs.run()),
+        tolerance,
+    )
     if inputs.sequences:
         for side in ("left", "right", "gaps"):
             what = "real tokens with padding of random content among them"
-            yield Row(f"padded = unpadded ({side})", what, partial(_padded, inputs, side, per_token), tolerance)
+            yield Row(
+                f"padded = unpadded ({side})", what, partial(_padded, inputs, side, per_token), tolerance
+            )
     if model.main.plan.causal and inputs.sequences and inputs.length > 1:
-        yield Row("past = whole", "states of the past when the future is another one", partial(_past, inputs), tolerance)
+        yield Row(
+            "past = whole",
+            "states of the past when the future is another one",
+            partial(_past, inputs),
+            tolerance,
+        )
     if caches(inputs):
         yield from _cache_rows(inputs, tolerance)
     if model.config.head == "lm":
@@ -73,10 +92,17 @@ def _cache_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     for name, form in cache_forms(inputs.model).items():
         for chunk in (1, 3):
             what = f"{chunk} token{'s' * (chunk > 1)} at a time through the cache with one pass over all"
-            yield Row(f"cached = recomputed ({name}, {chunk})", what, partial(_cached, inputs, form, [chunk]), tolerance)
+            yield Row(
+                f"cached = recomputed ({name}, {chunk})",
+                what,
+                partial(_cached, inputs, form, [chunk]),
+                tolerance,
+            )
         if inputs.length > 1:
             what = "rows that changed places in the cache, and went on, with the same rows from the beginning"
-            yield Row(f"cached = recomputed ({name}, reordered)", what, partial(_reordered, inputs, form), tolerance)
+            yield Row(
+                f"cached = recomputed ({name}, reordered)", what, partial(_reordered, inputs, form), tolerance
+            )
     if inputs.length > 1:
         what = "a cache that went back half of the way, and on, with one pass over all"
         yield Row("cached = recomputed (cropped)", what, partial(_cropped, inputs), tolerance)
@@ -90,7 +116,9 @@ def _fused(inputs: Inputs) -> float:
 
 def _batched(inputs: Inputs) -> float:
     together = inputs.run()
-    return max(gap(together[row : row + 1], inputs.run(rows=slice(row, row + 1))) for row in range(inputs.rows))
+    return max(
+        gap(together[row : row + 1], inputs.run(rows=slice(row, row + 1))) for row in range(inputs.rows)
+    )
 
 
 def _fast_copy(inputs: Inputs) -> float:
@@ -127,7 +155,10 @@ def _cached(inputs: Inputs, form: CacheForm, sizes: list[int]) -> float:
 
 
 def _reordered(inputs: Inputs, form: CacheForm) -> float:
-    cut, rows = inputs.length // 2, torch.tensor([inputs.rows - 1, *range(inputs.rows - 1)], device=inputs.device)
+    cut, rows = (
+        inputs.length // 2,
+        torch.tensor([inputs.rows - 1, *range(inputs.rows - 1)], device=inputs.device),
+    )
     cache = form(inputs.model, inputs.rows, inputs.length)
     inputs.model(**inputs.piece(0, cut), cache=cache)
     cache.reorder(rows)
@@ -169,19 +200,27 @@ def _strangers(model: Transformer, config: ModelConfig) -> float:
     """How many names, shapes, shared weights and plans of a model are not what its config says."""
     with torch.device("meta"):
         right = Transformer(config)
-    shapes = [{name: weight.shape for name, weight in some.named_parameters(remove_duplicate=False)} for some in (model, right)]
+    shapes = [
+        {name: weight.shape for name, weight in some.named_parameters(remove_duplicate=False)}
+        for some in (model, right)
+    ]
     wrong = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
     groups: dict[int, set[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(weight), set()).add(name)
     wrong |= {name for group in _disagreeing(list(groups.values()), shared_weights(config)) for name in group}
-    stacks: list[tuple[nn.Module | None, object]] = [(model.encoder, config.encoder), (model.decoder, config.decoder)]
+    stacks: list[tuple[nn.Module | None, object]] = [
+        (model.encoder, config.encoder),
+        (model.decoder, config.decoder),
+    ]
     return float(len(wrong) + sum(stack is not None and stack.plan != plan for stack, plan in stacks))
 
 
 def _disagreeing(found: list[set[str]], said: list[set[str]]) -> list[set[str]]:
     """Sets of more than one name that stand on one side only."""
-    return [group for group in found if len(group) > 1 and group not in said] + [group for group in said if group not in found]
+    return [group for group in found if len(group) > 1 and group not in said] + [
+        group for group in said if group not in found
+    ]
 
 
 def shared_weights(config: ModelConfig) -> list[set[str]]:
@@ -189,6 +228,11 @@ def shared_weights(config: ModelConfig) -> list[set[str]]:
     encoder, decoder = "encoder.embedding.front.tokens.weight", "decoder.embedding.front.tokens.weight"
     main = encoder if config.decoder is None else decoder
     tied = {main, "head.out.weight"} if config.tie_embeddings and config.head in ("lm", "mlm") else set()
-    if config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens" and config.share_embeddings:
+    if (
+        config.encoder is not None
+        and config.decoder is not None
+        and config.encoder.input == "tokens"
+        and config.share_embeddings
+    ):
         return [{encoder, decoder} | tied]
     return [tied] if tied else []

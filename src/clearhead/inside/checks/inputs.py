@@ -28,7 +28,9 @@ class Padded:
 class Inputs:
     """`rows` rows, up to `length` tokens long; seeded. Without these numbers, a few, and fewer for a model that takes its time."""
 
-    def __init__(self, model: Transformer, rows: int | None = None, length: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, model: Transformer, rows: int | None = None, length: int | None = None, seed: int = 0
+    ) -> None:
         slow = sum(weight.numel() for weight in model.parameters()) > SLOW
         rows, length = rows or (2 if slow else 3), length or (8 if slow else 12)
         self.model, self.rows, config = model, rows, model.config
@@ -41,7 +43,11 @@ class Inputs:
         def draw(kind: str, vocab: int, size: int) -> Tensor:
             if kind == "tokens":
                 return torch.randint(vocab, (rows, size), generator=generator).to(self.device)
-            shape = (rows, config.n_channels, *(config.image_size or ())) if kind == "patches" else (rows, size, config.d_input)
+            shape = (
+                (rows, config.n_channels, *(config.image_size or ()))
+                if kind == "patches"
+                else (rows, size, config.d_input)
+            )
             return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
         plan = model.main.plan
@@ -50,14 +56,18 @@ class Inputs:
         self.other = draw(plan.input, plan.vocab_size, self.length)  # for padding and for another future
         self.types: Tensor | None = None
         if config.n_types and plan.input == "tokens":
-            self.types = torch.randint(config.n_types, (rows, self.length), generator=generator).to(self.device)
+            self.types = torch.randint(config.n_types, (rows, self.length), generator=generator).to(
+                self.device
+            )
         self.source: Tensor | None = None
         self.other_source: Tensor | None = None
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
             front = model.encoder.plan
             self.source_kind = front.input
-            self.source, self.other_source = (draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2))
+            self.source, self.other_source = (
+                draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2)
+            )
 
     def fewer(self) -> Inputs:
         """With a row less."""
@@ -107,7 +117,11 @@ class Inputs:
 def _slots(length: int, side: str) -> Tensor:
     """Where real tokens stand among padding: [T]."""
     count = torch.arange(length)
-    return {"left": count + PADDING, "right": count, "gaps": count + (count * PADDING + length - 1) // length}[side]
+    return {
+        "left": count + PADDING,
+        "right": count,
+        "gaps": count + (count * PADDING + length - 1) // length,
+    }[side]
 
 
 def _mask(rows: int, length: int, slots: Tensor) -> Tensor:

@@ -34,9 +34,17 @@ def machine_rows(inputs: Inputs, tolerance: float, compile: bool) -> Iterator[Ro
     """The device against the CPU where the model is not on it, and the compiler where that is asked for."""
     if inputs.device.type != "cpu":
         allowed = max(tolerance, DEVICE_TOLERANCE)
-        yield Row("device = CPU", f"logits on {inputs.device} with those on the CPU", partial(_on_cpu, inputs), allowed, copies=True)
+        yield Row(
+            "device = CPU",
+            f"logits on {inputs.device} with those on the CPU",
+            partial(_on_cpu, inputs),
+            allowed,
+            copies=True,
+        )
     if compile:
-        yield Row("compiled = not", "torch.compile's model with the model", partial(_compiled, inputs), tolerance)
+        yield Row(
+            "compiled = not", "torch.compile's model with the model", partial(_compiled, inputs), tolerance
+        )
 
 
 def _prunable(inputs: Inputs) -> list[Head]:
@@ -46,7 +54,9 @@ def _prunable(inputs: Inputs) -> list[Head]:
         return []
     counts = {(kind, layer): count for kind, layer, count in attentions(config)}
     for unit in units(config):
-        if all(sum((head.kind, head.layer) == place for head in unit) < count for place, count in counts.items()):
+        if all(
+            sum((head.kind, head.layer) == place for head in unit) < count for place, count in counts.items()
+        ):
             return list(unit)
     return []
 

@@ -59,7 +59,9 @@ class PlainInputs:
         y = x / ((x**2).mean(-1, keepdim=True) + config.norm_eps) ** 0.5 * gain
         return y + self.weight(f"{name}.bias") if config.norm_bias else y
 
-    def tokens(self, plan: StackPlan, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int) -> Tokens:
+    def tokens(
+        self, plan: StackPlan, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
+    ) -> Tokens:
         """The tokens that the front makes of one row."""
         config, T = self.config, x.shape[0]
         if plan.input == "patches":
@@ -76,14 +78,27 @@ class PlainInputs:
         both = config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens"
         return f"{'encoder' if both and config.share_embeddings else stack}.embedding.front.tokens.weight"
 
-    def embed(self, stack: str, plan: StackPlan, x: Tensor, tokens: Tokens, mask: Tensor | None, types: Tensor | None) -> Tensor:
+    def embed(
+        self,
+        stack: str,
+        plan: StackPlan,
+        x: Tensor,
+        tokens: Tokens,
+        mask: Tensor | None,
+        types: Tensor | None,
+    ) -> Tensor:
         """What a token is, which segment it is in and where it stands, added up: [T, D]."""
         config, front = self.config, f"{stack}.embedding.front"
         if plan.input == "tokens":
             table = self.weights[self.table(stack)].detach()
             e = table[x.to(table.device)].cpu().double() * config.embedding_scale
             if config.n_types:
-                e = e + self.weight(f"{stack}.embedding.types.weight")[torch.zeros_like(x) if types is None else types]
+                e = (
+                    e
+                    + self.weight(f"{stack}.embedding.types.weight")[
+                        torch.zeros_like(x) if types is None else types
+                    ]
+                )
         elif plan.input == "patches":
             e = self.linear(f"{front}.project", self.patches(x.double()))
             if config.class_token:
@@ -91,11 +106,18 @@ class PlainInputs:
         elif plan.input == "vectors":
             e = self.linear(f"{front}.project", x.double())
         else:
-            silence = torch.ones(x.shape[0], 1, dtype=torch.float64) if mask is None else mask[:, None].double()
+            silence = (
+                torch.ones(x.shape[0], 1, dtype=torch.float64) if mask is None else mask[:, None].double()
+            )
             e = BENDS["gelu"](self.convolve(f"{front}.first", x.double() * silence, 1))
             e = BENDS["gelu"](self.convolve(f"{front}.second", e * silence, config.conv_stride))
         if config.positions == "learned":
-            e = e + self.weight(f"{stack}.positions.table.weight")[[p + config.position_offset for p in tokens.positions]]
+            e = (
+                e
+                + self.weight(f"{stack}.positions.table.weight")[
+                    [p + config.position_offset for p in tokens.positions]
+                ]
+            )
         elif config.positions == "sinusoidal":
             e = e + sinusoids(tokens.positions, plan.d_embedding, config, plan.input == "patches")
         if config.embedding_norm:
@@ -116,4 +138,9 @@ class PlainInputs:
         reach = kernel.shape[2] // 2
         padded = torch.cat([x.new_zeros(reach, x.shape[1]), x, x.new_zeros(reach, x.shape[1])])
         starts = range(0, x.shape[0], stride)
-        return torch.stack([torch.einsum("oik,ki->o", kernel, padded[start : start + kernel.shape[2]]) + bias for start in starts])
+        return torch.stack(
+            [
+                torch.einsum("oik,ki->o", kernel, padded[start : start + kernel.shape[2]]) + bias
+                for start in starts
+            ]
+        )

@@ -53,7 +53,9 @@ def rotated(x: Tensor, positions: list[int], longest: int, config: ModelConfig, 
     speeds, factor = _speeds(R, longest, config, window)
     first = list(range(R // 2)) if config.rope_layout == "half" else list(range(0, R, 2))
     second = [column + (R // 2 if config.rope_layout == "half" else 1) for column in first]
-    angles = torch.tensor([[position * speed for speed in speeds] for position in positions], dtype=torch.float64)
+    angles = torch.tensor(
+        [[position * speed for speed in speeds] for position in positions], dtype=torch.float64
+    )
     cos, sin = angles.cos() * factor, angles.sin() * factor  # T R/2
     turned = x.clone()
     turned[:, first] = x[:, first] * cos - x[:, second] * sin

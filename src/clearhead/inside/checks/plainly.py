@@ -49,7 +49,9 @@ def plainly(
             assert read is not None and source is not None
             behind = plain.tokens(config.encoder, read, of(source_mask), None, _longest(source_mask, None))
             memory = plain.stack("encoder", config.encoder, read, behind, of(source_mask), None, None, None)
-        name, plan = ("decoder", config.decoder) if config.decoder is not None else ("encoder", config.encoder)
+        name, plan = (
+            ("decoder", config.decoder) if config.decoder is not None else ("encoder", config.encoder)
+        )
         assert plan is not None
         tokens = plain.tokens(plan, x, of(mask), where, _longest(mask, positions))
         hidden = plain.stack(name, plan, x, tokens, of(mask), of(types), memory, behind)
@@ -59,7 +61,13 @@ def plainly(
 
 def _longest(mask: Tensor | None, positions: Tensor | None) -> int:
     """Tokens of the longest row; 0: as many as there are."""
-    return int(positions.max()) + 1 if positions is not None else int(mask.sum(1).max()) if mask is not None else 0
+    return (
+        int(positions.max()) + 1
+        if positions is not None
+        else int(mask.sum(1).max())
+        if mask is not None
+        else 0
+    )
 
 
 class Plain(PlainInputs):
@@ -88,25 +96,52 @@ class Plain(PlainInputs):
         return self.norm(f"{stack}.norm", stream) if config.final_norm else stream
 
     def block(
-        self, name: str, stack: str, plan: StackPlan, layer: int, x: Tensor, tokens: Tokens, memory: Tensor | None, behind: Tokens | None
+        self,
+        name: str,
+        stack: str,
+        plan: StackPlan,
+        layer: int,
+        x: Tensor,
+        tokens: Tokens,
+        memory: Tensor | None,
+        behind: Tokens | None,
     ) -> Tensor:
         """One layer: [T, D] -> [T, D]."""
         config = self.config
         heads = f"{plan.prefix}blocks.{layer}"
 
         def attention(read: Tensor) -> Tensor:
-            return self.attention(f"{name}.attention", f"{heads}.attention", stack, plan, layer, read, tokens, read, tokens, False)
+            return self.attention(
+                f"{name}.attention",
+                f"{heads}.attention",
+                stack,
+                plan,
+                layer,
+                read,
+                tokens,
+                read,
+                tokens,
+                False,
+            )
 
         def cross(read: Tensor) -> Tensor:
             assert memory is not None and behind is not None
-            return self.attention(f"{name}.cross", f"{heads}.cross", stack, plan, layer, read, tokens, memory, behind, True)
+            return self.attention(
+                f"{name}.cross", f"{heads}.cross", stack, plan, layer, read, tokens, memory, behind, True
+            )
 
         def feedforward(read: Tensor) -> Tensor:
-            return self.experts(f"{name}.feedforward", read) if config.n_experts else self.feedforward(f"{name}.feedforward", read)
+            return (
+                self.experts(f"{name}.feedforward", read)
+                if config.n_experts
+                else self.feedforward(f"{name}.feedforward", read)
+            )
 
         if config.parallel:
             read = self.norm(f"{name}.attention_residual.before", x)
-            other = read if config.parallel_norms == 1 else self.norm(f"{name}.feedforward_residual.before", x)
+            other = (
+                read if config.parallel_norms == 1 else self.norm(f"{name}.feedforward_residual.before", x)
+            )
             x = x + self.answer(f"{name}.attention_residual", attention(read))
             return x + self.answer(f"{name}.feedforward_residual", feedforward(other))
         x = self.sublayer(f"{name}.attention_residual", x, attention)
@@ -142,7 +177,11 @@ class Plain(PlainInputs):
     ) -> Tensor:
         """Each query [T, D] looks at the keys of `memory` [S, D] that it may see -> [T, D]."""
         config, window = self.config, plan.windows[layer]
-        q, k, v = self.linear(f"{name}.q", x), self.linear(f"{name}.k", memory), self.linear(f"{name}.v", memory)
+        q, k, v = (
+            self.linear(f"{name}.q", x),
+            self.linear(f"{name}.k", memory),
+            self.linear(f"{name}.v", memory),
+        )
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen = self.seen(tokens, keys, plan.causal and not cross, None if cross else window)
@@ -178,28 +217,39 @@ class Plain(PlainInputs):
         """What one head adds to its scores, by distance: [T, S]."""
         if self.config.positions == "alibi":
             steep = slope(head, plan.n_heads)
-            return torch.tensor([[-steep * abs(q - k) for k in keys.positions] for q in queries.positions], dtype=torch.float64)
+            return torch.tensor(
+                [[-steep * abs(q - k) for k in keys.positions] for q in queries.positions],
+                dtype=torch.float64,
+            )
         table = self.weight(f"{stack}.positions.table.weight")
-        rows = [[bucket(k - q, not plan.causal, self.config) for k in keys.positions] for q in queries.positions]
+        rows = [
+            [bucket(k - q, not plan.causal, self.config) for k in keys.positions] for q in queries.positions
+        ]
         return table[torch.tensor(rows), head]
 
     def feedforward(self, name: str, x: Tensor) -> Tensor:
         """Each token by itself: [T, D] -> [T, D]."""
         bend = BENDS[self.config.activation]
         if self.config.gated:
-            return self.linear(f"{name}.down", bend(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x))
+            return self.linear(
+                f"{name}.down", bend(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x)
+            )
         return self.linear(f"{name}.down", bend(self.linear(f"{name}.up", x)))
 
     def experts(self, name: str, x: Tensor) -> Tensor:
         """Each token goes to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
         config, scores, answers = self.config, self.linear(f"{name}.router", x), []
         for token in range(x.shape[0]):
-            chosen = sorted(range(config.n_experts), key=lambda expert: -float(scores[token, expert]))[: config.n_active_experts]
+            chosen = sorted(range(config.n_experts), key=lambda expert: -float(scores[token, expert]))[
+                : config.n_active_experts
+            ]
             among = chosen if config.router_order == "topk_softmax" else list(range(config.n_experts))
             share = scores[token, chosen].exp() / scores[token, among].exp().sum()
             if config.router_order == "softmax_topk" and config.router_renormalise:
                 share = share / share.sum()
-            parts = [self.feedforward(f"{name}.experts.{expert}", x[token : token + 1])[0] for expert in chosen]
+            parts = [
+                self.feedforward(f"{name}.experts.{expert}", x[token : token + 1])[0] for expert in chosen
+            ]
             answers.append(sum((part * weight for part, weight in zip(parts, share)), torch.zeros_like(x[0])))
         return torch.stack(answers)
 
@@ -226,7 +276,11 @@ class Plain(PlainInputs):
             assert config.head_activation is not None
             hidden = self.norm("head.norm", BENDS[config.head_activation](hidden))
         hidden = hidden * config.logit_scale
-        name = self.table("decoder" if config.decoder is not None else "encoder") if config.tie_embeddings else "head.out.weight"
+        name = (
+            self.table("decoder" if config.decoder is not None else "encoder")
+            if config.tie_embeddings
+            else "head.out.weight"
+        )
         rows = torch.split(self.weights[name].detach(), AT_ONCE)
         logits = torch.cat([hidden @ some.cpu().double().T for some in rows], dim=-1)
         if config.head_bias:

@@ -23,12 +23,21 @@ NEW_TOKENS = 50
 def reference_rows(m: Loaded | Transformer) -> Iterator[Row]:
     """Logits, or hidden states where there are none, and greedy tokens."""
     if not isinstance(m, Loaded) or m.folder is None:
-        raise InputError("a comparison with transformers needs the directory: pass what ch.load gave, not a bare model")
+        raise InputError(
+            "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
+        )
     pair = _Pair(m)
     kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
-    yield Row("clearhead = transformers", f"largest difference of a {kind}", pair.difference, REFERENCE_TOLERANCE)
+    yield Row(
+        "clearhead = transformers", f"largest difference of a {kind}", pair.difference, REFERENCE_TOLERANCE
+    )
     if m.config.head == "lm":
-        yield Row("greedy tokens = transformers", f"of {NEW_TOKENS} greedy tokens, how many differ", pair.wrong_tokens, 0.0)
+        yield Row(
+            "greedy tokens = transformers",
+            f"of {NEW_TOKENS} greedy tokens, how many differ",
+            pair.wrong_tokens,
+            0.0,
+        )
 
 
 class _Pair:
@@ -38,12 +47,16 @@ class _Pair:
         try:
             import transformers
         except ImportError:
-            raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
+            raise MissingExtraError(
+                "a comparison with transformers needs it: pip install transformers"
+            ) from None
         assert m.description is not None and m.folder is not None
         names = m.description.theirs.get("architectures") or [None]
         self.kind = getattr(transformers, str(names[0]), None)
         if self.kind is None:
-            raise InputError(f"transformers has no class {names[0]} to compare with: this model is clearhead's own")
+            raise InputError(
+                f"transformers has no class {names[0]} to compare with: this model is clearhead's own"
+            )
         transformers.logging.set_verbosity_error()
         self.folder = m.folder
 
@@ -59,7 +72,11 @@ class _Pair:
     def difference(self) -> float:
         """Absolute, as parity is published."""
         inputs = self.inputs
-        out = inputs.model(inputs.main, source=inputs.source) if inputs.source is not None else inputs.model(inputs.main)
+        out = (
+            inputs.model(inputs.main, source=inputs.source)
+            if inputs.source is not None
+            else inputs.model(inputs.main)
+        )
         if inputs.source is not None:
             theirs = self.theirs(input_ids=inputs.source, decoder_input_ids=inputs.main)
         else:
@@ -75,15 +92,29 @@ class _Pair:
         inputs, model = self.inputs, self.inputs.model
         room = model.config.max_positions - 4 if model.config.positions == "learned" else NEW_TOKENS
         tokens = max(1, min(NEW_TOKENS, room))
-        options = {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": tokens,
+            "do_sample": False,
+            "num_beams": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         if inputs.source is not None:
             begin = inputs.main[:1, :1]
-            options |= {"decoder_start_token_id": int(begin), "forced_bos_token_id": None, "forced_eos_token_id": None}
-            said = self.theirs.generate(input_ids=inputs.source[:1], decoder_input_ids=begin, **options)[:, 1:]
+            options |= {
+                "decoder_start_token_id": int(begin),
+                "forced_bos_token_id": None,
+                "forced_eos_token_id": None,
+            }
+            said = self.theirs.generate(input_ids=inputs.source[:1], decoder_input_ids=begin, **options)[
+                :, 1:
+            ]
             ours = greedy(model, begin, tokens, source=inputs.source[:1])
         else:
             prompt = inputs.main[:1, :4]
-            said = self.theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)[:, 4:]
+            said = self.theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)[
+                :, 4:
+            ]
             ours = greedy(model, prompt, tokens)
         return float((ours[:, : said.shape[1]] != said).sum())
 

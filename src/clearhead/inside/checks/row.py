@@ -35,7 +35,9 @@ class Check:
 
     name: str
     compared: str  # what with what, in words
-    difference: float | None  # the largest, relative to the largest value where that is above 1; None: nothing was compared
+    difference: (
+        float | None
+    )  # the largest, relative to the largest value where that is above 1; None: nothing was compared
     tolerance: float
     seconds: float
     note: str = ""  # why it was left out, or what went wrong
@@ -56,7 +58,12 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no word for a difference that is not finite."""
         finite = self.difference is not None and math.isfinite(self.difference)
-        values = {**asdict(self), "difference": self.difference if finite else None, "verdict": self.verdict, "passed": self.passed}
+        values = {
+            **asdict(self),
+            "difference": self.difference if finite else None,
+            "verdict": self.verdict,
+            "passed": self.passed,
+        }
         del values["skipped"]  # the verdict says it
         return values
 

@@ -25,7 +25,13 @@ from clearhead.train.losses import batch_loss
 from clearhead.train.optim import make_optimizer, set_rate
 from clearhead.train.plan import TrainPlan
 from clearhead.train.schedule import rate
-from clearhead.train.state import State, load_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from clearhead.train.state import (
+    State,
+    load_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
 
 PARTS = (slice(0, 1), slice(1, 2), slice(2, 4))  # of a batch of four rows
 STEPS, STOP = 3, 2  # of the run that is stopped
@@ -34,7 +40,11 @@ STEPS, STOP = 3, 2  # of the run that is stopped
 def training_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
     """Rows for a model that has a loss and reads tokens or images."""
     head = inputs.model.config.head
-    if head in ("embedding", "none") or inputs.kind not in ("tokens", "patches") or inputs.source_kind not in ("", "tokens"):
+    if (
+        head in ("embedding", "none")
+        or inputs.kind not in ("tokens", "patches")
+        or inputs.source_kind not in ("", "tokens")
+    ):
         return
     what = "gradients of a batch with those of its parts, unequally long, added up"
     yield Row("accumulated = whole", what, partial(_accumulated, inputs.model), tolerance, copies=True)
@@ -50,7 +60,9 @@ def _accumulated(model: Transformer) -> float:
         parts = [batch_loss(model, part_of(batch, rows), chunk=2)[0] for rows in PARTS]
         summed = torch.autograd.grad(torch.stack(parts).sum() / count, trained, allow_unused=True)
     largest = max(float(gradient.abs().max()) for gradient in whole if gradient is not None)
-    return max(gap(b / largest, a / largest) for a, b in zip(whole, summed) if a is not None and b is not None)
+    return max(
+        gap(b / largest, a / largest) for a, b in zip(whole, summed) if a is not None and b is not None
+    )
 
 
 @contextmanager
@@ -76,14 +88,18 @@ def some_batch(model: Transformer, seed: int) -> Batch:
 
     if inputs.kind == "patches":
         return Batch(inputs.main, draw(config.n_classes, rows))
-    lengths = torch.tensor([length, max(length - 5, 1), max(length - 1, 1), max(length // 2, 1)], device=inputs.device)
+    lengths = torch.tensor(
+        [length, max(length - 5, 1), max(length - 1, 1), max(length // 2, 1)], device=inputs.device
+    )
     mask = torch.arange(length, device=inputs.device) < lengths[:, None]
     if config.head == "classifier":
         targets = draw(config.n_classes, rows)
     elif config.head == "span":
         targets = torch.stack([torch.zeros_like(lengths), lengths - 1], dim=1)
     else:
-        targets = draw(config.vocab_size if config.head in ("lm", "mlm") else config.n_classes, rows, length).masked_fill(~mask, IGNORE)
+        targets = draw(
+            config.vocab_size if config.head in ("lm", "mlm") else config.n_classes, rows, length
+        ).masked_fill(~mask, IGNORE)
     return Batch(inputs.main, targets, mask, inputs.source, types=inputs.types)
 
 
@@ -92,7 +108,13 @@ def part_of(batch: Batch, rows: slice) -> Batch:
     length = batch.ids.shape[1] if batch.mask is None else int(batch.mask[rows].sum(1).max())
 
     def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[rows] if batch.mask is None or x.shape[:2] != batch.mask.shape else x[rows, :length]
+        return (
+            None
+            if x is None
+            else x[rows]
+            if batch.mask is None or x.shape[:2] != batch.mask.shape
+            else x[rows, :length]
+        )
 
     ids, targets = cut(batch.ids), cut(batch.targets)
     assert ids is not None and targets is not None
@@ -107,7 +129,9 @@ def _resumed(model: Transformer) -> float:
         optimizer = make_optimizer(whole, plan, torch.device("cpu"))
         for step in range(1, STOP + 1):
             _step(whole, optimizer, plan, step)
-        at = save_checkpoint(Path(folder), Loaded(whole), optimizer_tensors(optimizer, whole), State(step=STOP))
+        at = save_checkpoint(
+            Path(folder), Loaded(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
+        )
         for step in range(STOP + 1, STEPS + 1):
             _step(whole, optimizer, plan, step)
         del optimizer

@@ -48,7 +48,9 @@ class HeadRoles:
     def lift(self, role: str) -> Array:
         """[N]: the part of what a uniform head gives elsewhere that goes to the role's keys; 0 uniform, 1 all of it."""
         if role not in self.scores:
-            raise InputError(f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}')
+            raise InputError(
+                f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}'
+            )
         score, baseline = self.scores[role], self.baselines[role]
         if role == "uniform":
             return score
@@ -64,13 +66,17 @@ class HeadRoles:
         if role == MIXED:
             return [head for head, own in zip(self.heads, self.roles) if own == MIXED]
         clear, lift = self.clear(role), self.lift(role)
-        return [self.heads[at] for at in np.argsort(-np.nan_to_num(lift, nan=-1.0), kind="stable") if clear[at]]
+        return [
+            self.heads[at] for at in np.argsort(-np.nan_to_num(lift, nan=-1.0), kind="stable") if clear[at]
+        ]
 
     def role(self, head: str | Head) -> str:
         """What one head does."""
         names = {str(one): role for one, role in zip(self.heads, self.roles)}
         if str(head) not in names:
-            raise InputError(f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head')
+            raise InputError(
+                f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head'
+            )
         return names[str(head)]
 
     def grid(self, role: str, kind: str = "self") -> Array:
@@ -80,7 +86,11 @@ class HeadRoles:
         if not mine:
             kinds = dict.fromkeys(head.kind for head in self.heads)
             raise InputError(f"this model has no {kind}-attention: it has {', '.join(kinds)}")
-        grid = np.full((max(head.layer for head in mine) + 1, max(head.number for head in mine) + 1), np.nan, dtype=np.float32)
+        grid = np.full(
+            (max(head.layer for head in mine) + 1, max(head.number for head in mine) + 1),
+            np.nan,
+            dtype=np.float32,
+        )
         for head, score in zip(self.heads, self.scores[role]):
             if head.kind == kind:
                 grid[head.layer, head.number] = score
@@ -163,7 +173,9 @@ def _settled(m: Loaded, tallies: dict[tuple[str, int], Tally], texts: int, token
         scores[role], baselines[role] = joined(parts), joined(chances)
     entropy = joined([tally.entropy / max(tally.looking, 1) for tally in tallies.values()])
     heads = tuple(all_heads(m.config))
-    found = HeadRoles(heads, scores, baselines, entropy, tuple(distances.tolist()), (MIXED,) * len(heads), texts, tokens)
+    found = HeadRoles(
+        heads, scores, baselines, entropy, tuple(distances.tolist()), (MIXED,) * len(heads), texts, tokens
+    )
     return HeadRoles(heads, scores, baselines, entropy, found.distances, _names(found), texts, tokens)
 
 

@@ -89,7 +89,11 @@ def read_alignments(path: Path) -> list[Aligned]:
             try:
                 found.append(_aligned(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
-                reason = error if isinstance(error, InputError) else 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
+                reason = (
+                    error
+                    if isinstance(error, InputError)
+                    else 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
+                )
                 raise InputError(f"{path}, line {number}: {reason}") from None
     if not found:
         raise InputError(f"{path} is empty: there is no alignment in it")
@@ -109,7 +113,9 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     for pair in pairs:
         for (start, end), whole in zip(pair, (text, target if target is not None else text)):
             if not 0 <= start < end or (unit == "characters" and end > len(whole)):
-                raise InputError(f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters")
+                raise InputError(
+                    f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters"
+                )
     return Aligned(text, pairs, target, unit)
 
 
@@ -124,7 +130,9 @@ def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement
         raise InputError("some alignments have a target and some have none: give one kind at a time")
     both = m.config.family == "encoder-decoder"
     if across[0] and not both:
-        raise InputError('alignments of a source and a target need an encoder-decoder: give {"text": ..., "pairs": ...} for this model')
+        raise InputError(
+            'alignments of a source and a target need an encoder-decoder: give {"text": ..., "pairs": ...} for this model'
+        )
     kind = "cross" if across[0] else "encoder" if both else "self"
     heads = tuple(head for head in all_heads(m.config) if head.kind == kind)
     names = [f"{Head(kind, layer, 0).part}.pattern" for own, layer, _ in attentions(m.config) if own == kind]
@@ -141,7 +149,9 @@ def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement
                 skipped += 1
                 continue
             counted += 1
-            looks = ((other, one, -1), (other, one, 0)) if kind == "cross" else ((one, other, 0), (other, one, 0))
+            looks = (
+                ((other, one, -1), (other, one, 0)) if kind == "cross" else ((one, other, 0), (other, one, 0))
+            )
             for direction, (queries, keys, shift) in enumerate(looks):
                 candidates = ~special
                 if kind != "cross":
@@ -155,7 +165,9 @@ def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement
     if not counted:
         raise InputError("no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
-    return Agreement(heads, ACROSS if kind == "cross" else WITHIN, accuracy, attention, random, counted, skipped)
+    return Agreement(
+        heads, ACROSS if kind == "cross" else WITHIN, accuracy, attention, random, counted, skipped
+    )
 
 
 def _read(m: Loaded, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
@@ -181,7 +193,9 @@ def _tokens(span: Span, tokens: Tokens, unit: str) -> list[int]:
     """The positions of the tokens in a span."""
     if unit == "tokens":
         if span[1] > len(tokens):
-            raise InputError(f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text")
+            raise InputError(
+                f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text"
+            )
         return list(range(*span))
     behind = [(0, 0) if mark else own for own, mark in zip(tokens.spans, tokens.special)]
     return list(positions([span], behind)[0])

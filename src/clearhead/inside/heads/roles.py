@@ -42,7 +42,12 @@ def targets(view: View, counts: Counter[int], one_vocabulary: bool) -> dict[str,
     other = torch.full((len(queries), len(keys)), True) if cross else query != key
     found = {"first": (key == 0) & other}
     if not cross:
-        found |= {"previous": key == query - 1, "next": key == query + 1, "itself": key == query, "local": _near(queries)}
+        found |= {
+            "previous": key == query - 1,
+            "next": key == query + 1,
+            "itself": key == query,
+            "local": _near(queries),
+        }
     special = torch.tensor(keys.special or [False] * len(keys))
     plain = torch.tensor([not mark for mark in queries.special] or [True] * len(queries))[:, None]
     if keys.ids:
@@ -86,7 +91,11 @@ class Tally:
 
     def __post_init__(self) -> None:
         distances = 2 * self.reach + 1  # key minus query, from -reach to reach
-        self.at, self.at_chance, self.at_queries = torch.zeros(self.heads, distances), torch.zeros(distances), torch.zeros(distances)
+        self.at, self.at_chance, self.at_queries = (
+            torch.zeros(self.heads, distances),
+            torch.zeros(distances),
+            torch.zeros(distances),
+        )
 
     def add(self, role: str, pattern: Tensor, allowed: Tensor, wanted: Tensor) -> None:
         """Count one role over one row: pattern [H, T, S], allowed and wanted [T, S]."""
@@ -116,7 +125,9 @@ class Tally:
         """Count attention by distance, key minus query."""
         choices = allowed.sum(-1, keepdim=True)
         counted = allowed & (choices > 1)
-        distance = (torch.arange(pattern.shape[2])[None] - torch.arange(pattern.shape[1])[:, None] + self.reach).flatten()
+        distance = (
+            torch.arange(pattern.shape[2])[None] - torch.arange(pattern.shape[1])[:, None] + self.reach
+        ).flatten()
         self.at.index_add_(1, distance, (pattern * counted).flatten(1))
         self.at_chance.index_add_(0, distance, (counted / choices.clamp(min=1)).flatten())
         self.at_queries.index_add_(0, distance, counted.float().flatten())
@@ -127,7 +138,11 @@ class Tally:
         Those in `named` have a role of their own.
         """
         distances = torch.arange(-self.reach, self.reach + 1)
-        usual = (self.at_queries > 0) & (self.at_queries >= OFTEN * self.at_queries.max()) & ~torch.isin(distances, torch.tensor(named))
+        usual = (
+            (self.at_queries > 0)
+            & (self.at_queries >= OFTEN * self.at_queries.max())
+            & ~torch.isin(distances, torch.tensor(named))
+        )
         if not usual.any():
             return torch.zeros(self.heads, dtype=torch.long)
         score = self.at[:, usual] / self.at_queries[usual]  # H distances

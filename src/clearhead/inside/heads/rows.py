@@ -51,7 +51,9 @@ def views(prepared: Prepared) -> Iterator[View]:
         pattern = seen[f"{Head(kind, layer, 0).part}.pattern"][0].float().cpu()
         keys = prepared.tokens_of("encoder." if kind != "self" else "")
         queries = keys if kind == "encoder" else prepared.tokens
-        yield View(kind, layer, pattern, _allowed(prepared.m, kind, layer, len(queries), len(keys)), queries, keys)
+        yield View(
+            kind, layer, pattern, _allowed(prepared.m, kind, layer, len(queries), len(keys)), queries, keys
+        )
 
 
 def _allowed(m: Loaded, kind: str, layer: int, queries: int, keys: int) -> Tensor:
@@ -100,10 +102,16 @@ def _marked(prepared: Prepared) -> Prepared:
     known = set(prepared.m.special.values()) - {prepared.m.special.get("unk")}
 
     def mark(tokens: Tokens) -> Tokens:
-        return tokens if tokens.special else replace(tokens, special=tuple(token in known for token in tokens.ids))
+        return (
+            tokens
+            if tokens.special
+            else replace(tokens, special=tuple(token in known for token in tokens.ids))
+        )
 
     source = prepared.source_tokens
-    return replace(prepared, tokens=mark(prepared.tokens), source_tokens=None if source is None else mark(source))
+    return replace(
+        prepared, tokens=mark(prepared.tokens), source_tokens=None if source is None else mark(source)
+    )
 
 
 def repeated_rows(m: Loaded, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
@@ -140,7 +148,9 @@ def _frame(m: Loaded) -> tuple[list[int], list[int]]:
     if m.tokenizer is None:
         return [], []
     encoding = framed(m.tokenizer, m.max_length, "a")
-    text = [place for place, mark in enumerate(encoding.special_tokens_mask) if not mark] or [len(encoding.ids)]
+    text = [place for place, mark in enumerate(encoding.special_tokens_mask) if not mark] or [
+        len(encoding.ids)
+    ]
     before, after = encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
     return before, [token for token in after if m.config.family != "decoder" or token not in m.stops]
 
@@ -148,7 +158,9 @@ def _frame(m: Loaded) -> tuple[list[int], list[int]]:
 def library_sentences(count: int) -> list[str]:
     """English sentences that every machine has: from the docstrings of modules of Python's standard library."""
     found: list[str] = []
-    small = (path for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py") if path.stat().st_size < SMALL)
+    small = (
+        path for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py") if path.stat().st_size < SMALL
+    )
     for path in sorted(small):
         try:
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -80,12 +80,16 @@ class Syntax:
     def best(self, relation: str) -> Relation:
         """The head that follows a relation best, beside the baseline."""
         if relation not in self.relations:
-            raise InputError(f'no arc is called "{relation}"{nearest(relation, self.relations)}: there are {", ".join(self.relations)}')
+            raise InputError(
+                f'no arc is called "{relation}"{nearest(relation, self.relations)}: there are {", ".join(self.relations)}'
+            )
         at = self.relations.index(relation)
         accuracy = self.accuracy[:, :, at]
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
         row = (relation, int(self.arcs[:, at].sum()), self.distances[at], float(self.baselines[at]))
-        return Relation(*row, str(self.heads[head]), DIRECTIONS[direction], float(accuracy.max()), self._held_out(at))
+        return Relation(
+            *row, str(self.heads[head]), DIRECTIONS[direction], float(accuracy.max()), self._held_out(at)
+        )
 
     def _held_out(self, at: int) -> float:
         """The accuracy of the head chosen on the other half, over both halves; NaN where one half has no arc."""
@@ -105,14 +109,20 @@ class Syntax:
         """For JSON."""
         counts = {"sentences": self.sentences, "words": self.words, "lost": self.lost}
         rows = [row.to_dict() for row in self.table()]
-        return counts | {"relations": [{key: None if value != value else value for key, value in row.items()} for row in rows]}
+        return counts | {
+            "relations": [
+                {key: None if value != value else value for key, value in row.items()} for row in rows
+            ]
+        }
 
 
 def syntax(m: Loaded, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
     if isinstance(m, Transformer):
         raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if m.model.main.plan.input != "tokens" or (m.config.encoder is not None and m.config.encoder.input != "tokens"):
+    if m.model.main.plan.input != "tokens" or (
+        m.config.encoder is not None and m.config.encoder.input != "tokens"
+    ):
         raise InputError("syntax needs a model that reads text, and this one reads images or vectors")
     if not any(word.head for sentence in sentences for word in sentence.words):
         raise InputError("there is no arc to judge by: give sentences of two words or more")
@@ -137,11 +147,15 @@ def syntax(m: Loaded, sentences: Sequence[Sentence]) -> Syntax:
         links = strongest_links(m, [aligned[at] for at in batch], kind)  # B N W
         for direction, (source, goal) in enumerate(((dependent, governor), (governor, dependent))):
             hits = (links[row, :, source] == goal[:, None]).long()  # A N
-            flat = torch.zeros(2 * len(counted), len(heads), dtype=torch.long).index_add_(0, half * len(counted) + relation, hits)
+            flat = torch.zeros(2 * len(counted), len(heads), dtype=torch.long).index_add_(
+                0, half * len(counted) + relation, hits
+            )
             right[:, direction] += flat.view(2, len(counted), len(heads)).transpose(1, 2)
     words = sum(len(one.words) for one in aligned)
     lost = sum(not tokens for one in aligned for tokens in one.words)
-    return Syntax(heads, tuple(counted), arcs.numpy(), right.numpy(), distances, baselines, len(sentences), words, lost)
+    return Syntax(
+        heads, tuple(counted), arcs.numpy(), right.numpy(), distances, baselines, len(sentences), words, lost
+    )
 
 
 def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], NDArray[np.float64]]:
@@ -190,7 +204,9 @@ def strongest_links(m: Loaded, batch: Sequence[WordTokens], kind: str = "self") 
             m.model(begin, source=ids, source_mask=mask, logits="none")
         else:
             m.model(ids, mask, logits="none")
-    sum_of, mean_of = (x.to(device)[:, None] for x in word_matrices([one.words for one in batch], length))  # B 1 T W, B 1 W T
+    sum_of, mean_of = (
+        x.to(device)[:, None] for x in word_matrices([one.words for one in batch], length)
+    )  # B 1 T W, B 1 W T
     itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=device)
     found = []
     for name in names:

@@ -33,7 +33,9 @@ class WordTokens:
     """The words of a text among its tokens."""
 
     ids: tuple[int, ...]  # T of them, special tokens included, as the model reads the text
-    words: tuple[tuple[int, ...], ...]  # W of them: the positions of each word's tokens; none for a word cut off or not spelled
+    words: tuple[
+        tuple[int, ...], ...
+    ]  # W of them: the positions of each word's tokens; none for a word cut off or not spelled
     spans: tuple[Span, ...]  # T: characters of the text behind each token; (0, 0): none
     special: tuple[bool, ...]  # T: put there by the tokenizer, not by the text
     types: tuple[int, ...]  # T: segments
@@ -67,25 +69,43 @@ def align(
     if spans is None:
         spans = locate(words, text)
         if spans is None:
-            raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
+            raise InputError(
+                f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}"
+            )
     if len(spans) != len(words):
         raise InputError(f"{len(spans)} spans for {len(words)} words: give one for each")
     tokenizer = m.text_tokenizer if isinstance(m, Loaded) else m
     room = max_length or (m.max_length if isinstance(m, Loaded) else UNLIMITED)
     encoding = framed(tokenizer, room, text)
     ids = list(encoding.ids)
-    if isinstance(m, Loaded) and m.config.family == "decoder" and len(ids) > 1 and ids[-1] in m.stops and encoding.special_tokens_mask[-1]:
+    if (
+        isinstance(m, Loaded)
+        and m.config.family == "decoder"
+        and len(ids) > 1
+        and ids[-1] in m.stops
+        and encoding.special_tokens_mask[-1]
+    ):
         ids = ids[:-1]
     kept = len(ids)
     token_spans: tuple[Span, ...] = tuple(encoding.offsets[:kept])
     special = tuple(bool(mark) for mark in encoding.special_tokens_mask[:kept])
     behind = [(0, 0) if mark else span for span, mark in zip(token_spans, special)]
-    return WordTokens(tuple(ids), positions(spans, behind), token_spans, special, tuple(encoding.type_ids[:kept]), labels(tokenizer, ids))
+    return WordTokens(
+        tuple(ids),
+        positions(spans, behind),
+        token_spans,
+        special,
+        tuple(encoding.type_ids[:kept]),
+        labels(tokenizer, ids),
+    )
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
     """For each stretch of characters in `words`, the positions of the tokens that overlap it. A token of no characters overlaps none."""
-    return tuple(tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end)) for start, end in words)
+    return tuple(
+        tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
+        for start, end in words
+    )
 
 
 def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:

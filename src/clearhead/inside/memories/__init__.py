@@ -54,7 +54,9 @@ class Memory:
     name: str
     activation: float  # the highest seen; 0: it never fired
     contexts: tuple[Context, ...]  # highest first
-    promoted: tuple[tuple[str, float], ...]  # tokens or classes with their scores, highest first; () where it cannot be read off
+    promoted: tuple[
+        tuple[str, float], ...
+    ]  # tokens or classes with their scores, highest first; () where it cannot be read off
     suppressed: tuple[tuple[str, float], ...]  # lowest first
     agreement: float | None
     chance: float | None
@@ -70,7 +72,9 @@ class Found:
 
     token: str
     promoting: tuple[tuple[str, float], ...]  # name, score of the token
-    fired: tuple[tuple[str, float, float], ...]  # name, share of its contexts at this token, highest activation
+    fired: tuple[
+        tuple[str, float, float], ...
+    ]  # name, share of its contexts at this token, highest activation
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -88,7 +92,9 @@ class Shelf:
     activations: Tensor  # [N, K], -inf where there are fewer contexts
     notes: Tensor  # [N, K, NOTE], see `passages`
     written: Tensor | None = None  # [N, D], what each neuron says to the head
-    promoted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # [N, P] tokens, scores; suppressed tokens, scores
+    promoted: tuple[Tensor, Tensor, Tensor, Tensor] | None = (
+        None  # [N, P] tokens, scores; suppressed tokens, scores
+    )
     agreement: Tensor | None = None  # [N]
     chance: Tensor | None = None  # [N]
 
@@ -121,7 +127,9 @@ class Memories:
         if by == "agreement" and not self.agrees:
             raise InputError(f"no agreement is known ({self.note}): sort by activation")
         places = [(shelf, row) for shelf in self.shelves for row in range(len(shelf.units))]
-        highest = torch.cat([shelf.activations[:, 0] for shelf in self.shelves]).argsort(descending=True, stable=True)
+        highest = torch.cat([shelf.activations[:, 0] for shelf in self.shelves]).argsort(
+            descending=True, stable=True
+        )
         scores = torch.cat([self._key(shelf, by) for shelf in self.shelves])[highest]
         order = highest[scores.argsort(descending=True, stable=True)].tolist()
         return [self._memory(*places[place]) for place in order[:count]]
@@ -144,7 +152,11 @@ class Memories:
             if not classes:
                 share = (shelf.notes[:, :, AROUND] == number).float().mean(1)
                 rows = share.topk(min(count, len(share))).indices.tolist()
-                fired += [(shelf.name(row), float(share[row]), float(shelf.activations[row, 0])) for row in rows if share[row] > 0]
+                fired += [
+                    (shelf.name(row), float(share[row]), float(shelf.activations[row, 0]))
+                    for row in rows
+                    if share[row] > 0
+                ]
         promoting.sort(key=lambda pair: -pair[1])
         fired.sort(key=lambda triple: (-triple[1], -triple[2]))
         name = said(self.m, self.head.names if self.head is not None else (), number)
@@ -153,7 +165,13 @@ class Memories:
     def to_dict(self, by: Order | None = None, count: int | None = 10) -> dict[str, Any]:
         """Plain JSON values: the first `count` neurons, None: all."""
         neurons = [memory.to_dict() for memory in self.ranked(by, count)]
-        return {"tokens": self.tokens, "top": self.top, "depth": self.depth, "note": self.note, "neurons": neurons}
+        return {
+            "tokens": self.tokens,
+            "top": self.top,
+            "depth": self.depth,
+            "note": self.note,
+            "neurons": neurons,
+        }
 
     def _key(self, shelf: Shelf, by: Order) -> Tensor:
         if by == "activation":
@@ -175,14 +193,22 @@ class Memories:
         names = self.head.names if self.head is not None else ()
         if names:
             if token not in names and token not in range(len(names)):
-                raise InputError(f'no class is called "{token}"{nearest(str(token), names)}: classes are {", ".join(names[:10])}')
+                raise InputError(
+                    f'no class is called "{token}"{nearest(str(token), names)}: classes are {", ".join(names[:10])}'
+                )
             return names.index(token) if isinstance(token, str) else token
         return token_id(self.m, token)
 
     def _memory(self, shelf: Shelf, row: int) -> Memory:
-        fired = [(float(value), note.tolist()) for value, note in zip(shelf.activations[row], shelf.notes[row]) if value > 0]
+        fired = [
+            (float(value), note.tolist())
+            for value, note in zip(shelf.activations[row], shelf.notes[row])
+            if value > 0
+        ]
         high, low = self._said(shelf, row, 0), self._said(shelf, row, 2)
-        agreement, chance = (None if values is None else float(values[row]) for values in (shelf.agreement, shelf.chance))
+        agreement, chance = (
+            None if values is None else float(values[row]) for values in (shelf.agreement, shelf.chance)
+        )
         contexts = tuple(_context(self.m, value, note) for value, note in fired)
         return Memory(shelf.name(row), fired[0][0] if fired else 0.0, contexts, high, low, agreement, chance)
 
@@ -227,14 +253,21 @@ def memories(
         notes = {stack: batch.places(stack) for stack in {shelf.stack for shelf in shelves}}
         for shelf in shelves:
             shelf.take(*fired(m, shelf, seen, batch, notes[shelf.stack]))
-        answers = torch.tensor([answer for passage in batch.passages for answer in passage.answers if answer != NOTHING], dtype=torch.long)
+        answers = torch.tensor(
+            [answer for passage in batch.passages for answer in passage.answers if answer != NOTHING],
+            dtype=torch.long,
+        )
         counts += answers.bincount(minlength=len(counts)) if vocabulary else 0
         tokens += sum(passage.size for passage in batch.passages)
     depth = min(DEPTH, max(1, m.config.vocab_size // 20)) if vocabulary else 0
     known = counts / counts.sum().clamp(min=1)
     found = tuple(_judged(m, shelf, head, top, depth, known) for shelf in shelves)
     if head is not None:
-        only = "" if any(shelf.promoted for shelf in found) else "the encoder speaks to cross-attention, not to the head; "
+        only = (
+            ""
+            if any(shelf.promoted for shelf in found)
+            else "the encoder speaks to cross-attention, not to the head; "
+        )
         note = only + head.note
     return Memories(m, found, top, depth, tokens, head, note)
 
@@ -253,7 +286,9 @@ def _judged(m: Loaded, run: Running, head: Readout | None, top: int, depth: int,
         agreement = (answers[:, :, None] == said_most[:, None]).any(-1).float().mean(1)
         chance = known[said_most].sum(1)
     listed = tuple(part[:, :top] for part in promoted)
-    return Shelf(run.kind, run.layer, run.expert, run.units, run.values, run.notes, written, listed, agreement, chance)  # type: ignore[arg-type]
+    return Shelf(
+        run.kind, run.layer, run.expert, run.units, run.values, run.notes, written, listed, agreement, chance
+    )  # type: ignore[arg-type]
 
 
 def _context(m: Loaded, value: float, note: list[int]) -> Context:
@@ -261,14 +296,18 @@ def _context(m: Loaded, value: float, note: list[int]) -> Context:
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     if m.model.main.plan.input != "tokens":
         return Context(f"image {text} ", _patch(m, window[AROUND]), "", value, None, text, place)
-    left, right = ([token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :]))
+    left, right = (
+        [token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :])
+    )
     here = [*left, window[AROUND]]
     before, upto, whole = (_text(m, ids) for ids in (left, here, [*here, *right]))
     token = upto[len(before) :] if upto.startswith(before) else said(m, (), window[AROUND])
     if token.strip(" "):  # the space before a word belongs to what comes before
         before, token = before + " " * (len(token) - len(token.lstrip(" "))), token.lstrip(" ")
     after = whole[len(upto) :] if whole.startswith(upto) else _text(m, right)
-    return Context(before, token, after, value, None if answer == NOTHING else said(m, (), answer), text, place)
+    return Context(
+        before, token, after, value, None if answer == NOTHING else said(m, (), answer), text, place
+    )
 
 
 def _text(m: Loaded, ids: list[int]) -> str:

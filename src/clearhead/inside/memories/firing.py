@@ -37,13 +37,19 @@ class Running:
         both = torch.cat([self.values, values], 1)
         order = both.argsort(dim=1, descending=True, stable=True)[:, :top]
         self.values = both.gather(1, order)
-        written = torch.cat([self.notes, notes[places.T]], 1).gather(1, order[:, :, None].expand(-1, -1, NOTE))
+        written = torch.cat([self.notes, notes[places.T]], 1).gather(
+            1, order[:, :, None].expand(-1, -1, NOTE)
+        )
         self.notes = written.masked_fill(self.values.isinf()[:, :, None], NOTHING)
 
 
 def watch(m: Loaded, batch: Batch, shelves: Sequence[Running]) -> Recording:
     """One forward pass; only what the shelves need is recorded."""
-    names = {name for shelf in shelves for name in ([shelf.tap] if shelf.expert is None else [shelf.tap, f"{shelf.part}.router"])}
+    names = {
+        name
+        for shelf in shelves
+        for name in ([shelf.tap] if shelf.expert is None else [shelf.tap, f"{shelf.part}.router"])
+    }
     with torch.no_grad(), evaluating(m.model), record(m.model, *sorted(names)) as seen:
         m.model(batch.main, **batch.given, logits="none")
     return seen

@@ -34,7 +34,9 @@ def stack_of(m: Loaded, kind: str) -> Stack:
     return stack
 
 
-def chosen(m: Loaded, layer: int | str | None, neurons: Sequence[str] | None) -> Iterator[tuple[str, int, int | None, Tensor]]:
+def chosen(
+    m: Loaded, layer: int | str | None, neurons: Sequence[str] | None
+) -> Iterator[tuple[str, int, int | None, Tensor]]:
     """Every feed-forward that is to be looked at, and which of its neurons."""
     wanted = None if layer is None else parse_layer(m, layer)
     asked = None if neurons is None else [parse_neuron(m, name) for name in neurons]
@@ -42,7 +44,11 @@ def chosen(m: Loaded, layer: int | str | None, neurons: Sequence[str] | None) ->
         raise InputError("no neurons are named: name some, such as 0.5, or leave neurons out")
     for kind, number, expert in feedforwards(m):
         width = feedforward(stack_of(m, kind), number, expert).down.in_features
-        units = list(range(width)) if asked is None else sorted({entry[3] for entry in asked if entry[:3] == (kind, number, expert)})
+        units = (
+            list(range(width))
+            if asked is None
+            else sorted({entry[3] for entry in asked if entry[:3] == (kind, number, expert)})
+        )
         if units and wanted in (None, (kind, number)):
             yield kind, number, expert, torch.tensor(units)
 

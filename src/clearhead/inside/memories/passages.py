@@ -70,14 +70,25 @@ class Batch:
         if first.main.ndim != 2:
             return {}
         more: dict[str, Any] = {"mask": self.real("").to(first.main.device)}
-        sources = [passage.prepared.source[0] for passage in self.passages if passage.prepared.source is not None]
+        sources = [
+            passage.prepared.source[0] for passage in self.passages if passage.prepared.source is not None
+        ]
         if sources:
-            more |= {"source": filled_up(sources, self.pad), "source_mask": self.real("encoder.").to(first.main.device)}
+            more |= {
+                "source": filled_up(sources, self.pad),
+                "source_mask": self.real("encoder.").to(first.main.device),
+            }
         return more
 
     def real(self, stack: str) -> Tensor:
         """Which tokens of a stack are no padding: [B, T]."""
-        return filled_up([torch.ones(len(passage.prepared.tokens_of(stack)), dtype=torch.bool) for passage in self.passages], 0)
+        return filled_up(
+            [
+                torch.ones(len(passage.prepared.tokens_of(stack)), dtype=torch.bool)
+                for passage in self.passages
+            ],
+            0,
+        )
 
     def places(self, stack: str) -> Tensor:
         """A note on each real token, row by row: [N, NOTE]."""
@@ -89,7 +100,9 @@ class Batch:
         around = nnf.pad(ids, (AROUND, AROUND), value=NOTHING).unfold(0, WINDOW, 1)  # T W
         answers = torch.tensor(passage.answers if stack == "" else [NOTHING] * len(tokens))
         where = passage.start + torch.arange(len(tokens))
-        return torch.cat([around, torch.stack([answers, torch.full_like(where, passage.number), where], 1)], 1).int()
+        return torch.cat(
+            [around, torch.stack([answers, torch.full_like(where, passage.number), where], 1)], 1
+        ).int()
 
 
 def filled_up(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -135,7 +148,9 @@ def _passages(m: Loaded, number: int, given: Any) -> Iterator[Passage]:
         prepared = prepare(m, given)
         yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
     elif isinstance(given, tuple):
-        raise InputError("a pair was given to a model of one stack: give texts, or a model with an encoder and a decoder")
+        raise InputError(
+            "a pair was given to a model of one stack: give texts, or a model with an encoder and a decoder"
+        )
     else:
         for start, ids, following in _stretches(m, given):
             yield Passage(prepare(m, ids), number, start, tuple(following))
@@ -151,7 +166,11 @@ def _stretches(m: Loaded, given: str | Sequence[int]) -> Iterator[tuple[int, lis
     ids = m._prompt(given) if len(given) else []
     for start in range(0, len(ids), length):
         stretch = ids[start : start + length]
-        following = stretch if m.config.family == "encoder" else [*ids[start + 1 : start + length + 1], NOTHING][: len(stretch)]
+        following = (
+            stretch
+            if m.config.family == "encoder"
+            else [*ids[start + 1 : start + length + 1], NOTHING][: len(stretch)]
+        )
         yield start, stretch, following
 
 

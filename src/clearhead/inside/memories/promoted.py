@@ -48,11 +48,21 @@ def readout(m: Loaded) -> Readout:
         return Readout(_plain(head.out.weight), names, "scores leave out what norms divide by")
     if isinstance(head, ClassifierHead):
         if head.pooler is not None:
-            raise InputError("a pooler bends what the tokens say before the classes are scored: what a neuron promotes cannot be read off")
+            raise InputError(
+                "a pooler bends what the tokens say before the classes are scored: what a neuron promotes cannot be read off"
+            )
         alone = "token alone: a neuron that fires elsewhere speaks through attention"
-        where = {"cls": f"the first {alone}", "last": f"the last {alone}", "mean": "the mean of all tokens"}[head.pooling or "mean"]
-        return Readout(_plain(head.out.weight), names_of(m), f"scores leave out what norms divide by; classes are read from {where}")
-    raise InputError(f"head {config.head} scores no tokens and no classes: what a neuron promotes cannot be read off")
+        where = {"cls": f"the first {alone}", "last": f"the last {alone}", "mean": "the mean of all tokens"}[
+            head.pooling or "mean"
+        ]
+        return Readout(
+            _plain(head.out.weight),
+            names_of(m),
+            f"scores leave out what norms divide by; classes are read from {where}",
+        )
+    raise InputError(
+        f"head {config.head} scores no tokens and no classes: what a neuron promotes cannot be read off"
+    )
 
 
 def directions(m: Loaded, stack: Stack, layer: int, expert: int | None = None) -> Tensor:
@@ -105,7 +115,9 @@ def token_id(m: Loaded, token: str | int) -> int:
         if len(ids) == 1 and ids[0] != m.special.get("unk"):
             return int(ids[0])
     pieces = tokenizer.encode(token, add_special_tokens=False).tokens
-    raise InputError(f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): name one of them')
+    raise InputError(
+        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): name one of them'
+    )
 
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ from clearhead.train.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[Head | str] | Head | str
-Layers = Iterable[int | str] | int | str  # 3 or "3" of the stack that feeds the head, "encoder.3" of the one before it
+Layers = (
+    Iterable[int | str] | int | str
+)  # 3 or "3" of the stack that feeds the head, "encoder.3" of the one before it
 Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
 AVERAGED = ("*.attention.z", "*.cross.z", "*.attention.out", "*.cross.out", "*.feedforward.out")
 OnProgress = Callable[[str, int, int], None]
@@ -63,12 +65,17 @@ class HeadMap:
         table = np.full((len(found), max(count for _, _, count in found)), np.nan)
         for row, (kind, layer, count) in enumerate(found):
             table[row, :count] = [numbers[Head(kind, layer, number)] for number in range(count)]
-        return cls(quantity, tuple(str(Head(kind, layer, 0)).rpartition(".")[0] for kind, layer, _ in found), table)
+        return cls(
+            quantity, tuple(str(Head(kind, layer, 0)).rpartition(".")[0] for kind, layer, _ in found), table
+        )
 
     def numbers(self, config: ModelConfig) -> dict[Head, float]:
         """One number for each head of the model that the map is of."""
         place = {row: index for index, row in enumerate(self.rows)}
-        return {head: float(self.values[place[str(head).rpartition(".")[0]], head.number]) for head in all_heads(config)}
+        return {
+            head: float(self.values[place[str(head).rpartition(".")[0]], head.number])
+            for head in all_heads(config)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; null where there is no head."""
@@ -95,12 +102,21 @@ class Ablation:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         plain = {name: getattr(self, name) for name in ("how", "rows", "targets", "increase")}
-        return {"ablated": list(self.ablated), **plain, "before": self.before.to_dict(), "after": self.after.to_dict()}
+        return {
+            "ablated": list(self.ablated),
+            **plain,
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+        }
 
 
 @contextmanager
 def ablating(
-    model: Loaded | Transformer, heads: Heads = (), layers: Layers = (), feedforwards: Layers = (), means: Means | None = None
+    model: Loaded | Transformer,
+    heads: Heads = (),
+    layers: Layers = (),
+    feedforwards: Layers = (),
+    means: Means | None = None,
 ) -> Iterator[None]:
     """Run the model without some of its parts for the length of a `with` block.
 
@@ -119,7 +135,9 @@ def ablating(
     changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for part, numbers in gone.items():
         changes[f"{part}.z"] = partial(_without, gone=torch.tensor(numbers), mean=_mean(means, f"{part}.z"))
-    sublayers = [f"{block}.{part}" for block in find_blocks(config, layers) for part in parts_of(config, block)]
+    sublayers = [
+        f"{block}.{part}" for block in find_blocks(config, layers) for part in parts_of(config, block)
+    ]
     for part in [*sublayers, *(f"{block}.feedforward" for block in find_blocks(config, feedforwards))]:
         changes[f"{part}.out"] = partial(_replaced, mean=_mean(means, f"{part}.out"))
     with edit(model, changes):
@@ -134,7 +152,9 @@ def _mean(means: Means | None, name: str) -> Tensor | None:
 
 def _without(z: Tensor, gone: Tensor, mean: Tensor | None) -> Tensor:
     """[B, H, T, E] with some heads at zero, or at their mean [H, 1, E]."""
-    off = torch.zeros(z.shape[1], 1, 1, dtype=torch.bool, device=z.device).index_fill(0, gone.to(z.device), True)
+    off = torch.zeros(z.shape[1], 1, 1, dtype=torch.bool, device=z.device).index_fill(
+        0, gone.to(z.device), True
+    )
     return torch.where(off, torch.zeros_like(z) if mean is None else mean.to(z), z)
 
 
@@ -152,12 +172,18 @@ def as_heads(config: ModelConfig, heads: Heads) -> list[Head]:
 def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
     """Layers as activations are named: 3 is "blocks.3", "encoder.0" is "encoder.blocks.0"; an error says which there are."""
     plans = [plan for plan in (config.encoder, config.decoder) if plan is not None]
-    known = {f"{plan.prefix}{layer}": f"{plan.prefix}blocks.{layer}" for plan in plans for layer in range(plan.n_layers)}
+    known = {
+        f"{plan.prefix}{layer}": f"{plan.prefix}blocks.{layer}"
+        for plan in plans
+        for layer in range(plan.n_layers)
+    }
     found = []
     for layer in [layers] if isinstance(layers, int | str) else layers:
         if str(layer).strip() not in known:
             near = nearest(str(layer), known)
-            raise InputError(f'there is no layer "{layer}"{near}: layers are called {", ".join(list(known)[:12])}')
+            raise InputError(
+                f'there is no layer "{layer}"{near}: layers are called {", ".join(list(known)[:12])}'
+            )
         found.append(known[str(layer).strip()])
     return list(dict.fromkeys(found))
 
@@ -173,7 +199,9 @@ def names_of(config: ModelConfig, heads: Heads, layers: Layers, feedforwards: La
     """What is off, in words."""
     blocks, inner = find_blocks(config, layers), find_blocks(config, feedforwards)
     short = [name.replace("blocks.", "") for name in (*blocks, *inner)]
-    whole = [f"layer {name}" for name in short[: len(blocks)]] + [f"feed-forward {name}" for name in short[len(blocks) :]]
+    whole = [f"layer {name}" for name in short[: len(blocks)]] + [
+        f"feed-forward {name}" for name in short[len(blocks) :]
+    ]
     return (*(f"head {head}" for head in as_heads(config, heads)), *whole)
 
 

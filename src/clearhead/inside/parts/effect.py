@@ -16,7 +16,17 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
-from clearhead.inside.parts.ablate import Averages, Heads, How, Layers, Means, ablating, as_heads, check_how, names_of
+from clearhead.inside.parts.ablate import (
+    Averages,
+    Heads,
+    How,
+    Layers,
+    Means,
+    ablating,
+    as_heads,
+    check_how,
+    names_of,
+)
 from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 from clearhead.tokens.labels import label
@@ -48,7 +58,12 @@ class Effect:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; of the logits, only what `top` needs."""
         plain = {name: getattr(self, name) for name in ("how", "position", "kl")}
-        return {"ablated": list(self.ablated), **plain, "tokens": list(self.tokens), "top": [asdict(one) for one in self.top]}
+        return {
+            "ablated": list(self.ablated),
+            **plain,
+            "tokens": list(self.tokens),
+            "top": [asdict(one) for one in self.top],
+        }
 
 
 def effect(
@@ -81,7 +96,9 @@ def effect(
     prepared = prepare(m, given, target, pair)
     config = prepared.m.config
     if config.head not in ("lm", "mlm", "classifier", "tagger"):
-        raise InputError(f"a model with head {config.head} chooses nothing that could change: take one with lm, mlm, classifier or tagger")
+        raise InputError(
+            f"a model with head {config.head} chooses nothing that could change: take one with lm, mlm, classifier or tagger"
+        )
     chosen = as_heads(config, heads)
     ablated = names_of(config, chosen, layers, feedforwards)
     if not ablated:

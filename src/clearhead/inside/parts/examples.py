@@ -99,17 +99,26 @@ def examples_from(
         raise InputError(f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    named = (data,) if isinstance(data, str | Path) else () if texts or isinstance(data, Corpus) else tuple(data)
+    named = (
+        (data,) if isinstance(data, str | Path) else () if texts or isinstance(data, Corpus) else tuple(data)
+    )
     plan = data_plan(m.folder, named) if plan is None else plan
     task = task_for(m, plan.task)
-    sizes: dict[str, Any] = {"batch_size": batch_size or PICTURES, "batch_tokens": None if batch_size else BATCH_TOKENS}
-    plan = dataclasses.replace(plan, task=task, validation=(), max_examples=None if SHAPES[task] == "text" else most, **sizes)
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size or PICTURES,
+        "batch_tokens": None if batch_size else BATCH_TOKENS,
+    }
+    plan = dataclasses.replace(
+        plan, task=task, validation=(), max_examples=None if SHAPES[task] == "text" else most, **sizes
+    )
     if texts:
         corpus = _corpus(task, list(data))
     elif isinstance(data, Corpus):
         corpus = data
     else:
-        corpus, _ = open_examples(dataclasses.replace(plan, paths=tuple(map(str, named)) or plan.paths), split=False)
+        corpus, _ = open_examples(
+            dataclasses.replace(plan, paths=tuple(map(str, named)) or plan.paths), split=False
+        )
     said = list(corpus.said)
     if task in ("classify", "tag", "image"):
         corpus = renamed(corpus, m, plan, said)
@@ -136,7 +145,9 @@ def _next_tokens(m: Loaded, texts: Sequence[str | Sequence[int]]) -> Examples:
         pad = m.special.get("pad", 0)
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in some])  # B T+1
         mask = torch.tensor([[slot < len(row) for slot in range(length)] for row in some])
-        made.append(Batch(ids[:, :-1], ids.masked_fill(~mask, IGNORE)[:, 1:], None if mask.all() else mask[:, 1:]))
+        made.append(
+            Batch(ids[:, :-1], ids.masked_fill(~mask, IGNORE)[:, 1:], None if mask.all() else mask[:, 1:])
+        )
     return Examples("lm", tuple(made))
 
 
@@ -163,10 +174,16 @@ def judge(model: Transformer, examples: Examples) -> Quality:
         batch = batch.to(device)
         with evaluating(model):
             if isinstance(model.head, LanguageHead):
-                loss, hits = _vocabulary(model.head, model(**arguments_for(model, batch), logits="none").hidden, batch.targets)
+                loss, hits = _vocabulary(
+                    model.head, model(**arguments_for(model, batch), logits="none").hidden, batch.targets
+                )
             else:
                 logits = model(**arguments_for(model, batch)).logits
-                loss = span_loss(logits, batch.targets, batch.mask) if batch.is_span else summed(logits, batch.targets)
+                loss = (
+                    span_loss(logits, batch.targets, batch.mask)
+                    if batch.is_span
+                    else summed(logits, batch.targets)
+                )
                 hits = _right(logits, batch)
         total, right = total + float(loss), right + hits
     count = examples.targets

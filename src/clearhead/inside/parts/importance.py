@@ -76,9 +76,15 @@ def importance(
     for kind, layer, count in attentions(model.config):
         row = means[f"{Head(kind, layer, 0).part}.z"]
         length = float(np.linalg.norm(row)) if normalise else 1.0
-        numbers |= {Head(kind, layer, number): float(row[number]) / (length or 1.0) for number in range(count)}
+        numbers |= {
+            Head(kind, layer, number): float(row[number]) / (length or 1.0) for number in range(count)
+        }
     quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
-    inner = {name.removesuffix(".feedforward.out").replace("blocks.", ""): float(row[0]) for name, row in means.items() if "feed" in name}
+    inner = {
+        name.removesuffix(".feedforward.out").replace("blocks.", ""): float(row[0])
+        for name, row in means.items()
+        if "feed" in name
+    }
     return Importance(HeadMap.of(model.config, quantity, numbers), inner)
 
 

@@ -117,7 +117,9 @@ def _together(config: ModelConfig, heads: list[Head], whole: bool) -> list[Head]
         if missing and len(missing) < len(unit) and not whole:
             named = next(head for head in unit if head in chosen)
             listed = ", ".join(map(str, missing))
-            raise InputError(f"head {named} shares weights with {listed}: name those too, or let whole groups go (whole_groups)")
+            raise InputError(
+                f"head {named} shares weights with {listed}: name those too, or let whole groups go (whole_groups)"
+            )
         if len(missing) < len(unit):
             chosen |= set(unit)
     return sorted(chosen)
@@ -125,7 +127,9 @@ def _together(config: ModelConfig, heads: list[Head], whole: bool) -> list[Head]
 
 def _check(config: ModelConfig, gone: Iterable[Head]) -> None:
     if config.qk_norm == "full":
-        raise InputError("this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: ablate instead")
+        raise InputError(
+            "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: ablate instead"
+        )
     chosen = set(gone)
     for kind, layer, count in attentions(config):
         if all(Head(kind, layer, number) in chosen for number in range(count)):
@@ -142,7 +146,9 @@ def _without(config: ModelConfig, gone: Iterable[Head]) -> ModelConfig:
     for head in gone:
         kept = config.kept_heads(head.part, plan_of(config, head.kind).n_heads)
         pruned.setdefault(head.part, set()).add(kept[head.number])
-    return dataclasses.replace(config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()})
+    return dataclasses.replace(
+        config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
+    )
 
 
 def _evened(config: ModelConfig) -> ModelConfig | None:
@@ -151,14 +157,20 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     for kind, _, count in attentions(config):
         counts.setdefault(kind == "encoder", set()).add(count)
     grouped = config.n_kv_heads != config.n_heads
-    if config.positions in ("alibi", "relative") or any(len(sizes) > 1 for sizes in counts.values()) or (grouped and len(counts) > 1):
+    if (
+        config.positions in ("alibi", "relative")
+        or any(len(sizes) > 1 for sizes in counts.values())
+        or (grouped and len(counts) > 1)
+    ):
         return None
     main = plan_of(config, "self")
     heads = counts[False].pop()
     changes: dict[str, Any] = {"n_heads": heads, "n_kv_heads": heads * main.n_kv_heads // main.n_heads}
     if True in counts:
         changes["n_encoder_heads"] = counts[True].pop()
-    return dataclasses.replace(config, pruned_heads={}, **changes)  # widths stay as they are: they are numbers by now
+    return dataclasses.replace(
+        config, pruned_heads={}, **changes
+    )  # widths stay as they are: they are numbers by now
 
 
 def _weights(model: Transformer, gone: list[Head]) -> dict[str, Tensor]:
@@ -196,6 +208,8 @@ def _cut(weights: dict[str, Tensor], name: str, gone: list[int], plan: StackPlan
         weight = weights.get(f"{name}.{part}")
         if weight is not None:
             heads = weight.shape[side] // width
-            kept = torch.tensor([head for head in range(heads) if head not in set(numbers)], device=weight.device)
+            kept = torch.tensor(
+                [head for head in range(heads) if head not in set(numbers)], device=weight.device
+            )
             place = (kept[:, None] * width + torch.arange(width, device=weight.device)).flatten()
             weights[f"{name}.{part}"] = weight.index_select(side, place)

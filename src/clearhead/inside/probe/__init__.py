@@ -25,7 +25,15 @@ from clearhead.data.corpus import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError
 from clearhead.inside.probe.data import Data, Item, apart, choose_items, read_items, split_items
-from clearhead.inside.probe.fit import baselines, check_library, control_labels, interval, numbered, predict, standardised
+from clearhead.inside.probe.fit import (
+    baselines,
+    check_library,
+    control_labels,
+    interval,
+    numbered,
+    predict,
+    standardised,
+)
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
 from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
@@ -53,7 +61,12 @@ class LayerProbe:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        figures = {"accuracy": self.accuracy, "interval": list(self.interval), "control": self.control, "selectivity": self.selectivity}
+        figures = {
+            "accuracy": self.accuracy,
+            "interval": list(self.interval),
+            "control": self.control,
+            "selectivity": self.selectivity,
+        }
         return {"layer": self.name, **figures}
 
 
@@ -69,7 +82,9 @@ class Probes:
     labels: tuple[str, ...]  # C of them
     majority: float  # accuracy of always saying the most frequent label
     by_type: float  # accuracy of saying each type's most frequent label, and for an unseen type the most frequent of all
-    seen: float  # share of the test words whose type is in the training words: no more can be learned by heart
+    seen: (
+        float  # share of the test words whose type is in the training words: no more can be learned by heart
+    )
     train: int  # words
     test: int
     seed: int
@@ -83,7 +98,11 @@ class Probes:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         names = ("column", "unit", "stack", "pool", "train", "test", "seed", "majority", "by_type", "seen")
-        lists = {"labels": list(self.labels), "layers": [layer.to_dict() for layer in self.layers], "said": list(self.said)}
+        lists = {
+            "labels": list(self.labels),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "said": list(self.said),
+        }
         return {name: getattr(self, name) for name in names} | lists
 
 
@@ -126,32 +145,44 @@ def probe(
     stack, prefix = stack_of(m, stack)
     _check(pool, penalty, iterations)
     train_items, test_items, column, said = _sides(data, test, column, words, test_share, seed)
-    _check_labels({label for item in train_items for label in item.labels if label is not None}, column, classes)
+    _check_labels(
+        {label for item in train_items for label in item.labels if label is not None}, column, classes
+    )
     unit = train_items[0].unit
     pool = pool or ("mean" if unit == "words" else _own_pooling(m))
     both = len(train_items) + len(test_items)
     left = vectors_of(m, train_items, stack, prefix, pool, lambda done: on_progress("reading", done, both))
-    right = vectors_of(m, test_items, stack, prefix, pool, lambda done: on_progress("reading", len(train_items) + done, both))
+    right = vectors_of(
+        m, test_items, stack, prefix, pool, lambda done: on_progress("reading", len(train_items) + done, both)
+    )
     for side, vectors in (("train", left), ("test", right)):
         if not vectors.labels:
-            raise InputError(f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?")
+            raise InputError(
+                f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?"
+            )
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
     names = sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
-    types, test_types = (_types(m, vectors.forms) if unit == "words" else vectors.forms for vectors in (left, right))
+    types, test_types = (
+        _types(m, vectors.forms) if unit == "words" else vectors.forms for vectors in (left, right)
+    )
     control, control_test = control_labels(types, test_types, y, seed)
     layers = []
     for depth, name in enumerate(("embedding", *map(str, range(len(left.layers) - 1)))):
         x, x_test = standardised(left.layers[depth], right.layers[depth])
         hits = predict(x, y, x_test, penalty, iterations) == y_test
         by_heart = predict(x, control, x_test, penalty, iterations) == control_test
-        layers.append(LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean())))
+        layers.append(
+            LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean()))
+        )
         on_progress("fitting", depth + 1, len(left.layers))
     majority, by_type, seen = baselines(types, test_types, y, y_test)
     counts = (len(left.labels), len(right.labels))
-    return Probes(tuple(layers), column, unit, stack, pool, names, majority, by_type, seen, *counts, seed, tuple(said))
+    return Probes(
+        tuple(layers), column, unit, stack, pool, names, majority, by_type, seen, *counts, seed, tuple(said)
+    )
 
 
 def _check(pool: str | None, penalty: float, iterations: int) -> None:
@@ -186,7 +217,9 @@ def _sides(
     else:
         held, _ = read_items(test, column)
         if held[0].unit != items[0].unit:
-            raise InputError(f"the data has labels for {items[0].unit} and the test data for {held[0].unit}: both must be of one kind")
+            raise InputError(
+                f"the data has labels for {items[0].unit} and the test data for {held[0].unit}: both must be of one kind"
+            )
         train, repeated = apart(items, held)
         if repeated:
             said.append(f"to train on: {repeated:,} that are among those to test on left out")

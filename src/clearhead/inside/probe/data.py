@@ -81,7 +81,9 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[Item], str]:
     first = rows[0]
     known = {Sentence: "sentences of a treebank", Tagged: "words with tags", Labelled: "texts with labels"}
     if type(first) not in known or any(type(one) is not type(first) for one in rows):
-        raise InputError(f"probes take {', '.join(known.values())}, one kind at a time, or a file; not {type(first).__name__}")
+        raise InputError(
+            f"probes take {', '.join(known.values())}, one kind at a time, or a file; not {type(first).__name__}"
+        )
     if isinstance(first, Sentence):
         label = _labeller(column or "upos")
         return [_of_tree(sentence, label) for sentence in rows], column or "upos"
@@ -120,7 +122,9 @@ def _of_tree(sentence: Sentence, label: Callable[[Sentence, int], str | None]) -
     forms = tuple(word.form for word in sentence.words)
     spans = sentence.spans or locate(forms, sentence.text)
     if spans is None:
-        raise InputError(f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}")
+        raise InputError(
+            f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}"
+        )
     return Item(forms, tuple(label(sentence, place) for place in range(len(forms))), sentence.text, spans)
 
 
@@ -132,7 +136,9 @@ def _labeller(column: str) -> Callable[[Sentence, int], str | None]:
         name = column.removeprefix("feats.")
         return lambda sentence, place: _feature(sentence.words[place], name)
     if column not in COLUMNS or column == "feats.NAME":
-        raise InputError(f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: choose from {", ".join(COLUMNS)}')
+        raise InputError(
+            f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: choose from {", ".join(COLUMNS)}'
+        )
     return lambda sentence, place: _cell(str(getattr(sentence.words[place], column)))
 
 
@@ -151,7 +157,11 @@ def governor(word: Word, place: int) -> str:
     if word.head == 0:
         return "root"
     away = word.head - 1 - place
-    return f"{'+' if away > 0 else '-'}{abs(away)}" if abs(away) <= FARTHEST else f"{'+' if away > 0 else '-'}far"
+    return (
+        f"{'+' if away > 0 else '-'}{abs(away)}"
+        if abs(away) <= FARTHEST
+        else f"{'+' if away > 0 else '-'}far"
+    )
 
 
 # Two sides --------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,9 @@ def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: i
         return np.full(len(x_test), classes[0])
     regression = importlib.import_module("sklearn.linear_model").LogisticRegression
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that steps were too few: a probe may stop early, and `iterations` says when
+        warnings.simplefilter(
+            "ignore"
+        )  # that steps were too few: a probe may stop early, and `iterations` says when
         fitted = regression(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
     found: Numbers = fitted.predict(x_test)
     return found
@@ -61,7 +63,9 @@ def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
     return np.array([numbers.get(label, UNKNOWN) for label in labels], dtype=np.int64)
 
 
-def control_labels(types: Sequence[str], test_types: Sequence[str], y: Numbers, seed: int) -> tuple[Numbers, Numbers]:
+def control_labels(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, seed: int
+) -> tuple[Numbers, Numbers]:
     """The control task: every type has one label, drawn as often as the labels `y` occur; types that are only tested, too."""
     known = sorted({*types, *test_types})
     counts = np.bincount(y)
@@ -71,7 +75,9 @@ def control_labels(types: Sequence[str], test_types: Sequence[str], y: Numbers, 
     return left, right
 
 
-def baselines(types: Sequence[str], test_types: Sequence[str], y: Numbers, y_test: Numbers) -> tuple[float, float, float]:
+def baselines(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, y_test: Numbers
+) -> tuple[float, float, float]:
     """Accuracy of the most frequent label, that of each type's most frequent label, and the share of test types that were seen."""
     majority = int(np.bincount(y).argmax())
     counts: dict[str, Counter[int]] = {}

@@ -71,7 +71,9 @@ def stack_of(m: Loaded, stack: str | None) -> tuple[str, str]:
     first = m.config.encoder or m.config.decoder
     assert plan is not None and first is not None
     if first.input not in ("tokens", "patches") or (both and first.input != "tokens"):
-        raise InputError(f"this model reads {first.input}, and probes take a model of text, or one of images without a decoder")
+        raise InputError(
+            f"this model reads {first.input}, and probes take a model of text, or one of images without a decoder"
+        )
     return stack, plan.prefix
 
 
@@ -83,7 +85,12 @@ def depths(m: Loaded, prefix: str) -> list[str]:
 
 
 def vectors_of(
-    m: Loaded, items: Sequence[Item], stack: str, prefix: str, pool: str, on_progress: Callable[[int], None] = lambda done: None
+    m: Loaded,
+    items: Sequence[Item],
+    stack: str,
+    prefix: str,
+    pool: str,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> Vectors:
     """The vectors of every labelled thing of some items, in their order.
 
@@ -96,19 +103,26 @@ def vectors_of(
         on_progress: told how many items are done.
     """
     rows = [_row(m, item, stack) for item in items]
-    kept = [[place for place, label in enumerate(item.labels) if label is not None and row.places[place]] for item, row in zip(items, rows)]
+    kept = [
+        [place for place, label in enumerate(item.labels) if label is not None and row.places[place]]
+        for item, row in zip(items, rows)
+    ]
     first = np.cumsum([0, *map(len, kept)])
     taps = depths(m, prefix)
     width = m.model.config.d_model
     layers = _room((len(taps), int(first[-1]), width))
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     done = 0
-    for some in _batches(order, [_size(m, row) for row in rows], min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))):
+    for some in _batches(
+        order, [_size(m, row) for row in rows], min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))
+    ):
         states = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
         for place, row in enumerate(some):
             if kept[row]:
                 own = torch.stack([state[place] for state in states])  # L T D
-                layers[:, first[row] : first[row + 1]] = _pooled(own, [rows[row].places[word] for word in kept[row]], pool)
+                layers[:, first[row] : first[row + 1]] = _pooled(
+                    own, [rows[row].places[word] for word in kept[row]], pool
+                )
         done += len(some)
         on_progress(done)
     things = [(item, place) for item, places in zip(items, kept) for place in places]
@@ -125,7 +139,9 @@ def _row(m: Loaded, item: Item, stack: str) -> Row:
     """The tokens of one item."""
     patches = m.model.main.plan.input == "patches"
     if patches != (item.image is not None):
-        raise InputError(f"this model reads {'images' if patches else 'text'}, and the data holds {'text' if patches else 'images'}")
+        raise InputError(
+            f"this model reads {'images' if patches else 'text'}, and the data holds {'text' if patches else 'images'}"
+        )
     if item.image is not None:
         tokens = m.config.n_patches + m.config.class_token
         return Row((), (tuple(range(tokens)),), image=item.image)
@@ -172,7 +188,9 @@ def _recorded(m: Loaded, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) 
     weight = next(m.model.parameters())
     given: dict[str, Any] = {"logits": "none"}
     if rows[0].image is not None:
-        main = torch.stack([to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]).to(weight)
+        main = torch.stack(
+            [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
+        ).to(weight)
     else:
         pad, device = m.special.get("pad", 0), weight.device
         main, given["mask"] = _padded([row.ids for row in rows], pad, device)

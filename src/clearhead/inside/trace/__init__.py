@@ -60,7 +60,9 @@ class Trace(Sums):
         """A step by its name."""
         known = {step.name: step for step in self.steps}
         if name not in known:
-            raise InputError(f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}')
+            raise InputError(
+                f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}'
+            )
         return known[name]
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[Row, ...]:
@@ -114,7 +116,15 @@ def trace(
             predictions = answer_steps(note, m, prepared.tokens, logits, top)
     source = prepared.source_tokens.labels if prepared.source_tokens is not None else ()
     difference = float((logits - expected).abs().max())
-    return Trace(tuple(note.steps), prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
+    return Trace(
+        tuple(note.steps),
+        prepared.tokens.labels,
+        source,
+        predictions,
+        logits.float().cpu(),
+        difference,
+        price,
+    )
 
 
 def _walk(note: Notebook, prepared: Prepared, pair: str | None) -> Tensor:
@@ -159,7 +169,8 @@ def _facts(m: Loaded, top: int) -> dict[str, Any]:
         "head_bias": " + b" if config.head_bias else "",
         "n_experts": config.n_experts,
         "n_active": config.n_active_experts,
-        "router": chosen + (" / their sum" if config.router_order == "softmax_topk" and config.router_renormalise else ""),
+        "router": chosen
+        + (" / their sum" if config.router_order == "softmax_topk" and config.router_renormalise else ""),
         "pooling": POOLING[config.pooling or "mean"],
         "pooler": config.pooler,
         "probability": probability_of(m)[1],

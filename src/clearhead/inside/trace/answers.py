@@ -45,7 +45,13 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         candidates = [candidate.to_dict() for candidate in self.candidates]
-        return {"at": self.at, "position": self.position, "id": self.id, "chosen": self.chosen.to_dict(), "candidates": candidates}
+        return {
+            "at": self.at,
+            "position": self.position,
+            "id": self.id,
+            "chosen": self.chosen.to_dict(),
+            "candidates": candidates,
+        }
 
 
 def probability_of(m: Loaded) -> tuple[Callable[[Tensor], Tensor] | None, str]:
@@ -64,7 +70,9 @@ def probability_of(m: Loaded) -> tuple[Callable[[Tensor], Tensor] | None, str]:
     return (lambda logits: wide(logits).softmax(-1)), "softmax(x)"
 
 
-def answer_steps(note: Notebook, m: Loaded, tokens: Tokens, logits: Tensor, top: int) -> tuple[Prediction, ...]:
+def answer_steps(
+    note: Notebook, m: Loaded, tokens: Tokens, logits: Tensor, top: int
+) -> tuple[Prediction, ...]:
     """Logits -> probabilities -> the candidates, as steps and as data."""
     head = m.config.head
     compute, _ = probability_of(m)
@@ -72,7 +80,9 @@ def answer_steps(note: Notebook, m: Loaded, tokens: Tokens, logits: Tensor, top:
         return ()
     symbols = "B T V" if head in ("lm", "mlm") else "B C" if head == "classifier" else "B T C"
     probabilities = note("head.probabilities", symbols, compute, logits)
-    options = probabilities.transpose(1, 2) if head == "span" else probabilities  # the last axis is what is chosen from
+    options = (
+        probabilities.transpose(1, 2) if head == "span" else probabilities
+    )  # the last axis is what is chosen from
     top = min(top, options.shape[-1])
     rows = {"B T V": "B T top", "B C": "B top", "B T C": "B C top" if head == "span" else "B T top"}[symbols]
     found: list[Tensor] = []
@@ -91,7 +101,11 @@ def answer_steps(note: Notebook, m: Loaded, tokens: Tokens, logits: Tensor, top:
     for row, (question, following) in enumerate(zip(questions, follows)):
         shown = zip(numbers[row].tolist(), values[row].tolist())
         candidates = tuple(Choice(names(number), number, value) for number, value in shown)
-        chosen = candidates[0] if following is None else Choice(names(following), following, float(options[row, following]))
+        chosen = (
+            candidates[0]
+            if following is None
+            else Choice(names(following), following, float(options[row, following]))
+        )
         read = tokens.ids[row] if by_token and tokens.ids else None
         made.append(Prediction(question, row if by_token else None, read, chosen, candidates))
     return tuple(made)

@@ -21,7 +21,9 @@ from clearhead.model.norms import wide
 from clearhead.model.positions import rotate
 
 
-def block_steps(note: Notebook, block: Block, x: Tensor, view: View, memory: Tensor | None, name: str) -> Tensor:
+def block_steps(
+    note: Notebook, block: Block, x: Tensor, view: View, memory: Tensor | None, name: str
+) -> Tensor:
     """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
     with note.group(name):
         if block.parallel:
@@ -73,7 +75,9 @@ def _add(note: Notebook, residual: Residual, x: Tensor, y: Tensor, sublayer: str
     return x if residual.after is None else note(f"{at}.after", "B T D", residual.after, x)
 
 
-def _attention(note: Notebook, part: Attention, x: Tensor, memory: Tensor | None, view: View, at: str) -> Tensor:
+def _attention(
+    note: Notebook, part: Attention, x: Tensor, memory: Tensor | None, view: View, at: str
+) -> Tensor:
     """[B, T, D] -> [B, T, D]; keys and values come from `memory` [B, S, D], or from x itself."""
     source = x if memory is None else memory
     Ev = "E" if part.d_value == part.d_head else "Ev"
@@ -119,7 +123,12 @@ def _pattern(note: Notebook, part: Attention, q: Tensor, k: Tensor, view: View, 
     hidden = "nothing is hidden" if mask is None else "lowest number where hidden"
     scores = note(f"{at}.masked", square, _hide, scores, mask, torch.finfo(scores.dtype).min, hidden=hidden)
     note.tap(f"{at}.scores")
-    pattern = note(f"{at}.pattern", square, lambda scores: _hide(torch.softmax(wide(scores), -1).to(q.dtype), mask, 0.0), scores)
+    pattern = note(
+        f"{at}.pattern",
+        square,
+        lambda scores: _hide(torch.softmax(wide(scores), -1).to(q.dtype), mask, 0.0),
+        scores,
+    )
     note.tap(f"{at}.pattern")
     return pattern
 
@@ -149,7 +158,9 @@ def _feedforward(note: Notebook, part: nn.Module, x: Tensor, at: str) -> Tensor:
     return y
 
 
-def _expand_and_contract(note: Notebook, parts: Sequence[FeedForward], runs: Sequence[Tensor], rows: str, at: str) -> Tensor:
+def _expand_and_contract(
+    note: Notebook, parts: Sequence[FeedForward], runs: Sequence[Tensor], rows: str, at: str
+) -> Tensor:
     """Each part on its own run of rows, the answers end to end: [rows, D] -> [rows, D]."""
 
     def each(name: str, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -30,15 +30,21 @@ def trace_inputs(m: Loaded, given: Any, target: str | Sequence[int] | None, pair
         if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:
             given = given[0]
         if pair is not None and (kind != "tokens" or both or not isinstance(given, str)):
-            raise InputError("pair is the second text of two, for a model of one stack that reads text: leave it out")
+            raise InputError(
+                "pair is the second text of two, for a model of one stack that reads text: leave it out"
+            )
         return prepare(m, given, target, pair)
     if pair is not None or (target is not None and not both):
-        raise InputError(f"{'pair' if pair is not None else 'target'} is for text, and this model reads {kind}: leave it out")
+        raise InputError(
+            f"{'pair' if pair is not None else 'target'} is for text, and this model reads {kind}: leave it out"
+        )
     rows = _numbers(m, given)
     if not both:
         return Prepared(m, rows, _numbered(m.config, rows))
     if target is None:
-        raise InputError(f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids")
+        raise InputError(
+            f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
+        )
     ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
     written = Tokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, _numbered(m.config, rows))
@@ -70,7 +76,9 @@ def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
     return Tokens(tuple(str(number) for number in range(tokens_of(config, plan, rows.shape[1]))))
 
 
-def input_steps(note: Notebook, m: Loaded, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None) -> None:
+def input_steps(
+    note: Notebook, m: Loaded, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
+) -> None:
     """How what was given became numbers."""
     if inputs.ndim == 4:
         note(f"{prefix}pixels", "B channels height width", lambda: inputs)

@@ -52,12 +52,21 @@ class Row(Sums):
     @property
     def step(self) -> TraceStep | None:
         """The step itself; None for a group."""
-        return self.steps[0] if self.name == self.steps[0].name and self.level == self.steps[0].level else None
+        return (
+            self.steps[0] if self.name == self.steps[0].name and self.level == self.steps[0].level else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; its steps by the first and the last name."""
         ends = {"first": self.steps[0].name, "last": self.steps[-1].name}
-        return {"name": self.name, "title": self.title, "level": self.level, **self.figures(), **ends, "steps": len(self.steps)}
+        return {
+            "name": self.name,
+            "title": self.title,
+            "level": self.level,
+            **self.figures(),
+            **ends,
+            "steps": len(self.steps),
+        }
 
 
 def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[Row, ...]:

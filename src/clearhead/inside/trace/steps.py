@@ -41,7 +41,10 @@ class Peek:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a number that is not finite becomes None."""
         values = {"mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
-        return {"first": [_finite(value) for value in self.first], **{name: _finite(value) for name, value in values.items()}}
+        return {
+            "first": [_finite(value) for value in self.first],
+            **{name: _finite(value) for name, value in values.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class TraceStep:
     bytes: int  # of the result
     formula: str
     why: str
-    value: Tensor | None = field(repr=False, compare=False, default=None)  # on the CPU, float32 at least; None where not kept
+    value: Tensor | None = field(
+        repr=False, compare=False, default=None
+    )  # on the CPU, float32 at least; None where not kept
     sample: tuple[str, ...] = ()  # the result in words, where it has them: tokens
     taps: tuple[str, ...] = ()  # names under which `record` and `edit` know this very value
     costs: tuple[str, ...] = ()  # names of the cost model's steps whose figures it has
@@ -73,7 +78,19 @@ class TraceStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the value itself is left out."""
-        plain = ("name", "title", "level", "symbols", "dtype", "formula", "why", "parameters", "flops", "bytes", "seconds")
+        plain = (
+            "name",
+            "title",
+            "level",
+            "symbols",
+            "dtype",
+            "formula",
+            "why",
+            "parameters",
+            "flops",
+            "bytes",
+            "seconds",
+        )
         lists = ("path", "shape", "sample", "taps", "costs")
         values: dict[str, Any] = {name: getattr(self, name) for name in plain}
         return {**values, **{name: list(getattr(self, name)) for name in lists}, "peek": self.peek.to_dict()}
@@ -82,7 +99,9 @@ class TraceStep:
 class Notebook:
     """Runs a forward pass one step at a time, and writes down what it sees."""
 
-    def __init__(self, prices: Iterable[Step], facts: Mapping[str, Any], keep_values: bool | Collection[str] = True) -> None:
+    def __init__(
+        self, prices: Iterable[Step], facts: Mapping[str, Any], keep_values: bool | Collection[str] = True
+    ) -> None:
         self.steps: list[TraceStep] = []
         self.unpaid = {step.name: step for step in prices}  # of the cost model, not yet taken by a step
         self.facts, self.keep_values = dict(facts), keep_values
@@ -99,7 +118,13 @@ class Notebook:
             self._path = before
 
     def __call__(
-        self, name: str, symbols: str, compute: Callable[..., Tensor], *inputs: Any, sample: tuple[str, ...] = (), **facts: Any
+        self,
+        name: str,
+        symbols: str,
+        compute: Callable[..., Tensor],
+        *inputs: Any,
+        sample: tuple[str, ...] = (),
+        **facts: Any,
     ) -> Tensor:
         """Run `compute(*inputs)`, write it down under `name`, hand on what came out. `facts` go into the formula."""
         begun = time.perf_counter()
@@ -157,7 +182,9 @@ def _peek(x: Tensor) -> Peek:
     if not seen.numel():
         return Peek(first)
     seen = wide(seen)
-    return Peek(first, float(seen.mean()), float(seen.std(correction=0)), float(seen.min()), float(seen.max()))
+    return Peek(
+        first, float(seen.mean()), float(seen.std(correction=0)), float(seen.min()), float(seen.max())
+    )
 
 
 def _finite(value: float | None) -> float | None:

@@ -25,7 +25,9 @@ from clearhead.model.positions import Rotary
 from clearhead.model.transformer import Stack
 
 
-def stack_steps(note: Notebook, stack: Stack, inputs: Tensor, types: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+def stack_steps(
+    note: Notebook, stack: Stack, inputs: Tensor, types: Tensor | None = None, memory: Tensor | None = None
+) -> Tensor:
     """Inputs of one row -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
     plan, at = stack.plan, stack.plan.prefix
     tokens, x = _embedding(note, stack, inputs, types)
@@ -35,7 +37,10 @@ def stack_steps(note: Notebook, stack: Stack, inputs: Tensor, types: Tensor | No
     for layer, (block, window) in enumerate(zip(stack.layers(), plan.windows)):
         name = f"{at}blocks.{layer}"
         x = block_steps(note, block, x, views(layer, window), memory, name)
-        note.tap(f"{name}.resid_post", *([f"{at}blocks.{layer + 1}.resid_pre"] if layer + 1 < plan.n_layers else []))
+        note.tap(
+            f"{name}.resid_post",
+            *([f"{at}blocks.{layer + 1}.resid_pre"] if layer + 1 < plan.n_layers else []),
+        )
     if stack.norm is not None:
         x = note(f"{at}norm", "B T D", stack.norm, x)
     note.tap(f"{at}hidden")
@@ -75,7 +80,11 @@ def _front(note: Notebook, front: nn.Module, inputs: Tensor, at: str, wide_rows:
     if isinstance(front, PatchFront):
         patches = note(f"{at}.patches", "B N channels·patch·patch", _cut, inputs, front.patch)
         x = note(f"{at}.project", "B N D", front.project, patches)
-        return x if front.class_token is None else note(f"{at}.class_token", "B T D", _prepend, front.class_token, x)
+        return (
+            x
+            if front.class_token is None
+            else note(f"{at}.class_token", "B T D", _prepend, front.class_token, x)
+        )
     if isinstance(front, FrameFront):
         x = note(f"{at}.first", "B D Tin", front.first, inputs.transpose(1, 2))
         x = note(f"{at}.first_bent", "B D Tin", nnf.gelu, x)
@@ -99,7 +108,9 @@ def _prepend(first: Tensor, x: Tensor) -> Tensor:
     return torch.cat([first.expand(x.shape[0], 1, -1), x], dim=1)
 
 
-def _views(note: Notebook, stack: Stack, tokens: Tokens, dtype: torch.dtype) -> Callable[[int, int | None], View]:
+def _views(
+    note: Notebook, stack: Stack, tokens: Tokens, dtype: torch.dtype
+) -> Callable[[int, int | None], View]:
     """Angles, bias and masks of the stack -> what the attention of a layer with a window may see, and how."""
     scheme, plan, at = stack.positions, stack.plan, stack.plan.prefix
     config, where = scheme.config, tokens.positions
@@ -110,12 +121,25 @@ def _views(note: Notebook, stack: Stack, tokens: Tokens, dtype: torch.dtype) -> 
         for local in sorted({own_base and window is not None for window in plan.windows}):
             window = 1 if local else None  # what its size is does not matter
             name = f"{at}positions.rotary" + ".local" * local
-            cos, sin = note(name, "2 1 1 T R", lambda window: torch.stack(tuple(scheme.rotary(where, window) or ())), window)
+            cos, sin = note(
+                name,
+                "2 1 1 T R",
+                lambda window: torch.stack(tuple(scheme.rotary(where, window) or ())),
+                window,
+            )
             note.also(f"{at}positions.rotary")
             turns[local] = Rotary(cos, sin)
     if config.positions in ("alibi", "relative"):
         formula = "−slope · distance" if config.positions == "alibi" else "table[bucket of distance]"
-        bias = note(f"{at}positions.bias", "1 H T S", cast(Callable[..., Tensor], scheme.bias), where, where, dtype, bias=formula)
+        bias = note(
+            f"{at}positions.bias",
+            "1 H T S",
+            cast(Callable[..., Tensor], scheme.bias),
+            where,
+            where,
+            dtype,
+            bias=formula,
+        )
         note.also(f"{at}positions.table")
     masks = {window: _mask(note, stack, tokens, window) for window in dict.fromkeys(plan.windows)}
 
