@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
-from clearhead.generate.prepare import prepared
 from common import alternate, report, save
 
 

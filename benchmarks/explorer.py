@@ -44,9 +44,9 @@ FRAMES = """async (seconds) => {
 }"""
 
 
-def model(layers: int, heads: int, width: int, tokens: int) -> ch.Loaded:
+def model(layers: int, heads: int, width: int, tokens: int) -> ch.Model:
     torch.manual_seed(0)
-    return ch.Loaded(
+    return ch.Model(
         ch.Transformer(
             ch.ModelConfig(
                 vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens
@@ -128,7 +128,7 @@ def best(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measured(
-    browser: Browser, m: ch.Loaded, tokens: int, rounds: int, title: str, file: bool = False
+    browser: Browser, m: ch.Model, tokens: int, rounds: int, title: str, file: bool = False
 ) -> dict[str, object]:
     ids = torch.randint(m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     opened = Opened(title, lambda: m, {"ids": ids})
@@ -146,7 +146,7 @@ def measured(
 def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
     """From navigation until the example's tokens are there, with a model that takes long."""
 
-    def slowly() -> ch.Loaded:
+    def slowly() -> ch.Model:
         time.sleep(60)
         return model(2, 2, 32, 64)
 

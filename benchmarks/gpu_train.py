@@ -33,15 +33,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.data.batch import Batch, Batches
+from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
-from clearhead.train.events import Event, Stepped
-from clearhead.train.loop import Run, learn
-from clearhead.train.losses import batch_loss
-from clearhead.train.machine import join_projections, quick_attention
-from clearhead.train.optim import make_optimizer
-from clearhead.train.plan import TrainPlan
-from clearhead.train.precision import choose_precision
+from clearhead.training.events import Event, Stepped
+from clearhead.training.loop import Run, learn
+from clearhead.training.losses import batch_loss
+from clearhead.training.machine import join_projections, quick_attention
+from clearhead.training.optim import make_optimizer
+from clearhead.training.plan import TrainPlan
+from clearhead.training.precision import choose_precision
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
@@ -165,7 +165,7 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
             folder=Path(folder),
             task="lm",
             plan=plan,
-            loaded=ch.Loaded(model),
+            loaded=ch.Model(model),
             train=Drawn(),
             validation=Drawn(),
             optimizer=optimizer,
@@ -181,7 +181,7 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
 
 def loss_kernel() -> dict[str, float]:
     """How far the kernel of the loss, and the gradient it gives, lie from float64: relative to the whole."""
-    from clearhead.train.triton_loss import CrossEntropy
+    from clearhead.fast.triton_loss import CrossEntropy
 
     found = {}
     for dtype, vocab, smoothing in itertools.product(

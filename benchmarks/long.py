@@ -18,8 +18,8 @@ import torch.nn.functional as nnf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
+from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import Row, decode
-from clearhead.generate.prepare import prepared
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.stream import TextStream
 from common import device_name, save

@@ -13,8 +13,8 @@ import argparse
 import importlib.metadata
 from pathlib import Path
 
+from clearhead.bundle import load
 from clearhead.inside.probe import Probes, probe
-from clearhead.loaded import load
 from clearhead.plot.canvas import save as save_figure
 from clearhead.plot.probe import probe_figure
 from common import device_name, save

@@ -52,7 +52,7 @@ def trained(out: Path, steps: int, base: Path | None = None) -> Path:
     return ch.train("dates", out=out, settings=settings, overwrite=True).folder
 
 
-def both_sides(m: ch.Loaded, most: int) -> tuple[Examples, Examples]:
+def both_sides(m: ch.Model, most: int) -> tuple[Examples, Examples]:
     """Examples to rank heads on, of the training side, and to measure on, of the validation side, in the order of the corpus."""
     corpus = open_data(DataPlan(paths=("dates",)))
     sides = [list(corpus.train)[:most], list(corpus.validation)[:most]]

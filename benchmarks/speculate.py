@@ -22,7 +22,7 @@ WEIGHTS = Path(__file__).resolve().parents[2] / "shared" / "weights" / "stories2
 
 
 def compare(
-    title: str, m: ch.Loaded, prompt: list[int], new: int, rounds: int, **guesses: object
+    title: str, m: ch.Model, prompt: list[int], new: int, rounds: int, **guesses: object
 ) -> dict[str, object]:
     """Plain and speculative decoding of the same tokens."""
     plain, made = m.generate(prompt, new), m.generate(prompt, new, **guesses)
@@ -62,7 +62,7 @@ def main() -> None:
     config = ch.ModelConfig(
         vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
     )
-    m = ch.Loaded(ch.Transformer(config))
+    m = ch.Model(ch.Transformer(config))
     prompt = torch.randint(config.vocab_size, (8,)).tolist() * 4
     results.append(
         compare(
@@ -78,7 +78,7 @@ def main() -> None:
     near.load_state_dict({name: x for name, x in m.model.state_dict().items() if name in near.state_dict()})
     for name, draft in (("near", near), ("far", far)):
         title = f"{name}: GPT-2 124M shape, a draft of one layer"
-        results.append(compare(title, m, prompt, options.new, options.rounds, draft=ch.Loaded(draft)))
+        results.append(compare(title, m, prompt, options.new, options.rounds, draft=ch.Model(draft)))
     if options.save:
         save("speculate", results)
 

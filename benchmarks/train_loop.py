@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clearhead as ch
-from clearhead.train.machine import join_projections, narrow, suit_narrow
+from clearhead.training.machine import join_projections, narrow, suit_narrow
 from common import report, save
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 384, 256, 8

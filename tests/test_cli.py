@@ -12,7 +12,7 @@ import torch
 import clearhead as ch
 from clearhead import cli
 from clearhead.model.cache import GrowingKeys
-from clearhead.train.log import read_log
+from clearhead.training.log import read_log
 
 
 def run(*arguments, **options):
@@ -34,7 +34,7 @@ def inside(*arguments, capsys):
 
 @pytest.fixture
 def folder(tmp_path):
-    ch.Loaded(ch.Transformer(ch.preset("micro-decoder"))).save(tmp_path / "model")
+    ch.Model(ch.Transformer(ch.preset("micro-decoder"))).save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -90,7 +90,7 @@ def test_check_against_the_reference(capsys, tmp_path):
         "bart": ch.preset("bart-base").replace(**sizes, d_ff=64),
         "mbart": ch.preset("bart-base").replace(**sizes, d_ff=64, norm_position="pre"),
     }.items():
-        ch.Loaded(ch.Transformer(config), special={"bos": 0, "pad": 1, "eos": 2}).save(tmp_path / name)
+        ch.Model(ch.Transformer(config), special={"bos": 0, "pad": 1, "eos": 2}).save(tmp_path / name)
         code, out, _ = inside("check", tmp_path / name, "--reference", "--json", capsys=capsys)
         rows = {row["name"]: row for row in json.loads(out)["checks"]}
         assert code == 0, rows
@@ -113,7 +113,7 @@ def test_convert(capsys, folder, tmp_path):
 
 
 def test_convert_explains_why_nothing_is_exact(capsys, tmp_path):
-    ch.Loaded(ch.Transformer(ch.preset("micro-decoder").replace(positions="alibi", activation="relu2"))).save(
+    ch.Model(ch.Transformer(ch.preset("micro-decoder").replace(positions="alibi", activation="relu2"))).save(
         tmp_path / "own"
     )
     code, out, _ = inside("convert", tmp_path / "own", tmp_path / "out", "--json", capsys=capsys)

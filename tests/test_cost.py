@@ -19,7 +19,7 @@ from clearhead import (
     attending,
 )
 from clearhead.config import StackPlan
-from clearhead.cost import Cost, attention_matrix_bytes, cost
+from clearhead.costs import Cost, attention_matrix_bytes, cost
 from clearhead.presets import PRESETS, preset
 
 BATCH, LENGTH, SOURCE = 2, 12, 7

@@ -11,10 +11,10 @@ import clearhead as ch
 from clearhead.cli import main
 from clearhead.commands.inputs import writing
 from clearhead.errors import ConfigError
-from clearhead.train.build import build
-from clearhead.train.recipe import Recipe
+from clearhead.training.build import build
+from clearhead.training.recipe import Recipe
 from tests.test_tasks import saved
-from tests.train.test_refusals import words
+from tests.training.test_refusals import words
 
 TINY = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "train.steps=2", "train.device=cpu"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clearhead import ConfigError, ModelConfig, Transformer
-from clearhead.cost import cost
+from clearhead.costs import cost
 from clearhead.presets import PRESETS, preset
 
 # What the systems' authors, or the reference implementation of each, count

@@ -281,7 +281,7 @@ def test_classes_without_names():
     config = ch.ModelConfig(
         family="encoder", head="tagger", n_classes=3, vocab_size=200, d_model=16, n_layers=1, n_heads=2
     )
-    m = ch.Loaded(ch.Transformer(config), wordpiece())
+    m = ch.Model(ch.Transformer(config), wordpiece())
     assert m.tag("rain").words[0].label in ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
@@ -341,7 +341,7 @@ def test_a_mask_that_takes_the_space_before_it(tmp_path):
         family="encoder", head="mlm", vocab_size=tokenizer.get_vocab_size(), d_model=16, n_layers=1, n_heads=2
     )
     torch.manual_seed(0)
-    m = ch.Loaded(
+    m = ch.Model(
         ch.Transformer(config), tokenizer, special={"mask": tokenizer.token_to_id("<mask>"), "pad": 0}
     )
     words = {one.token: one.text for one in m.fill("the <mask> wait", k=config.vocab_size)}
@@ -427,7 +427,7 @@ def two_stacks():
     tokenizer = wordpiece()
     config = ch.preset("micro-encoder-decoder").replace(vocab_size=tokenizer.get_vocab_size(), init_std=0.4)
     torch.manual_seed(0)
-    return ch.Loaded(
+    return ch.Model(
         ch.Transformer(config).eval(), tokenizer, special={"decoder_start": 2, "eos": 3, "pad": 0}
     )
 

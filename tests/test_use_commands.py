@@ -58,7 +58,7 @@ def decoder(tmp_path_factory) -> pathlib.Path:
     torch.manual_seed(0)
     config = ch.preset("micro-decoder").replace(vocab_size=257, init_std=0.3, max_positions=48)
     folder = tmp_path_factory.mktemp("decoder") / "model"
-    ch.Loaded(ch.Transformer(config), byte_tokenizer(), special={"eos": 256}).save(folder)
+    ch.Model(ch.Transformer(config), byte_tokenizer(), special={"eos": 256}).save(folder)
     return folder
 
 
@@ -67,7 +67,7 @@ def both(tmp_path_factory) -> pathlib.Path:
     torch.manual_seed(0)
     config = ch.preset("micro-encoder-decoder").replace(vocab_size=257, init_std=0.3)
     folder = tmp_path_factory.mktemp("both") / "model"
-    ch.Loaded(ch.Transformer(config), byte_tokenizer(), special={"eos": 256, "decoder_start": 0}).save(folder)
+    ch.Model(ch.Transformer(config), byte_tokenizer(), special={"eos": 256, "decoder_start": 0}).save(folder)
     return folder
 
 

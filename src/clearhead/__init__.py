@@ -1,7 +1,8 @@
 """clearhead: a Transformer you can see through."""
 
+from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig, RopeScaling
-from clearhead.cost import Cost, cost
+from clearhead.costs import Cost, cost
 from clearhead.errors import (
     CheckpointError,
     ClearheadError,
@@ -10,12 +11,12 @@ from clearhead.errors import (
     MissingExtraError,
     TrainingError,
 )
+from clearhead.evaluation.evaluate import Evaluation, evaluate
 from clearhead.explorer.notebook import Shown, show
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
 from clearhead.inside.trace import Trace, trace
-from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.experts import balance_loss
 from clearhead.model.taps import Recording, edit, record, tap_names
@@ -23,9 +24,8 @@ from clearhead.model.transformer import Output, Transformer, attending
 from clearhead.model.window_cache import WindowCache
 from clearhead.presets import PRESETS, preset
 from clearhead.tasks import Answer, Candidate, Classification, Span, Tags, Word
-from clearhead.train.evaluate import Evaluation, evaluate
-from clearhead.train.recipe import Recipe, read_recipe
-from clearhead.train.run import Trained, train
+from clearhead.training.recipe import Recipe, read_recipe
+from clearhead.training.run import Trained, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,8 +43,8 @@ __all__ = [
     "FixedCache",
     "Generation",
     "InputError",
-    "Loaded",
     "MissingExtraError",
+    "Model",
     "ModelConfig",
     "Output",
     "Recipe",

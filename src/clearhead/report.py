@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from clearhead.cost import Cost
+from clearhead.costs import Cost
 from clearhead.generate.text import Score
 from clearhead.inside.checks.row import Check
 from clearhead.tasks import Candidate, Classification, Tags

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from clearhead.cost import cost
+from clearhead.bundle import Model
+from clearhead.costs import cost
 from clearhead.inside.checks import check
-from clearhead.loaded import Loaded
 from clearhead.model.taps import record
 from clearhead.report import attention_map, check_table, cost_table
-from clearhead.train.events import Event, Said, Started, Stepped, Validated
-from clearhead.train.run import train
+from clearhead.training.events import Event, Said, Started, Stepped, Validated
+from clearhead.training.run import train
 
 PROSE = ["data.batch_size=16", "data.max_examples=200", "train.lr=3e-3"]
 DATES = ["data.max_examples=4000", "generate.max_new_tokens=12"]
@@ -84,7 +84,7 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     console.print("clearhead check DIR --reference            against transformers")
 
 
-def _train(console: Console, data: str, recipe: str, out: Path, settings: list[str]) -> Loaded:
+def _train(console: Console, data: str, recipe: str, out: Path, settings: list[str]) -> Model:
     """A run with one live line, or, without a terminal, a line at each validation."""
     start = time.perf_counter()
     live = (
@@ -114,7 +114,7 @@ def _train(console: Console, data: str, recipe: str, out: Path, settings: list[s
         return train(data, recipe=recipe, out=out, settings=settings, on_event=show, overwrite=True).model
 
 
-def _show_attention(console: Console, reader: Loaded, source: str, answer: list[int]) -> None:
+def _show_attention(console: Console, reader: Model, source: str, answer: list[int]) -> None:
     """The cross-attention head that looks most sharply, as a picture of characters."""
     assert reader.tokenizer is not None
     read = reader.encode([source])[0]

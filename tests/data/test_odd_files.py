@@ -16,8 +16,8 @@ from clearhead.data.files import expand
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
+from tests.batches.toys import batches_of, corpus_of
 from tests.data.test_formats import everything, idx, pixels, write
-from tests.data_batches.toys import batches_of, corpus_of
 
 FILMS = [f"film {n}\t{'no' if n % 2 else 'yes'}" for n in range(8)]
 SENTENCES = "a O\nb X\n\nc O\n"

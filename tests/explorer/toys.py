@@ -60,15 +60,15 @@ def _loaded(
     special: dict[str, int] | None = None,
     labels: tuple[str, ...] = (),
     **config: Any,
-) -> ch.Loaded:
+) -> ch.Model:
     size = {} if tokenizer is None else {"vocab_size": tokenizer.get_vocab_size()}
     model = scramble(ch.Transformer(ch.ModelConfig(**{**WIDTH, **size, **config})), seed).eval()
     found = special_ids(tokenizer, {}, {}, {}) | (special or {})
-    return ch.Loaded(model, tokenizer, special=found, labels=labels)
+    return ch.Model(model, tokenizer, special=found, labels=labels)
 
 
 @functools.cache
-def toy(family: str) -> ch.Loaded:
+def toy(family: str) -> ch.Model:
     """A scrambled model of two layers with a tokenizer of its own."""
     if family == "decoder":
         return _loaded(trained("bpe", "lm"), 1, n_kv_heads=1)
@@ -107,7 +107,7 @@ def toy(family: str) -> ch.Loaded:
 
 
 @functools.cache
-def hostile(head: str = "lm") -> ch.Loaded:
+def hostile(head: str = "lm") -> ch.Model:
     """A model whose every token, or class, is an attempt to run something; a text is split at the sign ¦."""
     vocabulary = {token: number for number, token in enumerate(["[UNK]", *HOSTILE])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))

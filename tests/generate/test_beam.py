@@ -160,7 +160,7 @@ def test_one_beam_is_greedy(family):
         wanted = decode(model, [prompt], 12, stop_ids=(EOS,), **source)[0]
         found = beam_search(model, [prompt], 12, Beams(), stop_ids=(EOS,), **source)[0][0]
         assert (found.ids, found.stop_reason) == (wanted.ids, wanted.stop_reason)
-        m = ch.Loaded(model, special={"eos": EOS, "decoder_start": 1})
+        m = ch.Model(model, special={"eos": EOS, "decoder_start": 1})
         given = source["source"][0] if source else prompt
         assert m.generate(given, 12, num_beams=1).ids == wanted.ids
 
@@ -168,7 +168,7 @@ def test_one_beam_is_greedy(family):
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_the_score_is_that_of_the_text(family):
-    m = ch.Loaded(model_of(family, 2, vocab_size=9), special={"eos": EOS, "decoder_start": 1})
+    m = ch.Model(model_of(family, 2, vocab_size=9), special={"eos": EOS, "decoder_start": 1})
     prompt, reasons = [5, 6, 7], set()
     options = {"num_beams": 6, "num_return": 6}
     for penalty, made in (
@@ -193,7 +193,7 @@ def test_the_score_is_that_of_the_text(family):
 )
 def test_a_batch_is_its_rows(family, options):
     """Prompts of 1 to 40 tokens, more than are carried on at once, rows that end at different times."""
-    m = ch.Loaded(model_of(family, 3, vocab_size=60), special={"eos": EOS, "decoder_start": 1})
+    m = ch.Model(model_of(family, 3, vocab_size=60), special={"eos": EOS, "decoder_start": 1})
     lengths = [1, 40, 2, 7, 19, 33, 5, 1, 12, 26, 3, 8, 40, 17, 4, 9, 21]
     prompts = [
         torch.randint(60, (n,), generator=torch.Generator().manual_seed(i)).tolist()
@@ -342,20 +342,20 @@ def test_diverse_groups(diversity):
 
 
 def test_fewer_than_asked_where_no_more_are_possible():
-    m = ch.Loaded(model_of("decoder"), special={"eos": EOS})
+    m = ch.Model(model_of("decoder"), special={"eos": EOS})
     made = m.generate([1], 3, num_beams=5, num_return=5, allowed=(EOS, 4))
     assert sorted(one.ids for one in made) == [[], [4], [4, 4], [4, 4, 4]]
 
 
 def test_time_ends_a_search():
-    m = ch.Loaded(model_of("decoder", vocab_size=40))
+    m = ch.Model(model_of("decoder", vocab_size=40))
     made = m.generate([1], 30, num_beams=3, num_return=3, seconds=0.0)
     assert [(one.stop_reason, len(one.ids)) for one in made] == [("time", 1)] * 3
 
 
 def test_watched_keys_are_per_beam():
     """The eager kernel, which shows patterns, gives what the fused one gives where beams share the keys of a source."""
-    m = ch.Loaded(model_of("encoder-decoder", 2, vocab_size=40), special={"decoder_start": 1})
+    m = ch.Model(model_of("encoder-decoder", 2, vocab_size=40), special={"decoder_start": 1})
     sources = [[5, 6, 7], [8, 9]]
     plain = m.generate(sources, 6, num_beams=3)
     with ch.record(m.model, "blocks.0.cross.pattern") as seen:
@@ -390,5 +390,5 @@ def test_watched_keys_are_per_beam():
 )
 def test_mistakes_are_one_line(options, words):
     with pytest.raises(ch.InputError, match=words) as error:
-        ch.Loaded(model_of("decoder")).generate([1], 5, **options)
+        ch.Model(model_of("decoder")).generate([1], 5, **options)
     assert "\n" not in str(error.value)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.fast.kernels import step_attend, step_linear
+from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slots_bucket
 from clearhead.generate.decode import decode
-from clearhead.generate.kernels import step_attend, step_linear
-from clearhead.generate.prepare import StepBlock, prepared
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm
 from clearhead.model.positions import Rotary, rotate
@@ -169,9 +169,9 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
 
 
 def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch):
-    monkeypatch.setattr("clearhead.loaded.Steps", functools.partial(Steps, backend="eager"))
+    monkeypatch.setattr("clearhead.bundle.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)
-    loaded = ch.Loaded(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
+    loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)
     assert loaded._steps is None  # on a CPU only when asked
     assert loaded.generate([1, 2, 3], 8, compile=True).ids == plain.ids

@@ -84,7 +84,7 @@ def recomputed(
 def test_batched_alone_cached_recomputed_and_streamed(shape, way, byte_tokenizer):
     model, prompts, sampling, count = model_of(shape), prompts_of(), WAYS[way], 24
     wanted = [recomputed(model, prompt, count, sampling, seed=4) for prompt in prompts]
-    m = ch.Loaded(model, byte_tokenizer, special={"eos": STOP, "decoder_start": START})
+    m = ch.Model(model, byte_tokenizer, special={"eos": STOP, "decoder_start": START})
     options = {
         name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")
     } | {"seed": 4}
@@ -182,7 +182,7 @@ def test_a_step_may_be_handed_in():
 
 @pytest.mark.ledger("G4")
 def test_cancelling_keeps_what_has_come(byte_tokenizer):
-    m = ch.Loaded(model_of("llama"), byte_tokenizer)
+    m = ch.Model(model_of("llama"), byte_tokenizer)
     whole = m.generate(prompts_of((3, 8)), 40)
     event, seen = threading.Event(), []
 
@@ -204,7 +204,7 @@ def test_cancelling_keeps_what_has_come(byte_tokenizer):
 @pytest.mark.ledger("G4")
 def test_tokens_that_stop(byte_tokenizer):
     byte_tokenizer = type(byte_tokenizer).from_str(byte_tokenizer.to_str())
-    m = ch.Loaded(model_of("llama"), byte_tokenizer)
+    m = ch.Model(model_of("llama"), byte_tokenizer)
     whole = m.generate([1, 2, 3], 30)
     place = next(i for i, token in enumerate(whole.ids) if token not in whole.ids[:i] and i > 2)
     token = whole.ids[place]
@@ -231,7 +231,7 @@ def test_tokens_that_stop(byte_tokenizer):
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "bart"])
 def test_a_prompt_too_long_is_refused_or_cut(shape):
-    m = ch.Loaded(model_of(shape), special={"decoder_start": START})
+    m = ch.Model(model_of(shape), special={"decoder_start": START})
     (prompt,) = prompts_of((150,))
     kept = 128 if shape == "bart" else 128 - 9
     assert m.generate(prompt, 10, overflow="window").ids == m.generate(prompt[-kept:], 10).ids
@@ -272,8 +272,8 @@ class Counting:
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma2"])
 def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
     counting = Counting(monkeypatch)
-    m, (prompt, other) = ch.Loaded(model_of(shape)), prompts_of((40, 30))
-    fresh = ch.Loaded(m.model)
+    m, (prompt, other) = ch.Model(model_of(shape)), prompts_of((40, 30))
+    fresh = ch.Model(m.model)
     first = m.generate(prompt, 10, reuse=True, **options)
     assert first.ids == fresh.generate(prompt, 10, **options).ids
     longer = prompt + first.ids + [1, 2, 3]  # a conversation goes on
@@ -301,7 +301,7 @@ def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
 @pytest.mark.ledger("G2")
 def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
     counting = Counting(monkeypatch)
-    m, (prompt,) = ch.Loaded(model_of("llama")), prompts_of((20,))
+    m, (prompt,) = ch.Model(model_of("llama")), prompts_of((20,))
     m.generate(prompt, 5, reuse=True)
     with torch.no_grad():
         for parameter in m.model.parameters():
@@ -315,7 +315,7 @@ def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
     assert seen.calls("blocks.0.resid_post")[0].shape[1] == 20  # who watches sees all of it
     for bad in (
         lambda: m.generate([[1], [2]], 3, reuse=True),
-        lambda: ch.Loaded(model_of("t5")).generate([1], 3, reuse=True),
+        lambda: ch.Model(model_of("t5")).generate([1], 3, reuse=True),
     ):
         with pytest.raises(ch.InputError, match="one prompt of a decoder"):
             bad()

@@ -36,8 +36,8 @@ OPTIONS = {
 }
 
 
-def loaded(shape: str, seed: int = 0, **changes) -> ch.Loaded:
-    return ch.Loaded(
+def loaded(shape: str, seed: int = 0, **changes) -> ch.Model:
+    return ch.Model(
         build(seed, **{"max_positions": 96, **SHAPES[shape], **changes}),
         special={"decoder_start": 1, "eos": 5},
     )
@@ -218,7 +218,7 @@ def test_a_source_is_looked_into():
 
 
 def test_cancelled_streamed_and_stopped_alike(byte_tokenizer):
-    m = ch.Loaded(build(vocab_size=256, positions="rope", max_positions=256), byte_tokenizer)
+    m = ch.Model(build(vocab_size=256, positions="rope", max_positions=256), byte_tokenizer)
     seen: dict[int, str] = {}
 
     def add(number, new):
@@ -263,6 +263,6 @@ def test_mistakes_are_one_line(options, words):
 
 def test_angles_that_go_by_length_are_refused():
     scaling = ch.RopeScaling(kind="dynamic", factor=2.0)
-    m = ch.Loaded(build(positions="rope", rope_scaling=scaling))
+    m = ch.Model(build(positions="rope", rope_scaling=scaling))
     with pytest.raises(ch.InputError, match="leave lookup and draft out"):
         m.generate([1, 2], 4, lookup=2)

@@ -205,7 +205,7 @@ def test_half_a_stop_string_is_no_stop():
 def test_a_model_that_says_anything(kind):
     """A random model over all tokens: streamed, not streamed and decoded at once are one text."""
     size = KINDS[kind].get_vocab_size()
-    m = ch.Loaded(build(vocab_size=size, positions="rope", max_positions=256), KINDS[kind])
+    m = ch.Model(build(vocab_size=size, positions="rope", max_positions=256), KINDS[kind])
     for seed in range(4):
         seen: list[str] = []
         made = m.generate(

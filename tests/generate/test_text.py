@@ -66,7 +66,7 @@ def model_of(name, seed=0, vocab_size=256):
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_is_its_rows(name):
     """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone, greedy and sampled."""
-    m = ch.Loaded(model_of(name))
+    m = ch.Model(model_of(name))
     prompts = [
         torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         for length in (1, 2, 7, 19, 40)
@@ -122,7 +122,7 @@ def test_a_stop_string_may_straddle_tokens(byte_tokenizer):
 
 @pytest.mark.ledger("G4")
 def test_streaming_changes_nothing(byte_tokenizer):
-    m = ch.Loaded(model_of("rope, grouped"), byte_tokenizer)
+    m = ch.Model(model_of("rope, grouped"), byte_tokenizer)
     seen = {0: "", 1: ""}
 
     def add(number, text):
@@ -137,7 +137,7 @@ def test_streaming_changes_nothing(byte_tokenizer):
 
 @pytest.mark.ledger("G5")
 def test_logprobs_equal_a_teacher_forced_score():
-    m = ch.Loaded(model_of("learned, full"))
+    m = ch.Model(model_of("learned, full"))
     made = m.generate([5, 6, 7], 12, temperature=0.8, seed=1, logprobs=True, alternatives=3)
     scored = m.score([5, 6, 7, *made.ids])
     assert scored.logprobs[0] is None
@@ -149,14 +149,14 @@ def test_logprobs_equal_a_teacher_forced_score():
 
 
 def test_score_with_a_source():
-    m = ch.Loaded(model_of("learned, two stacks"), special={"decoder_start": 3})
+    m = ch.Model(model_of("learned, two stacks"), special={"decoder_start": 3})
     scored = m.score([8, 9], source=[1, 2, 4])
     logits = m.model(torch.tensor([[3, 8]]), source=torch.tensor([[1, 2, 4]])).logits[0].log_softmax(-1)
     assert scored.logprobs == pytest.approx([logits[0, 8].item(), logits[1, 9].item()], abs=1e-6)
 
 
 def test_the_fast_copy_follows_the_weights():
-    m = ch.Loaded(model_of("learned, full"))
+    m = ch.Model(model_of("learned, full"))
     before = m.generate([1, 2], 20).ids
     with torch.no_grad():
         for parameter in m.model.parameters():
@@ -182,18 +182,18 @@ def test_the_fast_copy_follows_the_weights():
         (lambda m: m.generate([1], alternatives=999), "alternatives"),
         (lambda m: m.generate([1], temperature="warm"), "temperature"),
         (lambda m: m.generate([1], seed=None), "seed"),
-        (lambda m: ch.Loaded(ch.Transformer(ch.preset("micro-encoder"))).generate([1]), "head"),
+        (lambda m: ch.Model(ch.Transformer(ch.preset("micro-encoder"))).generate([1]), "head"),
     ],
 )
 def test_mistakes_are_one_line(call, words):
     with pytest.raises(ch.InputError, match=words) as error:
-        call(ch.Loaded(model_of("learned, full")))
+        call(ch.Model(model_of("learned, full")))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.ledger("K1")
 def test_what_watches_a_model_sees_it_generate():
-    m = ch.Loaded(model_of("rope, grouped"))
+    m = ch.Model(model_of("rope, grouped"))
     plain = m.generate([1, 2, 3], 6).ids
     with ch.record(m.model, "blocks.0.resid_post") as seen:
         assert m.generate([1, 2, 3], 6).ids == plain
@@ -212,7 +212,7 @@ def test_what_watches_a_model_sees_it_generate():
 
 def test_a_model_in_training_is_used_without_dropout_and_goes_on_training():
     config = ch.preset("micro-decoder").replace(vocab_size=256, n_experts=4, dropout=0.5)
-    m = ch.Loaded(ch.Transformer(config).train())
+    m = ch.Model(ch.Transformer(config).train())
     m.model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert m.score([1, 2, 3, 4]) == m.score([1, 2, 3, 4])
     assert m.generate([1, 2], 5).ids == m.generate([1, 2], 5).ids
@@ -220,14 +220,14 @@ def test_a_model_in_training_is_used_without_dropout_and_goes_on_training():
 
 
 def test_the_fast_copy_follows_dtype():
-    m = ch.Loaded(model_of("learned, full"))
+    m = ch.Model(model_of("learned, full"))
     ids = m.generate([1, 2], 8).ids
     m.model.double()
     assert m.generate([1, 2], 8).ids == ids
 
 
 def test_a_forced_first_token_is_scored_once():
-    m = ch.Loaded(model_of("learned, two stacks"), special={"decoder_start": 2, "forced_bos": 0})
+    m = ch.Model(model_of("learned, two stacks"), special={"decoder_start": 2, "forced_bos": 0})
     logits = m.model(torch.tensor([[2, 0, 5]]), source=torch.tensor([[3, 4]])).logits[0].log_softmax(-1)
     wanted = [logits[0, 0].item(), logits[1, 5].item(), logits[2, 6].item()]
     assert m.score([0, 5, 6], [3, 4]).logprobs == pytest.approx(wanted, abs=1e-5)
@@ -235,7 +235,7 @@ def test_a_forced_first_token_is_scored_once():
 
 
 def test_generating_leaves_the_global_generator_alone():
-    m = ch.Loaded(model_of("learned, full"))
+    m = ch.Model(model_of("learned, full"))
     torch.manual_seed(0)
     m.generate([1, 2], 4, temperature=1.0)
     after = torch.rand(3)
@@ -244,7 +244,7 @@ def test_generating_leaves_the_global_generator_alone():
 
 
 def test_prompts_may_be_tensors():
-    m = ch.Loaded(model_of("learned, full"))
+    m = ch.Model(model_of("learned, full"))
     wanted = m.generate([1, 2, 3], 4).ids
     assert m.generate(torch.tensor([1, 2, 3]), 4).ids == wanted
     assert [made.ids for made in m.generate(torch.tensor([[1, 2, 3]] * 2), 4)] == [wanted] * 2
@@ -260,7 +260,7 @@ def test_penalties_reach_the_loop():
 
 
 def test_commands(byte_tokenizer, tmp_path, capsys):
-    m = ch.Loaded(model_of("rope, grouped"), byte_tokenizer)
+    m = ch.Model(model_of("rope, grouped"), byte_tokenizer)
     m.save(tmp_path / "model")
     wanted = m.generate("hello", 12)
     cli.main(["generate", str(tmp_path / "model"), "hello", "--max-new-tokens", "12", "--json"])

@@ -51,7 +51,7 @@ LLAMA = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    ch.Loaded(ch.Transformer(GPT2).eval()).save(tmp_path / "model")
+    ch.Model(ch.Transformer(GPT2).eval()).save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -188,7 +188,7 @@ def test_a_missing_and_an_unexpected_tensor(folder: Path) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    ch.Loaded(ch.Transformer(GPT2).eval()).save(tmp_path / "shards", shard_size=1500)
+    ch.Model(ch.Transformer(GPT2).eval()).save(tmp_path / "shards", shard_size=1500)
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
     return tmp_path / "shards"
 
@@ -541,7 +541,7 @@ def test_a_fault_while_saving_changes_nothing(
         monkeypatch.setattr(tempfile, "mkdtemp", failing)
     else:
         monkeypatch.setattr(os, "replace", replace)
-    other = ch.Loaded(ch.Transformer(GPT2.replace(n_layers=1)), generation={"top_k": 3})
+    other = ch.Model(ch.Transformer(GPT2.replace(n_layers=1)), generation={"top_k": 3})
     with pytest.raises(ch.CheckpointError, match="No space left on device"):
         other.save(place, shard_size=3000)
     monkeypatch.undo()
@@ -618,6 +618,6 @@ def test_labels_settings_and_generation_are_kept(tmp_path: Path) -> None:
     assert again.generation == loaded.generation
     assert again.stops == (1, 2)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "ours").id2label == {0: "no", 1: "yes", 2: "?"}
-    fresh = ch.Loaded(loaded.model, labels=("a", "b", "c"))
+    fresh = ch.Model(loaded.model, labels=("a", "b", "c"))
     fresh.save(tmp_path / "fresh")
     assert ch.load(tmp_path / "fresh").labels == ("a", "b", "c")

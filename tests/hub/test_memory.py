@@ -59,7 +59,7 @@ def test_peak_memory_of_loading(kind: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in ch.Transformer(SHAPES[kind]).parameters())
     assert 190e6 < 4 * count < 260e6
-    ch.Loaded(ch.Transformer(SHAPES[kind])).save(tmp_path / "model")
+    ch.Model(ch.Transformer(SHAPES[kind])).save(tmp_path / "model")
     for dtype, width in (("None", 4), ("float64", 8)):  # as it stands, and each tensor converted
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
         peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -72,7 +72,7 @@ def test_peak_memory_of_loading(kind: str, tmp_path: Path) -> None:
 def test_a_converted_dtype_has_the_same_weights(kind: str, tmp_path: Path) -> None:
     config = SHAPES[kind].replace(d_model=96, d_ff=128, n_layers=2)
     made = ch.Transformer(config)
-    ch.Loaded(made).save(tmp_path / "model")
+    ch.Model(made).save(tmp_path / "model")
     wanted = dict(made.named_parameters())
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for name, parameter in ch.load(tmp_path / "model", dtype=dtype).model.named_parameters():

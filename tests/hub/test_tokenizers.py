@@ -340,7 +340,7 @@ def test_a_model_without_tokenizer_says_so_in_one_line(tmp_path: Path) -> None:
     config = ch.ModelConfig(
         vocab_size=11, d_model=8, n_layers=1, n_heads=2, max_positions=16, activation="gelu_tanh"
     )
-    ch.Loaded(ch.Transformer(config)).save(tmp_path / "m")
+    ch.Model(ch.Transformer(config)).save(tmp_path / "m")
     loaded = ch.load(tmp_path / "m")
     assert loaded.tokenizer is None
     with pytest.raises(ch.InputError, match="has no tokenizer") as caught:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as nnf
 
 import clearhead as ch
+from clearhead.batches.batch import IGNORE, Batch
 from clearhead.cli import main
-from clearhead.data.batch import IGNORE, Batch
 from clearhead.errors import InputError
 from clearhead.inside.names import all_heads
 from clearhead.inside.parts.ablate import ablate, ablate_each, ablating, mean_activations
@@ -185,7 +185,7 @@ def test_loss_of_texts_is_that_of_score(trained_lm):
 
 @pytest.mark.ledger("K7")
 def test_loss_of_a_file_is_that_of_evaluate(trained_lm, tmp_path):
-    from clearhead.train.evaluate import evaluate
+    from clearhead.evaluation.evaluate import evaluate
 
     (tmp_path / "text.txt").write_text("a bad crab and a cab. " * 30)
     examples = examples_from(trained_lm, tmp_path / "text.txt")
@@ -211,7 +211,7 @@ def trained_lm(tmp_path_factory):
             ch.ModelConfig(vocab_size=len(letters), d_model=16, n_layers=2, n_heads=4, max_positions=64)
         )
     ).eval()
-    m = ch.Loaded(model, tokenizer, special={"eos": 0})
+    m = ch.Model(model, tokenizer, special={"eos": 0})
     folder = tmp_path_factory.mktemp("lm")
     m.save(folder)
     return ch.load(folder)

@@ -28,7 +28,7 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 SOURCE = [2, 7, 1, 8, 2, 8, 1]
 
 
-def of_words(model: ch.Transformer) -> ch.Loaded:
+def of_words(model: ch.Transformer) -> ch.Model:
     """A model with a tokenizer of thirteen words, some of which look like mark-up and mathematics."""
     words = [
         "[UNK]",
@@ -49,7 +49,7 @@ def of_words(model: ch.Transformer) -> ch.Loaded:
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return ch.Loaded(model, tokenizer)
+    return ch.Model(model, tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ PIECES = [
 ]
 
 
-def lettered(**changes) -> ch.Loaded:
+def lettered(**changes) -> ch.Model:
     """A micro model with pieces of words."""
     tokenizer = Tokenizer(
         models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]")
@@ -57,7 +57,7 @@ def lettered(**changes) -> ch.Loaded:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     model = build(vocab_size=len(PIECES), **{"family": "encoder", **changes})
-    return ch.Loaded(model, tokenizer, special={"pad": 0, "unk": 1, "cls": 2, "sep": 3})
+    return ch.Model(model, tokenizer, special={"pad": 0, "unk": 1, "cls": 2, "sep": 3})
 
 
 def cosines(table: np.ndarray, x: np.ndarray) -> np.ndarray:

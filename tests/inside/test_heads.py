@@ -14,6 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.bundle import Model, load
 from clearhead.cli import main
 from clearhead.data.treebank import Sentence, Word, read_treebank
 from clearhead.errors import InputError
@@ -22,7 +23,6 @@ from clearhead.inside.heads.alignments import Aligned, agreement, read_alignment
 from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
 from clearhead.inside.heads.words import align
 from clearhead.inside.names import Head
-from clearhead.loaded import Loaded, load
 from clearhead.model.attention import Attention
 from tests.harness import V, build, config
 from tests.hub.packages import packaged
@@ -37,9 +37,9 @@ ROWS = [
 ]  # of different lengths
 
 
-def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Loaded:
+def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Model:
     """A micro model that reads text."""
-    return Loaded(model, trained(kind, "mlm" if model.config.family == "encoder" else "lm"))
+    return Model(model, trained(kind, "mlm" if model.config.family == "encoder" else "lm"))
 
 
 # Planted heads ------------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_two_layers_learn_induction_and_one_does_not(
     for n_layers in (1, 2):
         model = trained_on_repeats(n_layers, seed=1)
         found[n_layers] = head_roles(model)
-        Loaded(model).save(tmp_path / str(n_layers))
+        Model(model).save(tmp_path / str(n_layers))
     assert "induction" in found[2].roles
     named = found[2].named("induction")
     assert named and all(head.layer == 1 for head in named)
@@ -305,7 +305,7 @@ def test_a_look_back_at_a_fixed_distance_is_no_induction() -> None:
 # Syntax -------------------------------------------------------------------------------------------------------------------
 
 
-def slow_syntax(m: Loaded, sentences: list[Sentence], kind: str) -> dict[tuple[str, str, str], int]:
+def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[str, str, str], int]:
     """Right arcs by relation, direction and head: a loop over sentences, heads and words, without batches."""
     right: Counter[tuple[str, str, str]] = Counter()
     for sentence in sentences:
@@ -335,7 +335,7 @@ def slow_syntax(m: Loaded, sentences: list[Sentence], kind: str) -> dict[tuple[s
     return right
 
 
-def equal_to_slow(m: Loaded, sentences: list[Sentence], kind: str = "self") -> None:
+def equal_to_slow(m: Model, sentences: list[Sentence], kind: str = "self") -> None:
     found, expected = syntax(m, sentences), slow_syntax(m, sentences, kind)
     for r, relation in enumerate(found.relations):
         for d, direction in enumerate(DIRECTIONS):
@@ -406,7 +406,7 @@ def test_minilm_follows_syntax(shared: Path) -> None:
 
 def test_what_syntax_cannot_do_is_said() -> None:
     with pytest.raises(InputError, match="no tokenizer"):
-        syntax(Loaded(build()), some_trees(2))
+        syntax(Model(build()), some_trees(2))
     m = with_tokenizer(build(vocab_size=300, max_positions=64))
     with pytest.raises(InputError, match="no arc"):
         syntax(m, [])

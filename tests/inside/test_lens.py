@@ -170,7 +170,7 @@ def test_columns_and_choices_of_each_head():
         "whole image",
     )
     assert lens(build(**HEADS["classifier, mean"]), IDS).top_names[0][0][0].startswith("LABEL_")
-    masked = ch.Loaded(build(**HEADS["masked"]), special={"mask": IDS[2]})
+    masked = ch.Model(build(**HEADS["masked"]), special={"mask": IDS[2]})
     assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [
         token for token in IDS if token != IDS[2]
     ]

@@ -36,14 +36,14 @@ TEXTS = [
 ] * 4
 
 
-def worded(model: ch.Transformer) -> ch.Loaded:
+def worded(model: ch.Transformer) -> ch.Model:
     """A model with a tokenizer of ten words."""
     tokenizer = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return ch.Loaded(model, tokenizer, special={"bos": 0, "eos": 1, "unk": 1})
+    return ch.Model(model, tokenizer, special={"bos": 0, "eos": 1, "unk": 1})
 
 
 def texts_for(model: ch.Transformer, count: int = 7) -> list:
@@ -187,7 +187,7 @@ def test_promoted_tokens_equal_a_loop_in_float64(changes, differences):
         assert promoting[memory.name] == pytest.approx(scores[token], abs=1e-5)
 
 
-def planted() -> ch.Loaded:
+def planted() -> ch.Model:
     """A model in which neuron 1.5 fires at "sun" and writes "rises"; all its other weights are noise."""
     settings = {"vocab_size": len(WORDS), "d_model": 32, "tie_embeddings": False, "positions": "none"}
     model = scramble(ch.Transformer(config(**settings)), spread=0.02).eval()

@@ -143,7 +143,7 @@ def test_the_end_of_the_last_token_is_the_whole_answer(kind):
 WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
 
 
-def planted() -> ch.Loaded:
+def planted() -> ch.Model:
     """Head 0.0 looks at all words alike and turns "cat" into "meow", "dog" into "woof"; nothing else does anything."""
     config = ch.ModelConfig(
         vocab_size=6,
@@ -169,7 +169,7 @@ def planted() -> ch.Loaded:
         models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return ch.Loaded(model, tokenizer)
+    return ch.Model(model, tokenizer)
 
 
 @pytest.mark.ledger("K8")
@@ -217,7 +217,7 @@ def test_answers_are_chosen_and_said():
 def test_two_decoders_are_read_where_they_part():
     for seed in range(20):  # some model writes different answers, after a common beginning or none
         model = build(seed=seed, family="encoder-decoder")
-        m = ch.Loaded(model, special={"decoder_start": 0})
+        m = ch.Model(model, special={"decoder_start": 0})
         ours, theirs = (m.generate(prompt, 31).ids for prompt in (CLEAN, CORRUPT))
         alike = next((place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other), None)
         if alike is not None:

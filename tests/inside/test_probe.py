@@ -29,7 +29,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefg", *("##" + letter for le
 LETTERS = "abcdefg"
 
 
-def loaded(**changes) -> ch.Loaded:
+def loaded(**changes) -> ch.Model:
     """A random model whose tokens are single letters: a word of three letters has three."""
     model = build(**{"vocab_size": len(PIECES), "max_positions": 64, "n_layers": 3, **changes})
     tokenizer = Tokenizer(
@@ -41,7 +41,7 @@ def loaded(**changes) -> ch.Loaded:
         tokenizer.post_processor = processors.TemplateProcessing(
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", [("[CLS]", 2), ("[SEP]", 3)]
         )
-    return ch.Loaded(model, tokenizer, special={"pad": 0, "cls": 2, "sep": 3, "decoder_start": 2})
+    return ch.Model(model, tokenizer, special={"pad": 0, "cls": 2, "sep": 3, "decoder_start": 2})
 
 
 def sentences(count: int, seed: int = 0, length: int = 6, labels: str = "XYZ") -> list[Tagged]:
@@ -114,7 +114,7 @@ def test_the_type_of_a_word_is_read_off_the_embedding_and_capitals_are_one_type_
 # States -----------------------------------------------------------------------------------------------------------------
 
 
-def one_by_one(m: ch.Loaded, row: Tagged, pool: str, prefix: str, **given) -> torch.Tensor:
+def one_by_one(m: ch.Model, row: Tagged, pool: str, prefix: str, **given) -> torch.Tensor:
     """[L, N, D] from a forward pass of one sentence."""
     encoded = m.tokenizer.encode(" ".join(row.words))
     names = depths(m, prefix)

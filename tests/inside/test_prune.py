@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.batches.batch import Batch
 from clearhead.cli import main
-from clearhead.data.batch import Batch
 from clearhead.errors import InputError
 from clearhead.generate.decode import greedy
 from clearhead.inside.names import Head, all_heads, find_heads
@@ -131,7 +131,7 @@ def test_a_smaller_checkpoint_reloads_bit_for_bit(name, tmp_path):
     whole = build(**changes)
     smaller = prune(whole, heads)
     smaller.save(tmp_path / "small")
-    ch.Loaded(whole).save(tmp_path / "whole")
+    ch.Model(whole).save(tmp_path / "whole")
     sizes = [(tmp_path / side / "model.safetensors").stat().st_size for side in ("small", "whole")]
     assert sizes[0] < sizes[1]
     again = ch.load(tmp_path / "small")

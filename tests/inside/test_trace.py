@@ -330,7 +330,7 @@ def test_the_tree_has_sums_at_every_level():
 @pytest.mark.ledger("F1")
 def test_each_decoding_step_is_shown_as_the_cache_makes_it():
     model = build(family="encoder-decoder")
-    m = ch.Loaded(model, special={"eos": 12, "decoder_start": 3})
+    m = ch.Model(model, special={"eos": 12, "decoder_start": 3})
     source = some_ids(1, 5)
     seen = ch.trace(m, source[0].tolist(), top=4)
     cache, token, written = ch.Cache(), torch.tensor([[3]]), [3]
@@ -450,8 +450,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("trace")
     for name in ("gpt2", "t5"):
         special = {"eos": 12, "decoder_start": 3} if name == "t5" else {}
-        ch.Loaded(build(**SHAPES[name]), trained_tokenizer(), special=special).save(root / name)
-    ch.Loaded(build(**SHAPES["vit"]), labels=("cat", "[b]", "dog")).save(root / "vit")
+        ch.Model(build(**SHAPES[name]), trained_tokenizer(), special=special).save(root / name)
+    ch.Model(build(**SHAPES["vit"]), labels=("cat", "[b]", "dog")).save(root / "vit")
     Image.new("RGB", (30, 20), (200, 30, 90)).save(root / "image.png")
     return {path.stem: str(path) for path in root.iterdir()}
 

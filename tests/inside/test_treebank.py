@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from clearhead.bundle import load
 from clearhead.data.treebank import Sentence, locate, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads.words import align, positions, word_attention, word_matrices
-from clearhead.loaded import load
 from tests.hub.packages import packaged
 from tests.tokens.toys import KINDS, trained
 

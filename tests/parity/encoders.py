@@ -44,7 +44,7 @@ def text_inputs(model: Any, side: str) -> tuple[dict[str, Tensor], dict[str, Ten
     return theirs, ours
 
 
-def check_text_encoder(model: Any, folder: Path, tmp: Path, **build: Any) -> ch.Loaded:
+def check_text_encoder(model: Any, folder: Path, tmp: Path, **build: Any) -> ch.Model:
     """Everything about one class of a text encoder."""
     ours = ch.load(folder)
     for side in ("right", "left"):
@@ -57,7 +57,7 @@ def check_text_encoder(model: Any, folder: Path, tmp: Path, **build: Any) -> ch.
 
 
 def check_forward(
-    model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], side: str
+    model: Any, ours: ch.Model, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], side: str
 ) -> None:
     """Hidden states of every layer and what the head says, wherever there is a real token."""
     with torch.no_grad():
@@ -88,7 +88,7 @@ def alone(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 
 
 def check_backward(
-    model: Any, ours: ch.Loaded, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], tmp: Path
+    model: Any, ours: ch.Model, theirs_in: dict[str, Tensor], ours_in: dict[str, Tensor], tmp: Path
 ) -> None:
     """The same loss on both sides, and the gradient of every tensor of the checkpoint.
 
@@ -129,7 +129,7 @@ def check_backward(
 
 def check_back(
     model: Any,
-    ours: ch.Loaded,
+    ours: ch.Model,
     tmp: Path,
     theirs_in: dict[str, Tensor],
     ours_in: dict[str, Tensor],
@@ -141,7 +141,7 @@ def check_back(
     """
     with torch.no_grad():
         wanted, mine = said(model(**theirs_in)), ours.model(**ours_in).logits
-        for name, loaded in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+        for name, loaded in (("saved", ours), ("fresh", ch.Model(ours.model))):
             loaded.save(tmp / name)
             again, info = type(model).from_pretrained(
                 tmp / name, output_loading_info=True, attn_implementation="eager", **build

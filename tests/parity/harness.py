@@ -65,7 +65,7 @@ def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     )
 
 
-def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) -> ch.Loaded:
+def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) -> ch.Model:
     """Everything about a decoder with a language head."""
     ours = ch.load(folder)
     config = model.config
@@ -97,7 +97,7 @@ def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) 
     return ours
 
 
-def check_gradients(model: Any, ours: ch.Loaded, ids: Tensor, targets: Tensor, **inputs: Any) -> None:
+def check_gradients(model: Any, ours: ch.Model, ids: Tensor, targets: Tensor, **inputs: Any) -> None:
     """Loss of the next token, and the gradient of every tensor of the checkpoint."""
     theirs_logits = model(ids).logits
     ours_logits = ours.model(ids).logits
@@ -105,7 +105,7 @@ def check_gradients(model: Any, ours: ch.Loaded, ids: Tensor, targets: Tensor, *
 
 
 def compare_gradients(
-    model: Any, ours: ch.Loaded, theirs_logits: Tensor, ours_logits: Tensor, targets: Tensor
+    model: Any, ours: ch.Model, theirs_logits: Tensor, ours_logits: Tensor, targets: Tensor
 ) -> None:
     """The same loss on both sides, pushed back to the checkpoint's tensors."""
     losses = [
@@ -134,7 +134,7 @@ def compare_gradients(
     assert compared == set(wanted), f"no gradient to compare with that of {sorted(set(wanted) - compared)}"
 
 
-def check_round_trip(model: Any, ours: ch.Loaded, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
+def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
     """Saved here, opened there with nothing missing or unexpected and the same logits; and opened here bit for bit."""
     ours.save(tmp / "saved")
     again, info = type(model).from_pretrained(
@@ -147,7 +147,7 @@ def check_round_trip(model: Any, ours: ch.Loaded, tmp: Path, theirs_out: Any, ou
         close("reference reads it back", theirs_out(again.eval()), theirs_out(model), 1e-6)
         assert torch.equal(ours_out(ch.load(tmp / "saved").model), ours_out(ours.model))
     # Without the config.json it came with, the config alone must lead to an architecture that computes the same.
-    fresh = ch.Loaded(ours.model)
+    fresh = ch.Model(ours.model)
     fresh.save(tmp / "fresh")
     kind = getattr(transformers, read_json(tmp / "fresh" / "config.json")["architectures"][0])
     again, info = kind.from_pretrained(tmp / "fresh", output_loading_info=True, attn_implementation="eager")

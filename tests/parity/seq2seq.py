@@ -101,7 +101,7 @@ def expected(
     return states, torch.cat([row[0] for row in said])
 
 
-def check_outputs(model: Any, ours: ch.Loaded, side: str) -> tuple[float, float]:
+def check_outputs(model: Any, ours: ch.Model, side: str) -> tuple[float, float]:
     """Logits and the hidden states of both stacks; the largest differences of each."""
     source, source_mask, target, mask = pair(model.config, side)
     with (
@@ -130,7 +130,7 @@ def check_outputs(model: Any, ours: ch.Loaded, side: str) -> tuple[float, float]
 
 
 def continued(
-    model: Any, source: Tensor, source_mask: Tensor, ours: ch.Loaded, **options: Any
+    model: Any, source: Tensor, source_mask: Tensor, ours: ch.Model, **options: Any
 ) -> list[list[int]]:
     """What the reference writes, from the start token on."""
     said = model.generate(
@@ -151,7 +151,7 @@ def continued(
     return said[:, 1:].tolist()  # type: ignore[no-any-return]
 
 
-def check_greedy(model: Any, ours: ch.Loaded) -> None:
+def check_greedy(model: Any, ours: ch.Model) -> None:
     """Thirty tokens for a batch of padded sources."""
     source, source_mask, _, _ = pair(model.config, "right")
     start = torch.full((len(source), 1), START)
@@ -161,7 +161,7 @@ def check_greedy(model: Any, ours: ch.Loaded) -> None:
 
 
 @torch.inference_mode()
-def check_without_repeats(model: Any, ours: ch.Loaded, side: str) -> None:
+def check_without_repeats(model: Any, ours: ch.Model, side: str) -> None:
     """The same with no token twice and no padding: a random model soon says one word for ever, and that would prove little."""
     source, source_mask, _, _ = pair(model.config, side)
 
@@ -180,7 +180,7 @@ def check_without_repeats(model: Any, ours: ch.Loaded, side: str) -> None:
     assert written[:, 1:].tolist() == continued(model, source, source_mask, ours, logits_processor=[fresh])
 
 
-def check_loss(model: Any, ours: ch.Loaded) -> None:
+def check_loss(model: Any, ours: ch.Model) -> None:
     """The reference's own loss, and the gradient of every tensor."""
     source, source_mask, target, mask = pair(model.config, "right")
     labels = target.roll(-1, 1)
@@ -190,7 +190,7 @@ def check_loss(model: Any, ours: ch.Loaded) -> None:
     compare_gradients(model, ours, theirs.logits[mask], mine[mask], labels[mask])
 
 
-def check_saved(model: Any, ours: ch.Loaded, tmp: Path) -> None:
+def check_saved(model: Any, ours: ch.Model, tmp: Path) -> None:
     """Saved here, the same there with nothing missing or unexpected, and here bit for bit; with its config.json and a fresh one."""
     inputs = pair(model.config, "right")
     source, source_mask, target, mask = inputs
@@ -200,7 +200,7 @@ def check_saved(model: Any, ours: ch.Loaded, tmp: Path) -> None:
         return (out.logits if "logits" in out else out.last_hidden_state)[mask]
 
     auto = transformers.AutoModel if ours.config.head == "none" else transformers.AutoModelForSeq2SeqLM
-    for name, saved, kind in (("saved", ours, type(model)), ("fresh", ch.Loaded(ours.model), auto)):
+    for name, saved, kind in (("saved", ours, type(model)), ("fresh", ch.Model(ours.model), auto)):
         saved.save(tmp / name)
         again, info = kind.from_pretrained(tmp / name, output_loading_info=True, attn_implementation="eager")
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], (
@@ -217,7 +217,7 @@ def check_saved(model: Any, ours: ch.Loaded, tmp: Path) -> None:
             )
 
 
-def check_encoder_decoder(model: Any, folder: Path, tmp: Path) -> ch.Loaded:
+def check_encoder_decoder(model: Any, folder: Path, tmp: Path) -> ch.Model:
     """Everything about an encoder-decoder with a language head."""
     ours = ch.load(folder)
     for side in ("right", "left"):

@@ -426,7 +426,7 @@ def test_classifiers(kind, options, side, tmp_path):
         theirs = logits(model)
         said = ours.model(ids, mask).logits[keep]
         close(f"{kind}{head}", said, theirs, LOGITS)
-        for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+        for name, save in (("saved", ours), ("fresh", ch.Model(ours.model))):
             save.save(folder / name)
             again, info = type(model).from_pretrained(
                 folder / name, output_loading_info=True, attn_implementation="eager"
@@ -460,7 +460,7 @@ def test_base_models(kind, options, tmp_path):
     theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]
     close(kind, ours.model(ids, mask).hidden[mask], theirs, HIDDEN)
     assert torch.equal(ours.model(ids, mask).logits, ours.model(ids, mask).hidden)
-    for name, save in (("saved", ours), ("fresh", ch.Loaded(ours.model))):
+    for name, save in (("saved", ours), ("fresh", ch.Model(ours.model))):
         save.save(tmp_path / name)
         again, info = type(model).from_pretrained(
             tmp_path / name, output_loading_info=True, attn_implementation="eager"

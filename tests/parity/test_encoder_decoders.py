@@ -161,7 +161,7 @@ def test_t5_encoder_alone(kind, tmp_path):
     )
     ours = ch.load(tmp_path / "reference")
     source, mask, _, _ = pair(model.config, "left")
-    ch.Loaded(ours.model).save(tmp_path / "fresh")
+    ch.Model(ours.model).save(tmp_path / "fresh")
     ours.save(tmp_path / "saved")
     with torch.no_grad():
         wanted = model(source, attention_mask=mask.long()).last_hidden_state[mask]
@@ -183,7 +183,7 @@ def test_a_file_without_the_bias_on_logits(tmp_path):
         vocab_size=61, d_model=24, n_layers=2, n_heads=3, d_ff=40, max_positions=64
     )
     model = ch.Transformer(config).eval()
-    ch.Loaded(model).save(tmp_path / "saved")
+    ch.Model(model).save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "bart"
     again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "saved", output_loading_info=True
@@ -228,7 +228,7 @@ def test_an_original_transformer_with_sines_first_is_marian(tmp_path):
         qkv_bias=True, attention_out_bias=True, d_model=24, n_heads=3, d_ff=40, embedding_scale=24**0.5
     )
     model = ch.Transformer(config).eval()
-    ch.Loaded(model).save(tmp_path / "saved")
+    ch.Model(model).save(tmp_path / "saved")
     again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "saved", output_loading_info=True
     )
@@ -251,7 +251,7 @@ def test_presets_come_back(name, tmp_path):
     config = preset(name).replace(vocab_size=61, n_layers=2, max_positions=64)
     torch.manual_seed(0)
     model = ch.Transformer(config).eval()
-    ch.Loaded(model).save(tmp_path / "saved")
+    ch.Model(model).save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == known.get(
         name, "clearhead"
     )

@@ -229,7 +229,7 @@ def test_a_model_no_architecture_is_exactly_keeps_its_own_format(tmp_path):
         norm_eps=1e-12,
     )
     model = ch.Transformer(config).eval()
-    ch.Loaded(model).save(tmp_path / "distil")
+    ch.Model(model).save(tmp_path / "distil")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "distil").model_type == "distilbert"
-    ch.Loaded(ch.Transformer(config.replace(norm_eps=1e-5))).save(tmp_path / "own")
+    ch.Model(ch.Transformer(config.replace(norm_eps=1e-5))).save(tmp_path / "own")
     assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == "clearhead"

@@ -130,7 +130,7 @@ def test_minilm_embeddings_equal_the_reference(
 # rxnfp (BERT of chemistry: masked LM and classifier) -------------------------------------------------------------------------
 
 
-def compare(loaded: ch.Loaded, reference: Any, differences: Differences, length: int = 60) -> None:
+def compare(loaded: ch.Model, reference: Any, differences: Differences, length: int = 60) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, loaded.config.vocab_size, (3, length), generator=generator)
     mask = torch.arange(length)[None] < torch.tensor([[length], [length - 13], [length // 2]])

@@ -50,11 +50,11 @@ def attention(
       clearhead attention my-model/ "The cat sat on the mat." --head 3.2 --plot head.png
       clearhead attention my-model/ "Ein Hund" --kind cross --plot cross.svg --output cross.npz
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
     from clearhead.inside.attention import attention as record
     from clearhead.inside.attention_maps import checked_ending
     from clearhead.inside.names import find_heads
-    from clearhead.loaded import load
 
     if sum((layer is not None, head is not None, rollout, entropy)) > 1:
         raise InputError("layer, head, rollout and entropy are four views: choose one of them")

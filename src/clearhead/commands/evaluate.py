@@ -16,7 +16,7 @@ from clearhead.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clearhead.train.evaluate import Evaluation
+    from clearhead.evaluation.evaluate import Evaluation
 
 
 def evaluate(
@@ -63,12 +63,12 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
+    from clearhead.bundle import load
     from clearhead.data.corpora import CORPORA
     from clearhead.data.files import expand
-    from clearhead.loaded import load
-    from clearhead.train.evaluate import data_plan, task_for
-    from clearhead.train.evaluate import evaluate as run
-    from clearhead.train.precision import best_device
+    from clearhead.evaluation.evaluate import data_plan, task_for
+    from clearhead.evaluation.evaluate import evaluate as run
+    from clearhead.training.precision import best_device
 
     if not data:
         raise InputError(

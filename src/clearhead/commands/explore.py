@@ -39,9 +39,9 @@ def explore(
       clearhead explore my-model/ --text "The cat sat on the mat" --export cat.html
       clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
     """
+    from clearhead.bundle import load
     from clearhead.explorer.record import export as write
     from clearhead.explorer.record import record
-    from clearhead.loaded import load
 
     if export is not None:
         from clearhead.explorer.session import first_given
@@ -74,9 +74,9 @@ def _serve(
         raise MissingExtraError(
             "the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'"
         ) from None
+    from clearhead.bundle import load
     from clearhead.explorer.session import Opened, Session, starting_example
     from clearhead.hub.checkpoint import describe
-    from clearhead.loaded import load
 
     describe(folder)  # a directory that is none is said at once, not on the page
     example = starting_example(text, target, pair)

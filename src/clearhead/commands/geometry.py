@@ -14,9 +14,9 @@ from clearhead.commands.common import Folder, Json, show_result
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from clearhead.bundle import Model
     from clearhead.inside.geometry import Nearest, Projection, SameWord
     from clearhead.inside.position_maps import PositionMap
-    from clearhead.loaded import Loaded
 
 LISTED, ON_A_MAP = 10, 60
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
@@ -64,8 +64,8 @@ def geometry(
       clearhead geometry my-model/ positions --length 40 --plot positions.png
       clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
-    from clearhead.loaded import load
 
     least, most, takes = TAKES[what]
     if len(words) < least or (most is not None and len(words) > most):
@@ -81,7 +81,7 @@ def geometry(
 
 
 def _find(
-    m: Loaded,
+    m: Model,
     what: What,
     words: tuple[str, ...],
     k: int | None,

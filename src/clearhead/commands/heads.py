@@ -58,13 +58,13 @@ def heads(
       clearhead heads my-model/ "The cat sat on the mat." "The dog saw the cat."
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
     from clearhead.inside.heads import head_roles
     from clearhead.inside.heads.alignments import agreement, read_alignments
     from clearhead.inside.heads.syntax import syntax
-    from clearhead.loaded import load
     from clearhead.plot.canvas import FORMATS
-    from clearhead.train.precision import best_device
+    from clearhead.training.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise InputError(

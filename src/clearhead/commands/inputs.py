@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from clearhead.errors import ClearheadError, InputError
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 Text = Annotated[
     Positional[str | None], arg(metavar="TEXT", help="the text; - or nothing: stdin, one text per line")
@@ -80,11 +80,11 @@ class Reading:
         Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")
     ] = None
 
-    def load(self, folder: Path) -> Loaded:
+    def load(self, folder: Path) -> Model:
         """The model of a directory, as these options want it."""
         import torch
 
-        from clearhead.loaded import load
+        from clearhead.bundle import load
 
         return load(
             folder, getattr(torch, self.dtype) if self.dtype else None, self.device, tokenizer=self.tokenizer

@@ -10,9 +10,9 @@ from tyro.conf import Positional, arg
 from clearhead.commands.common import Folder, Json, show_result
 
 if TYPE_CHECKING:
+    from clearhead.bundle import Model
     from clearhead.inside.contributions import Contributions
     from clearhead.inside.lens import Lens
-    from clearhead.loaded import Loaded
 
 SHOWN = 20  # terms in a table
 
@@ -48,8 +48,8 @@ def lens(
       clearhead lens my-model/ "The cat sat on the" --contributions --token " mat" --against " floor"
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
-    from clearhead.loaded import load
 
     if not contributions and (token is not None or against is not None):
         raise InputError("--token and --against choose a logit to take apart: add --contributions")
@@ -74,7 +74,7 @@ def lens(
 
 
 def _contributions(
-    loaded: Loaded,
+    loaded: Model,
     text: str,
     token: str | None,
     position: int,

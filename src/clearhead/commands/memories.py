@@ -14,9 +14,9 @@ from clearhead.commands.common import Folder, Json, show_result
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from clearhead.bundle import Model
     from clearhead.inside.memories import Found, Memories, Memory
     from clearhead.inside.memories.passages import Given
-    from clearhead.loaded import Loaded
 
 SIDE = 24  # letters of a context on each side
 SHOWN = 5  # contexts and tokens of each neuron, where many neurons are listed
@@ -63,9 +63,9 @@ def memories(
       clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation --json
       clearhead memories my-model/ --token the
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
     from clearhead.inside.memories import memories as read
-    from clearhead.loaded import load
 
     if text and corpus is not None:
         raise InputError("a corpus and --text were both given: choose one")
@@ -100,7 +100,7 @@ def _save(
     print(f"saved {save(figure, plot)}", file=sys.stderr)
 
 
-def _texts(m: Loaded, corpus: str | None, given: tuple[str, ...]) -> Iterator[Given]:
+def _texts(m: Model, corpus: str | None, given: tuple[str, ...]) -> Iterator[Given]:
     """What the model is to read: texts, pairs or images."""
     from clearhead.errors import InputError
 

@@ -50,7 +50,7 @@ def cost(
       clearhead cost llama-3-8b --length 8192 --dtype bfloat16
       clearhead cost my-model/ --json
     """
-    from clearhead.cost import cost as cost_of
+    from clearhead.costs import cost as cost_of
     from clearhead.report import cost_table
 
     figures = cost_of(_config(model), length=length, batch=batch, dtype=dtype)
@@ -79,10 +79,10 @@ def check(
       clearhead check my-model/ --device cuda --compile
       clearhead check my-model/ --json
     """
+    from clearhead.bundle import load
     from clearhead.inside.checks import check as run
-    from clearhead.loaded import load
     from clearhead.report import check_table
-    from clearhead.train.precision import best_device
+    from clearhead.training.precision import best_device
 
     loaded = load(folder)
     loaded.model.to(best_device(device))
@@ -151,9 +151,9 @@ def convert(
     """
     import torch
 
+    from clearhead.bundle import load
     from clearhead.errors import CheckpointError
     from clearhead.hub.checkpoint import explain_export
-    from clearhead.loaded import load
 
     if (target / "config.json").exists() and not overwrite:
         raise CheckpointError(f"{target} holds a model already: choose another directory, or add --overwrite")

@@ -56,9 +56,9 @@ def patch(
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France" --wrong " Italy" --part residual heads
       clearhead patch my-model/ "Paris is in" "Rome is in" --json
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
     from clearhead.inside.patch import patch as run
-    from clearhead.loaded import load
 
     if not clean or not corrupt:
         raise InputError("a prompt is empty: give two texts, or the names of two image files")

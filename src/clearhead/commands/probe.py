@@ -58,12 +58,12 @@ def probe(
       clearhead probe my-model/ train.conllu --column feats.Number --words 5000
       clearhead probe my-model/ reviews.tsv --json
     """
+    from clearhead.bundle import load
     from clearhead.commands.common import progress
     from clearhead.errors import InputError
     from clearhead.inside.probe import probe as run
-    from clearhead.loaded import load
     from clearhead.plot.canvas import FORMATS
-    from clearhead.train.precision import best_device
+    from clearhead.training.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise InputError(

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from clearhead.bundle import Model
     from clearhead.inside.parts.ablate import Ablation, HeadMap
     from clearhead.inside.parts.curve import PruneCurve
     from clearhead.inside.parts.effect import Effect
     from clearhead.inside.parts.examples import Examples
-    from clearhead.loaded import Loaded
 
 By = Literal["importance", "ablation", "random"]
 Names = Annotated[
@@ -68,8 +68,8 @@ def ablate(
       clearhead ablate my-model/ test.txt --each --plot heads.png
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
+    from clearhead.bundle import load
     from clearhead.inside.parts.examples import examples_from
-    from clearhead.loaded import load
 
     _drawable(plot)
     if bool(data) == (text is not None):
@@ -142,9 +142,9 @@ def prune(
       clearhead prune my-model/ half/ --keep 0.5 --data valid.txt
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
+    from clearhead.bundle import load
     from clearhead.commands.common import progress
     from clearhead.inside.parts.curve import prune_curve
-    from clearhead.loaded import load
 
     _drawable(plot)
     _check_prune(folder, out, heads, keep, data, by, curve, overwrite)
@@ -205,7 +205,7 @@ def _check_prune(
 
 
 def _pruned(
-    m: Loaded,
+    m: Model,
     out: Path,
     heads: tuple[str, ...],
     keep: float | None,
@@ -248,7 +248,7 @@ def _pruned(
 
 
 def _each(
-    m: Loaded, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool
+    m: Model, examples: Examples, how: Literal["zero", "mean"], name: str, plot: Path | None, json: bool
 ) -> None:
     from clearhead.commands.common import progress
     from clearhead.inside.parts.ablate import ablate_each
@@ -269,10 +269,10 @@ def _each(
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-def _opened(m: Loaded, data: tuple[str, ...], most: int | None, settings: tuple[str, ...]) -> Examples:
+def _opened(m: Model, data: tuple[str, ...], most: int | None, settings: tuple[str, ...]) -> Examples:
     """The data as examples; what was guessed about it goes to stderr."""
+    from clearhead.evaluation.evaluate import data_plan
     from clearhead.inside.parts.examples import examples_from
-    from clearhead.train.evaluate import data_plan
 
     found = examples_from(m, data, data_plan(m.folder, data, settings=settings), most=most)
     for line in found.said:

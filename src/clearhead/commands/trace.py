@@ -57,9 +57,9 @@ def trace(
       clearhead trace my-translator/ "Ein Hund schläft" --target "A dog" --depth 3
       clearhead trace my-vit/ photo.png --json
     """
+    from clearhead.bundle import load
     from clearhead.errors import InputError
     from clearhead.inside.trace import trace as run
-    from clearhead.loaded import load
 
     if depth is not None and not 1 <= depth <= 4:
         raise InputError(f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")

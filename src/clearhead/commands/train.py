@@ -19,7 +19,7 @@ from clearhead.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clearhead.train.events import Event
+    from clearhead.training.events import Event
 
 
 def train(
@@ -48,8 +48,8 @@ def train(
       clearhead train train.en train.de --recipe original-transformer --set train.steps=5000
       clearhead train --resume runs/my
     """
-    from clearhead.train.recipe import read_recipe
-    from clearhead.train.run import train as run
+    from clearhead.training.recipe import read_recipe
+    from clearhead.training.run import train as run
 
     if not data and resume is None and not read_recipe(recipe, set).data.paths:
         if recipe is not None or set or out is not None:
@@ -109,7 +109,7 @@ def summary(body: dict[str, Any], loaded: Any) -> str:
 def _list(json: bool) -> None:
     """The corpora and recipes that come along."""
     from clearhead.data.corpora import CORPORA
-    from clearhead.train.recipe import recipe_names
+    from clearhead.training.recipe import recipe_names
 
     corpora = {name: corpus.sentence for name, corpus in CORPORA.items()}
     recipes = recipe_names()
@@ -162,7 +162,7 @@ class Watcher:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        from clearhead.train import events
+        from clearhead.training import events
 
         match event:
             case events.Said(line):

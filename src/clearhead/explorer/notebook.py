@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clearhead.bundle import Model
 from clearhead.explorer.pages import single_file
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 
@@ -32,7 +32,7 @@ class Shown:
 
 
 def show(
-    m: Loaded | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
+    m: Model | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
 ) -> Shown:
     """The explorer on one input, inline in a notebook.
 
@@ -43,6 +43,6 @@ def show(
     """
     from clearhead.explorer.record import record  # not at the top: `import clearhead` stays quick
 
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     name = m.folder.name if m.folder is not None else m.config.family
     return Shown(record(m, name, given, target, pair), height)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clearhead.cost import cost
+from clearhead.bundle import Model
+from clearhead.costs import cost
 from clearhead.errors import ClearheadError, InputError
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import Run, begin, model_view, view
 from clearhead.inside.names import attentions
-from clearhead.loaded import Loaded
 
 PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
@@ -25,7 +25,7 @@ COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def record(
-    m: Loaded,
+    m: Model,
     name: str,
     given: Any,
     target: Any = None,

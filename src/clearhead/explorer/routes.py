@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from clearhead.cost import cost
+from clearhead.costs import cost
 from clearhead.errors import ClearheadError, InputError
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from clearhead.bundle import Model
 from clearhead.data.pictures import pixels_of
 from clearhead.errors import ClearheadError, InputError, MissingExtraError
 from clearhead.explorer.views import Run, begin, model_view
 from clearhead.inside.heads import MIXED, head_roles
-from clearhead.loaded import Loaded
 
 KEPT = 16  # runs that are remembered
 LONGEST_TEXT = 200_000  # characters
@@ -30,11 +30,9 @@ EXAMPLE = "The cat sat on the mat because it was tired."
 class Opened:
     """One model: perhaps still loading."""
 
-    def __init__(
-        self, name: str, opener: Callable[[], Loaded], example: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, name: str, opener: Callable[[], Model], example: dict[str, Any] | None = None) -> None:
         self.name, self.opener, self.example = name, opener, example
-        self.m: Loaded | None = None
+        self.m: Model | None = None
         self.says, self.failed = f"loading {name}", False
         self.roles: dict[str, str] | None = None
 
@@ -69,7 +67,7 @@ class Opened:
         }
 
 
-def first_example(m: Loaded) -> dict[str, Any]:
+def first_example(m: Model) -> dict[str, Any]:
     """Something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
     if m.config.input == "patches":
         return {"image": None}
@@ -81,13 +79,13 @@ def first_example(m: Loaded) -> dict[str, Any]:
     return {"text": EXAMPLE}
 
 
-def named_roles(m: Loaded) -> dict[str, str]:
+def named_roles(m: Model) -> dict[str, str]:
     """By head, what it does; heads that do nothing clear are left out."""
     found = head_roles(m)
     return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
 
 
-def first_given(m: Loaded, text: str | None) -> Any:
+def first_given(m: Model, text: str | None) -> Any:
     """What a recording begins with: the text or the image file that was named, or an example."""
     if text is not None:
         return text
@@ -131,7 +129,7 @@ class Session:
                 except Exception:  # a page without the names of roles is a page still
                     opened.roles = {}
 
-    def model(self, number: int = 0) -> Loaded:
+    def model(self, number: int = 0) -> Model:
         """A model that is ready."""
         if not 0 <= number < len(self.models):
             raise InputError(f"there is no model {number}: there are {len(self.models)}")
@@ -180,7 +178,7 @@ class Session:
         return self._runs[name]
 
 
-def _given(m: Loaded, asked: dict[str, Any]) -> Any:
+def _given(m: Model, asked: dict[str, Any]) -> Any:
     """What the model is to read: a text, token ids, or an image."""
     if m.config.input == "patches":
         return _image(m, asked.get("image"))
@@ -203,7 +201,7 @@ def _given(m: Loaded, asked: dict[str, Any]) -> Any:
     return text
 
 
-def _image(m: Loaded, encoded: Any) -> Any:
+def _image(m: Model, encoded: Any) -> Any:
     """An image file in base64, or a shape drawn here where none is given."""
     config = m.config
     assert config.image_size is not None

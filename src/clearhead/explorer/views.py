@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError, nearest
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
@@ -29,7 +30,6 @@ from clearhead.inside.names import attentions
 from clearhead.inside.parts.effect import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
-from clearhead.loaded import Loaded
 from clearhead.tokens.stages import stages
 
 TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
@@ -39,7 +39,7 @@ CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
 
 
-def model_view(m: Loaded, name: str) -> dict[str, Any]:
+def model_view(m: Model, name: str) -> dict[str, Any]:
     """What the model is."""
     config = m.config
     main = m.model.main.plan
@@ -71,7 +71,7 @@ def model_view(m: Loaded, name: str) -> dict[str, Any]:
     }
 
 
-def tokens_view(m: Loaded, tokens: Tokens | None) -> dict[str, Any] | None:
+def tokens_view(m: Model, tokens: Tokens | None) -> dict[str, Any] | None:
     """Labels, ids and where in the text each token comes from; tokens that were not typed are read as text."""
     if tokens is None:
         return None
@@ -92,7 +92,7 @@ def tokens_view(m: Loaded, tokens: Tokens | None) -> dict[str, Any] | None:
 class Run:
     """One input of one model. `given`, `target` and `pair` are what `prepare` took; an answer that the model wrote is kept as ids."""
 
-    m: Loaded
+    m: Model
     prepared: Prepared
     given: Any
     target: Sequence[int] | None = None
@@ -312,7 +312,7 @@ class Run:
 
 
 def begin(
-    m: Loaded,
+    m: Model,
     given: Any,
     target: Any = None,
     pair: str | None = None,

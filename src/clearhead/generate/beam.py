@@ -24,7 +24,7 @@ from clearhead.errors import InputError
 from clearhead.generate.decode import RESERVE, check_request, prefill
 from clearhead.generate.sampling import REMOVED, Sampling, adjust
 from clearhead.model.cache import Cache, GrowingKeys, rows_of
-from clearhead.model.norms import precise, wide
+from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
 # Beams carried on together. Prompts are taken in the order of their length, so that less is padding, and on a CPU more rows

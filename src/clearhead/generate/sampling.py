@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.model.norms import precise, wide
+from clearhead.model.dtypes import precise, wide
 
 REMOVED = float("-inf")
 GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell

@@ -23,7 +23,7 @@ from clearhead.generate.prefix import Prefix
 from clearhead.generate.sampling import Sampling
 from clearhead.generate.speculate import guessers_for, speculate
 from clearhead.generate.stream import TextStream
-from clearhead.model.inputs import check_stack_input
+from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import Transformer
 
 # Called with the row's number and the text that is new and sure.

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.files import read_json
 from clearhead.hub.pixels import Image
@@ -42,7 +43,6 @@ from clearhead.inside.attention_maps import (
 )
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.names import Head, attentions
-from clearhead.loaded import Loaded
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
@@ -64,7 +64,7 @@ INDEX = "maps.json"
 
 
 def attention(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
     target: str | Sequence[int] | None = None,
     pair: str | None = None,

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.frozen import FrozenNorm, exact, freeze, read_back, read_span
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.names import Head
-from clearhead.loaded import Loaded
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block, Residual
 from clearhead.model.heads import LanguageHead
@@ -110,7 +110,7 @@ def _add(layer: int, part: str, residual: Residual, x: Tensor, y: Tensor) -> Add
 
 
 def contributions(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
     token: str | int | None = None,
     position: int = -1,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from clearhead.model.dtypes import precise
 from clearhead.model.heads import ClassifierHead, Head, LanguageHead, TokenHead
-from clearhead.model.norms import LayerNorm, RMSNorm, precise
+from clearhead.model.norms import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)

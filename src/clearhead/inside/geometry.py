@@ -24,11 +24,11 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.position_maps import position_map as position_map
 from clearhead.inside.position_maps import position_similarity as position_similarity
-from clearhead.loaded import Loaded
 from clearhead.model.fronts import TokenFront
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
@@ -87,9 +87,9 @@ class SameWord:
         return {**asdict(self), "similarity": self.similarity.tolist(), "baseline": baseline}
 
 
-def embedding_table(m: Loaded | Transformer, table: Table = "input") -> Tensor:
+def embedding_table(m: Model | Transformer, table: Table = "input") -> Tensor:
     """The vectors of all tokens: what the first stack reads them as, or what the head compares states with. [V, D] in float32."""
-    model = m.model if isinstance(m, Loaded) else m
+    model = m.model if isinstance(m, Model) else m
     if table == "output":
         if not isinstance(model.head, LanguageHead):
             raise InputError(f"head {model.config.head} has no table of tokens: choose table input")
@@ -102,7 +102,7 @@ def embedding_table(m: Loaded | Transformer, table: Table = "input") -> Tensor:
     return _plain(first.embedding.front.tokens.weight)
 
 
-def neighbours(m: Loaded | Transformer, word: Word, k: int = 10, table: Table = "input") -> Nearest:
+def neighbours(m: Model | Transformer, word: Word, k: int = 10, table: Table = "input") -> Nearest:
     """The tokens whose vectors point most nearly where the word's does; its own tokens are left out."""
     m = _loaded(m)
     unit = nnf.normalize(embedding_table(m, table), dim=-1)
@@ -111,7 +111,7 @@ def neighbours(m: Loaded | Transformer, word: Word, k: int = 10, table: Table = 
 
 
 def analogy(
-    m: Loaded | Transformer, a: Word, b: Word, c: Word, k: int = 10, table: Table = "input"
+    m: Model | Transformer, a: Word, b: Word, c: Word, k: int = 10, table: Table = "input"
 ) -> Nearest:
     """`a` is to `b` as `c` is to what: the tokens x with the highest cos(x, b) - cos(x, a) + cos(x, c); the words' own are left out."""
     m = _loaded(m)
@@ -122,7 +122,7 @@ def analogy(
 
 
 def projection(
-    m: Loaded | Transformer, words: Sequence[Word] | None = None, k: int = 100, table: Table = "input"
+    m: Model | Transformer, words: Sequence[Word] | None = None, k: int = 100, table: Table = "input"
 ) -> Projection:
     """Words on their first two principal components, signs fixed so that each axis' largest entry is positive.
 
@@ -147,7 +147,7 @@ def projection(
     return Projection(names, _array(points), (share[0], share[1]), _array(axes), table)
 
 
-def frequent(m: Loaded, k: int) -> list[int]:
+def frequent(m: Model, k: int) -> list[int]:
     """`k` tokens by their ids, as most tokenizers number frequent tokens first; those of two letters or more come before others."""
     size, special = len(embedding_table(m)), set(m.special.values())
     names = {
@@ -160,7 +160,7 @@ def frequent(m: Loaded, k: int) -> list[int]:
     return [*word, *(number for number in plain if number not in set(word))][:k]
 
 
-def same_word(m: Loaded | Transformer, text_a: str, text_b: str, word: str) -> SameWord:
+def same_word(m: Model | Transformer, text_a: str, text_b: str, word: str) -> SameWord:
     """The states of a word in two texts, compared at the embedding and after each layer; a word of several tokens is their mean.
 
     Of a model with two stacks, the encoder's states are taken. The baseline is the mean cosine of all pairs of tokens, one of
@@ -186,7 +186,7 @@ def same_word(m: Loaded | Transformer, text_a: str, text_b: str, word: str) -> S
     )
 
 
-def _read(m: Loaded, text: str, word: str) -> tuple[list[Tensor], list[int], list[int], tuple[str, ...]]:
+def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list[int], tuple[str, ...]]:
     """States [T, D] of a text by layer, the places of a word's tokens, those of the other words' tokens, the word's labels."""
     both = m.config.family == "encoder-decoder"
     prepared: Prepared = prepare(m, text, target="" if both else None)
@@ -231,7 +231,7 @@ def _find(word: str, text: str) -> tuple[int, int]:
     return found.span()
 
 
-def word_ids(m: Loaded, word: Word, table: Table = "input") -> list[int]:
+def word_ids(m: Model, word: Word, table: Table = "input") -> list[int]:
     """The tokens of a word: of itself with a space before it, or without where that takes fewer."""
     size = len(embedding_table(m, table))
     if isinstance(word, int):
@@ -251,13 +251,13 @@ def word_ids(m: Loaded, word: Word, table: Table = "input") -> list[int]:
     return min(known, key=len)
 
 
-def vector(m: Loaded, word: Word, table: Table = "input") -> Tensor:
+def vector(m: Model, word: Word, table: Table = "input") -> Tensor:
     """A word's direction: the mean of its tokens' vectors, of length one. [D]"""
     return nnf.normalize(embedding_table(m, table)[word_ids(m, word, table)].mean(0), dim=0)
 
 
 def _nearest(
-    m: Loaded, query: str, words: dict[str, list[int]], scores: Tensor, k: int, table: Table
+    m: Model, query: str, words: dict[str, list[int]], scores: Tensor, k: int, table: Table
 ) -> Nearest:
     """The best of all scores [V], the asked words' own tokens left out, and ids that the tokenizer does not know."""
     if k < 1:
@@ -272,8 +272,8 @@ def _nearest(
     return Nearest(query, names, table, tuple(ids), labels(m.tokenizer, ids), tuple(best.values.tolist()))
 
 
-def _loaded(m: Loaded | Transformer) -> Loaded:
-    return m if isinstance(m, Loaded) else Loaded(m)
+def _loaded(m: Model | Transformer) -> Model:
+    return m if isinstance(m, Model) else Model(m)
 
 
 def _plain(weight: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image, to_pixels
-from clearhead.loaded import Loaded
 from clearhead.model.taps import Recording, record
 from clearhead.model.transformer import Output, Transformer, evaluating
 from clearhead.tokens.labels import labels
@@ -49,7 +49,7 @@ class Tokens:
 class Prepared:
     """One row of inputs for one model."""
 
-    m: Loaded
+    m: Model
     main: Tensor  # [1, T] ids, or pixels [1, C, H, W]
     tokens: Tokens  # T of them
     source: Tensor | None = None  # [1, S]
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def prepare(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
     target: str | Sequence[int] | None = None,
     pair: str | None = None,
@@ -99,7 +99,7 @@ def prepare(
         target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
         pair: the second text of a pair, for an encoder.
     """
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     device = next(m.model.parameters()).device
     plan = m.model.main.plan
     both = m.model.encoder is not None and m.model.decoder is not None
@@ -128,7 +128,7 @@ def prepare(
     return Prepared(m, torch.tensor([written.ids], device=device), written, ids, tokens)
 
 
-def _text(m: Loaded, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
+def _text(m: Model, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
     """Tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
         ids = m._prompt(given)
@@ -146,7 +146,7 @@ def _text(m: Loaded, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
     return Tokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), [kind for _, _, kind in rows]
 
 
-def _target(m: Loaded, given: Any, source: Tokens, target: str | Sequence[int] | None) -> Tokens:
+def _target(m: Model, given: Any, source: Tokens, target: str | Sequence[int] | None) -> Tokens:
     """What the decoder reads: its beginning, and what it has written."""
     start, text = m._start(), target if isinstance(target, str) else ""
     if target is None:
@@ -160,7 +160,7 @@ def _target(m: Loaded, given: Any, source: Tokens, target: str | Sequence[int] |
     return Tokens(labels(m.tokenizer, ids), tuple(ids), text=text)
 
 
-def _image(m: Loaded, given: Any) -> tuple[Tensor, Tokens]:
+def _image(m: Model, given: Any) -> tuple[Tensor, Tokens]:
     """Pixels, and a name for every patch."""
     config, weight = m.config, next(m.model.parameters())
     assert config.image_size is not None

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, plain_numbers
 from clearhead.inside.inputs import Prepared, prepare
-from clearhead.loaded import Loaded
-from clearhead.model.norms import wide
+from clearhead.model.dtypes import wide
 from clearhead.model.transformer import Transformer, evaluating
 
 ROWS = 64  # columns whose probabilities over all choices are held at a time
@@ -60,7 +60,7 @@ class Lens:
 
 
 def lens(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
     target: str | Sequence[int] | None = None,
     pair: str | None = None,

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.config import StackPlan
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, find_column, plain_numbers
 from clearhead.inside.inputs import Prepared, Tokens, prepare
 from clearhead.inside.names import attentions
-from clearhead.loaded import Loaded
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -87,7 +87,7 @@ class Patching:
 
 
 def patch(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     clean: Given,
     corrupt: Given,
     answer: str | int | None = None,
@@ -198,7 +198,7 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
 
 
 def _prepare_both(
-    m: Loaded | Transformer, clean: Given, corrupt: Given, target: str | Sequence[int] | None
+    m: Model | Transformer, clean: Given, corrupt: Given, target: str | Sequence[int] | None
 ) -> tuple[Prepared, Prepared]:
     """Both prompts as inputs of one length; two decoders that write by themselves are cut where they begin to differ."""
     first, second = prepare(m, clean, target), prepare(m, corrupt, target)

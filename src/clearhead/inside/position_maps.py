@@ -18,8 +18,8 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Stack, Transformer
 
 Which = Literal["main", "encoder"]
@@ -44,7 +44,7 @@ class PositionMap:
         return {**asdict(self), "values": self.values.tolist()}
 
 
-def position_map(m: Loaded | Transformer, length: int | None = None, stack: Which = "main") -> PositionMap:
+def position_map(m: Model | Transformer, length: int | None = None, stack: Which = "main") -> PositionMap:
     """What tells positions apart: their vectors [T, D]; with rotary positions the cosines, then the sines, of each pair's angle [T, R];
     with biases what is added to the scores by distance [H, distances].
 
@@ -94,7 +94,7 @@ def position_map(m: Loaded | Transformer, length: int | None = None, stack: Whic
 
 
 def position_similarity(
-    m: Loaded | Transformer, length: int | None = None, stack: Which = "main"
+    m: Model | Transformer, length: int | None = None, stack: Which = "main"
 ) -> PositionMap:
     """How alike two positions are, [T, T]: the cosine of their vectors; with rotary positions the mean over the pairs of the cosine
     of the angle between them; with biases, which know no vectors, the mean over the heads of what is added to the score.
@@ -117,9 +117,9 @@ def position_similarity(
     )
 
 
-def _positions(m: Loaded | Transformer, length: int | None, stack: Which) -> tuple[Stack, Tensor]:
+def _positions(m: Model | Transformer, length: int | None, stack: Which) -> tuple[Stack, Tensor]:
     """A stack that has positions, and their numbers [1, T]."""
-    model = m.model if isinstance(m, Loaded) else m
+    model = m.model if isinstance(m, Model) else m
     config = model.config
     if stack == "encoder" and model.encoder is None:
         raise InputError("stack encoder was asked for, and this model has none: leave it out")

@@ -1,5 +1,5 @@
 """The model: one block, one stack, one Transformer. Read in this order.
 
-taps, norms, positions, masks, attend, cache, window_cache, attention, feedforward, experts, block, fronts, heads,
-initialise, inputs, transformer.
+taps, dtypes, norms, positions, masks, attend, cache, window_cache, attention, feedforward, experts, block, fronts, heads,
+initialise, checks, transformer.
 """

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.model.norms import wide
+from clearhead.model.dtypes import wide
 from clearhead.model.taps import SILENT, Tap
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
+from clearhead.model.dtypes import wide
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.norms import wide
 from clearhead.model.taps import SILENT, Tap
 
 

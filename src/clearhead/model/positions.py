@@ -18,7 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, RopeScaling, StackPlan, rotated_width
-from clearhead.model.norms import precise, wide
+from clearhead.model.dtypes import precise, wide
 
 
 class Rotary(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackPlan
 from clearhead.errors import InputError
-from clearhead.model import inputs as checks
+from clearhead.model import checks
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block

@@ -1,6 +1,6 @@
 """What a model is for: classes of a text, tags of its words, words under a mask, answers in a context, translation.
 
-Each function here is a method of `Loaded`. One input gives one result, and a list gives a list in the same order. Inputs
+Each function here is a method of `Model`. One input gives one result, and a list gives a list in the same order. Inputs
 of like length share a batch, padded on the right, and come out as they would alone.
 """
 

@@ -17,13 +17,13 @@ from clearhead.tasks.results import Answer
 from clearhead.tasks.run import check_head, logits_of
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
 
 
 def answer(
-    loaded: Loaded,
+    loaded: Model,
     question: str | list[str],
     context: str | list[str],
     *,

@@ -13,10 +13,10 @@ from clearhead.tasks.results import Candidate
 from clearhead.tasks.run import check_head, logits_of
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 
-def fill(loaded: Loaded, text: str | list[str], k: int = 5, batch_size: int = 32) -> Any:
+def fill(loaded: Model, text: str | list[str], k: int = 5, batch_size: int = 32) -> Any:
     """The k best tokens for the mask in a text, with their probabilities; one list for each mask where there are several.
 
     Each mask is filled on its own, the others left standing. A list of texts gives a list.
@@ -50,7 +50,7 @@ def fill(loaded: Loaded, text: str | list[str], k: int = 5, batch_size: int = 32
 
 
 def _candidates(
-    loaded: Loaded, text: str, row: Encoding, at: int, probability: Tensor, k: int
+    loaded: Model, text: str, row: Encoding, at: int, probability: Tensor, k: int
 ) -> list[Candidate]:
     tokenizer, (start, end) = loaded.text_tokenizer, row.offsets[at]
     best = probability.topk(k)

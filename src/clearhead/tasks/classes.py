@@ -15,10 +15,10 @@ from clearhead.tasks.results import Classification
 from clearhead.tasks.run import check_head, logits_of, names_of
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 
-def classify(loaded: Loaded, inputs: Any, batch_size: int = 32) -> Classification | list[Classification]:
+def classify(loaded: Model, inputs: Any, batch_size: int = 32) -> Classification | list[Classification]:
     """The class of a text, of a pair of texts `("a", "b")`, or of an image; a list gives a list.
 
     Texts longer than the model takes are cut; of a pair, the longer one. Images are arrays, tensors or paths of files.
@@ -47,7 +47,7 @@ def classify(loaded: Loaded, inputs: Any, batch_size: int = 32) -> Classificatio
     return made[0] if single else made
 
 
-def _of_texts(loaded: Loaded, given: list[Any], batch_size: int) -> list[Tensor]:
+def _of_texts(loaded: Model, given: list[Any], batch_size: int) -> list[Tensor]:
     rows = []
     for item in given:
         pair = isinstance(item, tuple | list)
@@ -59,7 +59,7 @@ def _of_texts(loaded: Loaded, given: list[Any], batch_size: int) -> list[Tensor]
     return logits_of(loaded, rows, batch_size)
 
 
-def _of_images(loaded: Loaded, given: list[Image], batch_size: int) -> list[Tensor]:
+def _of_images(loaded: Model, given: list[Image], batch_size: int) -> list[Tensor]:
     pixels = [to_pixels(image, loaded.config, loaded.images) for image in given]
     weight = next(loaded.model.parameters())
     made: list[Tensor] = []

@@ -16,7 +16,7 @@ from clearhead.errors import InputError
 from clearhead.model.transformer import evaluating
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 FITS = {
     "lm": "generate, score and embed",
@@ -30,7 +30,7 @@ FITS = {
 NEEDS = {"classify": "classifier", "tag": "tagger", "fill": "mlm", "answer": "span"}
 
 
-def check_head(loaded: Loaded, task: str) -> None:
+def check_head(loaded: Model, task: str) -> None:
     """Has the model what the task needs?"""
     if loaded.config.head != NEEDS[task]:
         raise InputError(
@@ -42,20 +42,20 @@ def check_head(loaded: Loaded, task: str) -> None:
         )
 
 
-def fitting(loaded: Loaded) -> str:
+def fitting(loaded: Model) -> str:
     """What the model is good for."""
     head = loaded.config.head or "none"
     both = loaded.config.family == "encoder-decoder" and head == "lm"
     return f"it is for {'translate, generate and score' if both else FITS[head]}"
 
 
-def names_of(loaded: Loaded) -> tuple[str, ...]:
+def names_of(loaded: Model) -> tuple[str, ...]:
     """The names of the classes."""
     return loaded.labels or tuple(f"LABEL_{index}" for index in range(loaded.config.n_classes))
 
 
 @torch.inference_mode()
-def logits_of(loaded: Loaded, rows: Sequence[Encoding], batch_size: int) -> list[Tensor]:
+def logits_of(loaded: Model, rows: Sequence[Encoding], batch_size: int) -> list[Tensor]:
     """What the head says of each row, in the order given: [C], or [T, C] of its own tokens; float32, on the CPU."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size} must be 1 or more")

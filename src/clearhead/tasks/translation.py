@@ -8,11 +8,11 @@ from clearhead.errors import InputError
 from clearhead.tasks.run import fitting
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 
 def translate(
-    loaded: Loaded,
+    loaded: Model,
     text: str | list[str],
     max_new_tokens: int | None = None,
     num_beams: int | None = None,

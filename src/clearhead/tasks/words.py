@@ -14,12 +14,12 @@ from clearhead.tasks.results import Span, Tags, Word
 from clearhead.tasks.run import check_head, logits_of, names_of
 
 if TYPE_CHECKING:
-    from clearhead.loaded import Loaded
+    from clearhead.bundle import Model
 
 STRIDE = 128  # tokens that two windows over a long text share
 
 
-def tag(loaded: Loaded, text: Any, batch_size: int = 32) -> Tags | list[Tags]:
+def tag(loaded: Model, text: Any, batch_size: int = 32) -> Tags | list[Tags]:
     """A tag for each word of a text, or of a list of words; and the spans that B- and I- tags make.
 
     A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its first piece.
@@ -32,7 +32,7 @@ def tag(loaded: Loaded, text: Any, batch_size: int = 32) -> Tags | list[Tags]:
     return made[0] if single else made
 
 
-def tag_all(loaded: Loaded, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -> list[Tags]:
+def tag_all(loaded: Model, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -> list[Tags]:
     """`tag` of several texts, each a text or a list of words."""
     check_head(loaded, "tag")
     tokenizer, room = loaded.text_tokenizer, loaded.max_length
@@ -61,7 +61,7 @@ def tag_all(loaded: Loaded, texts: Sequence[str | Sequence[str]], batch_size: in
 
 
 def _tags(
-    loaded: Loaded, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
+    loaded: Model, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
 ) -> Tags:
     pieces: dict[int, tuple[int, int, int]] = {}  # of each word: its first token, where it starts and ends
     for token, (number, (start, end)) in enumerate(zip(encoding.word_ids, encoding.offsets)):

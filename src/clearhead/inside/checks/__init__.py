@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.checks.formula import formula_rows
 from clearhead.inside.checks.forward import disk_rows, forward_rows
@@ -25,14 +26,13 @@ from clearhead.inside.checks.inside import inside_rows, machine_rows
 from clearhead.inside.checks.reference import reference_rows
 from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Row
 from clearhead.inside.checks.training import training_rows
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer, evaluating
 
 __all__ = ["Check", "check", "checks_for"]
 
 
 def check(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     reference: bool = False,
     *,
     compile: bool = False,
@@ -48,7 +48,7 @@ def check(
         large: do not leave out, for a model of more than 500 million parameters, the rows that copy it.
         on_row: told each row before it is run, and what came of it.
     """
-    model = m.model if isinstance(m, Loaded) else m
+    model = m.model if isinstance(m, Model) else m
     dtype = next(model.parameters()).dtype
     if dtype not in TOLERANCE:
         raise InputError(

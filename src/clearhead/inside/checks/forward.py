@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
-from clearhead.generate.prepare import prepared
+from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row, gap
-from clearhead.loaded import Loaded, load
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.transformer import Transformer, attending
 from clearhead.model.window_cache import WindowCache
@@ -182,7 +182,7 @@ def disk_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
 
     def saved() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            Loaded(inputs.model).save(Path(folder) / "copy")
+            Model(inputs.model).save(Path(folder) / "copy")
             copy = load(Path(folder) / "copy").model.to(inputs.device)
             seen.append(_strangers(copy, copy.config))
             return gap(Inputs(copy, inputs.rows, inputs.length).run(), inputs.run())

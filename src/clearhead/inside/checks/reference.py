@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model, load
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row
-from clearhead.loaded import Loaded, load
 from clearhead.model.transformer import Transformer
 
 REFERENCE_TOLERANCE = 1e-4
 NEW_TOKENS = 50
 
 
-def reference_rows(m: Loaded | Transformer) -> Iterator[Row]:
+def reference_rows(m: Model | Transformer) -> Iterator[Row]:
     """Logits, or hidden states where there are none, and greedy tokens."""
-    if not isinstance(m, Loaded) or m.folder is None:
+    if not isinstance(m, Model) or m.folder is None:
         raise InputError(
             "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
         )
@@ -43,7 +43,7 @@ def reference_rows(m: Loaded | Transformer) -> Iterator[Row]:
 class _Pair:
     """One directory, opened by both, in float32."""
 
-    def __init__(self, m: Loaded) -> None:
+    def __init__(self, m: Model) -> None:
         try:
             import transformers
         except ImportError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.model.norms import precise
+from clearhead.model.dtypes import precise
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.data.batch import IGNORE, Batch
+from clearhead.batches.batch import IGNORE, Batch
+from clearhead.bundle import Model, load
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row, gap
-from clearhead.loaded import Loaded, load
 from clearhead.model.transformer import Transformer
-from clearhead.train.losses import batch_loss
-from clearhead.train.optim import make_optimizer, set_rate
-from clearhead.train.plan import TrainPlan
-from clearhead.train.schedule import rate
-from clearhead.train.state import (
+from clearhead.training.losses import batch_loss
+from clearhead.training.optim import make_optimizer, set_rate
+from clearhead.training.plan import TrainPlan
+from clearhead.training.schedule import rate
+from clearhead.training.state import (
     State,
     load_checkpoint,
     optimizer_tensors,
@@ -130,7 +130,7 @@ def _resumed(model: Transformer) -> float:
         for step in range(1, STOP + 1):
             _step(whole, optimizer, plan, step)
         at = save_checkpoint(
-            Path(folder), Loaded(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
+            Path(folder), Model(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
         )
         for step in range(STOP + 1, STEPS + 1):
             _step(whole, optimizer, plan, step)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
 from clearhead.inside.heads.rows import View, repeated_rows, rows, views
 from clearhead.inside.names import Head, all_heads, attentions
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 Array = NDArray[np.float32]
@@ -111,7 +111,7 @@ class HeadRoles:
         return {"texts": self.texts, "tokens": self.tokens, "heads": table}
 
 
-def head_roles(m: Loaded | Transformer, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
+def head_roles(m: Model | Transformer, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
     """Measure every role on every head.
 
     Args:
@@ -120,7 +120,7 @@ def head_roles(m: Loaded | Transformer, texts: Sequence[Any] | None = None, seed
             tokens for a model without a tokenizer, random pixels for a model of patches.
         seed: of what is random: those rows, and the repeated sequences that show induction.
     """
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     given = rows(m, texts, seed)
     every = [tokens for row in given for tokens in (row.tokens, row.source_tokens) if tokens is not None]
     counts = Counter(token for tokens in every for token in tokens.ids)
@@ -136,7 +136,7 @@ def head_roles(m: Loaded | Transformer, texts: Sequence[Any] | None = None, seed
     return _settled(m, tallies, len(given), sum(len(row.tokens) for row in given))
 
 
-def _one_vocabulary(m: Loaded) -> bool:
+def _one_vocabulary(m: Model) -> bool:
     return m.config.source_vocab_size in (None, m.config.vocab_size) and m.config.share_embeddings
 
 
@@ -155,7 +155,7 @@ def _count_induction(tally: Tally, view: View, start: int, length: int) -> None:
     tally.add("induction", view.pattern, view.allowed, wanted)
 
 
-def _settled(m: Loaded, tallies: dict[tuple[str, int], Tally], texts: int, tokens: int) -> HeadRoles:
+def _settled(m: Model, tallies: dict[tuple[str, int], Tally], texts: int, tokens: int) -> HeadRoles:
     """Means from sums, and a name for every head."""
     named = {"self": (-1, 0, 1), "encoder": (-1, 0, 1), "cross": ()}
     distances = torch.cat([tally.settle_distance(named[kind]) for (kind, _), tally in tallies.items()])

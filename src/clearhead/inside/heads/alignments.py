@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clearhead.bundle import Model
 from clearhead.data.files import missing, read_lines
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import Prepared, Tokens, prepare
 from clearhead.inside.names import Head, all_heads, attentions
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 Span = tuple[int, int]
@@ -119,9 +119,9 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     return Aligned(text, pairs, target, unit)
 
 
-def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement:
+def agreement(m: Model | Transformer, examples: Iterable[Aligned]) -> Agreement:
     """Judge every head by given alignments: cross-attention where they have a target, else that of the first stack."""
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     examples = list(examples)
     across = [example.target is not None for example in examples]
     if not any(example.pairs for example in examples):
@@ -170,7 +170,7 @@ def agreement(m: Loaded | Transformer, examples: Iterable[Aligned]) -> Agreement
     )
 
 
-def _read(m: Loaded, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
+def _read(m: Model, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
     """The inputs, the tokens of the first text and of the second."""
     if example.target is None:
         target = list(m._start()) if m.config.family == "encoder-decoder" else None

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import Prepared, Tokens, prepare
 from clearhead.inside.names import Head, attentions
-from clearhead.loaded import Loaded
 from clearhead.model.masks import compose, tokens_from
 
 COUNT, LENGTH = 24, 24  # rows made where none are given, and tokens of a random one
@@ -56,7 +56,7 @@ def views(prepared: Prepared) -> Iterator[View]:
         )
 
 
-def _allowed(m: Loaded, kind: str, layer: int, queries: int, keys: int) -> Tensor:
+def _allowed(m: Model, kind: str, layer: int, queries: int, keys: int) -> Tensor:
     """[T, S], True where a query may look."""
     if kind == "cross":
         return torch.ones(queries, keys, dtype=torch.bool)
@@ -68,7 +68,7 @@ def _allowed(m: Loaded, kind: str, layer: int, queries: int, keys: int) -> Tenso
     return mask[0, 0] if mask is not None else whole.tril() if causal else whole
 
 
-def rows(m: Loaded, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
+def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
     """Texts, ids or images, ready to be read; those made here where none are given."""
     if isinstance(given, str):
         given = [given]
@@ -89,7 +89,7 @@ def rows(m: Loaded, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
     return [_marked(_with_target(m, row, row)) for row in ids.tolist()]
 
 
-def _with_target(m: Loaded, ids: list[int], target: list[int]) -> Prepared:
+def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
     """Ids for either stack; the decoder of two reads its beginning and then `target`."""
     if m.config.family != "encoder-decoder":
         return prepare(m, ids)
@@ -114,7 +114,7 @@ def _marked(prepared: Prepared) -> Prepared:
     )
 
 
-def repeated_rows(m: Loaded, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
+def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
     """Rows of random tokens, twice: the row, where its first copy begins for each kind of attention, how long a copy is.
 
     Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a look back at
@@ -143,7 +143,7 @@ def repeated_rows(m: Loaded, seed: int) -> list[tuple[Prepared, dict[str, int], 
     return found
 
 
-def _frame(m: Loaded) -> tuple[list[int], list[int]]:
+def _frame(m: Model) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before a text and behind it."""
     if m.tokenizer is None:
         return [], []

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.data.treebank import Sentence
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.names import Head, all_heads, attentions
-from clearhead.loaded import Loaded
 from clearhead.model.taps import record
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -116,7 +116,7 @@ class Syntax:
         }
 
 
-def syntax(m: Loaded, sentences: Sequence[Sentence]) -> Syntax:
+def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
     if isinstance(m, Transformer):
         raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
@@ -185,7 +185,7 @@ def _batches(aligned: Sequence[WordTokens]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def strongest_links(m: Loaded, batch: Sequence[WordTokens], kind: str = "self") -> Tensor:
+def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -> Tensor:
     """For every head and word, the other word it looks at most: [B, N, W]; -1 where it looks at none.
 
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.

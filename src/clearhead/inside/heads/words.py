@@ -18,10 +18,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.data.treebank import Sentence, locate
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
-from clearhead.loaded import Loaded
 from clearhead.tokens.labels import labels
 
 Span = tuple[int, int]
@@ -48,7 +48,7 @@ class WordTokens:
 
 
 def align(
-    m: Loaded | Tokenizer,
+    m: Model | Tokenizer,
     words: Sequence[str] | Sentence,
     text: str | None = None,
     spans: Sequence[Span] | None = None,
@@ -74,12 +74,12 @@ def align(
             )
     if len(spans) != len(words):
         raise InputError(f"{len(spans)} spans for {len(words)} words: give one for each")
-    tokenizer = m.text_tokenizer if isinstance(m, Loaded) else m
-    room = max_length or (m.max_length if isinstance(m, Loaded) else UNLIMITED)
+    tokenizer = m.text_tokenizer if isinstance(m, Model) else m
+    room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
     encoding = framed(tokenizer, room, text)
     ids = list(encoding.ids)
     if (
-        isinstance(m, Loaded)
+        isinstance(m, Model)
         and m.config.family == "decoder"
         and len(ids) > 1
         and ids[-1] in m.stops

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.memories.firing import Running, fired, watch
 from clearhead.inside.memories.neurons import chosen, parse_neuron, stack_of
 from clearhead.inside.memories.passages import AROUND, NOTHING, WINDOW, Given, batches
 from clearhead.inside.memories.promoted import Readout, directions, extremes, readout, said, token_id
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 Order = Literal["agreement", "activation"]
@@ -108,7 +108,7 @@ class Shelf:
 class Memories:
     """What a corpus showed of a model's neurons."""
 
-    m: Loaded = field(repr=False)
+    m: Model = field(repr=False)
     shelves: tuple[Shelf, ...] = field(repr=False)
     top: int
     depth: int
@@ -220,7 +220,7 @@ class Memories:
 
 
 def memories(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     texts: Iterable[Given],
     layer: int | str | None = None,
     top: int = 10,
@@ -237,7 +237,7 @@ def memories(
         neurons: names such as "2.117"; None: every neuron of the layers.
         limit: stop after so many tokens.
     """
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     if top < 1:
         raise InputError(f"top {top} must be 1 or more")
     shelves = [Running(shelf, top) for shelf in chosen(m, layer, neurons)]
@@ -272,7 +272,7 @@ def memories(
     return Memories(m, found, top, depth, tokens, head, note)
 
 
-def _judged(m: Loaded, run: Running, head: Readout | None, top: int, depth: int, known: Tensor) -> Shelf:
+def _judged(m: Model, run: Running, head: Readout | None, top: int, depth: int, known: Tensor) -> Shelf:
     """A shelf with what its neurons promote, and how far that agrees with what fires them."""
     shelf = Shelf(run.kind, run.layer, run.expert, run.units, run.values, run.notes)
     if head is None or run.kind == "encoder":
@@ -285,13 +285,14 @@ def _judged(m: Loaded, run: Running, head: Readout | None, top: int, depth: int,
         answers = run.notes[:, :, WINDOW]  # N K
         agreement = (answers[:, :, None] == said_most[:, None]).any(-1).float().mean(1)
         chance = known[said_most].sum(1)
-    listed = tuple(part[:, :top] for part in promoted)
+    firsts, seconds, thirds, fourths = (part[:, :top] for part in promoted)
+    listed = (firsts, seconds, thirds, fourths)
     return Shelf(
         run.kind, run.layer, run.expert, run.units, run.values, run.notes, written, listed, agreement, chance
-    )  # type: ignore[arg-type]
+    )
 
 
-def _context(m: Loaded, value: float, note: list[int]) -> Context:
+def _context(m: Model, value: float, note: list[int]) -> Context:
     """A note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     if m.model.main.plan.input != "tokens":
@@ -310,13 +311,13 @@ def _context(m: Loaded, value: float, note: list[int]) -> Context:
     )
 
 
-def _text(m: Loaded, ids: list[int]) -> str:
+def _text(m: Model, ids: list[int]) -> str:
     if m.tokenizer is None:
         return "".join(f" {token}" for token in ids)
     return str(m.tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _patch(m: Loaded, number: int) -> str:
+def _patch(m: Model, number: int) -> str:
     """A patch by its row and column."""
     assert m.config.image_size is not None
     columns = m.config.image_size[1] // m.config.patch_size

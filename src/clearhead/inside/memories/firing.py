@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.inside.memories.neurons import stack_of
 from clearhead.inside.memories.passages import NOTE, NOTHING, Batch
-from clearhead.loaded import Loaded
 from clearhead.model.experts import Experts
 from clearhead.model.taps import Recording, record
 from clearhead.model.transformer import evaluating
@@ -43,7 +43,7 @@ class Running:
         self.notes = written.masked_fill(self.values.isinf()[:, :, None], NOTHING)
 
 
-def watch(m: Loaded, batch: Batch, shelves: Sequence[Running]) -> Recording:
+def watch(m: Model, batch: Batch, shelves: Sequence[Running]) -> Recording:
     """One forward pass; only what the shelves need is recorded."""
     names = {
         name
@@ -55,7 +55,7 @@ def watch(m: Loaded, batch: Batch, shelves: Sequence[Running]) -> Recording:
     return seen
 
 
-def fired(m: Loaded, shelf: Running, seen: Recording, batch: Batch, notes: Tensor) -> tuple[Tensor, Tensor]:
+def fired(m: Model, shelf: Running, seen: Recording, batch: Batch, notes: Tensor) -> tuple[Tensor, Tensor]:
     """Activations of a shelf's neurons at the real tokens that reached it, and the notes on them: [T, N], [T, NOTE]."""
     post = seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)].float().cpu()
     real = batch.real(shelf.stack).flatten()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
-from clearhead.loaded import Loaded
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.transformer import Stack
 
@@ -27,7 +27,7 @@ def feedforward(stack: Stack, layer: int, expert: int | None) -> FeedForward:
     return one
 
 
-def stack_of(m: Loaded, kind: str) -> Stack:
+def stack_of(m: Model, kind: str) -> Stack:
     """The stack of a kind of neuron."""
     stack = m.model.encoder if kind == "encoder" else m.model.main
     assert stack is not None
@@ -35,7 +35,7 @@ def stack_of(m: Loaded, kind: str) -> Stack:
 
 
 def chosen(
-    m: Loaded, layer: int | str | None, neurons: Sequence[str] | None
+    m: Model, layer: int | str | None, neurons: Sequence[str] | None
 ) -> Iterator[tuple[str, int, int | None, Tensor]]:
     """Every feed-forward that is to be looked at, and which of its neurons."""
     wanted = None if layer is None else parse_layer(m, layer)
@@ -53,7 +53,7 @@ def chosen(
             yield kind, number, expert, torch.tensor(units)
 
 
-def feedforwards(m: Loaded) -> Iterator[tuple[str, int, int | None]]:
+def feedforwards(m: Model) -> Iterator[tuple[str, int, int | None]]:
     """Every feed-forward of a model: kind, layer, expert."""
     both = m.model.encoder is not None and m.model.decoder is not None
     for kind in ("encoder", "self") if both else ("self",):
@@ -62,7 +62,7 @@ def feedforwards(m: Loaded) -> Iterator[tuple[str, int, int | None]]:
                 yield kind, number, expert
 
 
-def parse_layer(m: Loaded, layer: int | str) -> tuple[str, int]:
+def parse_layer(m: Model, layer: int | str) -> tuple[str, int]:
     """Kind and number of a layer's name."""
     kind, _, number = str(layer).rpartition(".")
     known = {(kind, number): None for kind, number, _ in feedforwards(m)}
@@ -74,7 +74,7 @@ def parse_layer(m: Loaded, layer: int | str) -> tuple[str, int]:
     return found
 
 
-def parse_neuron(m: Loaded, name: str) -> tuple[str, int, int | None, int]:
+def parse_neuron(m: Model, name: str) -> tuple[str, int, int | None, int]:
     """Kind, layer, expert and unit of a neuron's name."""
     matched = _NAME.fullmatch(name.strip())
     found = matched and (matched[1] or "self", int(matched[2]), int(matched[3]) if matched[3] else None)

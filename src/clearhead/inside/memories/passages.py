@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared, prepare
-from clearhead.loaded import Loaded
 
 Given = str | Sequence[int] | tuple[str, str] | Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -110,7 +110,7 @@ def filled_up(rows: Sequence[Tensor], value: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
-def batches(m: Loaded, texts: Iterable[Given], limit: int | None = None) -> Iterator[Batch]:
+def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[Batch]:
     """The passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
 
     Args:
@@ -134,12 +134,12 @@ def batches(m: Loaded, texts: Iterable[Given], limit: int | None = None) -> Iter
         raise InputError("the corpus is empty: give at least one text with a token in it")
 
 
-def passages(m: Loaded, texts: Iterable[Given]) -> Iterator[Passage]:
+def passages(m: Model, texts: Iterable[Given]) -> Iterator[Passage]:
     """The stretches of each text that the model reads at once; texts without a token are left out."""
     return chain.from_iterable(_passages(m, number, given) for number, given in enumerate(texts))
 
 
-def _passages(m: Loaded, number: int, given: Any) -> Iterator[Passage]:
+def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
     if m.config.family == "encoder-decoder":
         source, target = given if isinstance(given, tuple) else (given, None)
         if len(source):
@@ -156,7 +156,7 @@ def _passages(m: Loaded, number: int, given: Any) -> Iterator[Passage]:
             yield Passage(prepare(m, ids), number, start, tuple(following))
 
 
-def _stretches(m: Loaded, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """Where each stretch begins, its ids, and the answer at each."""
     length = min(m.max_length, LONGEST)
     if m.config.family == "encoder" and isinstance(given, str):
@@ -174,7 +174,7 @@ def _stretches(m: Loaded, given: str | Sequence[int]) -> Iterator[tuple[int, lis
         yield start, stretch, following
 
 
-def _pair(m: Loaded, number: int, source: Any, target: Any) -> Passage:
+def _pair(m: Model, number: int, source: Any, target: Any) -> Passage:
     """Source and target; after its last token, the target ends."""
     prepared = prepare(m, source, target)
     if len(prepared.tokens) > m.max_length:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.memories.neurons import feedforward
-from clearhead.loaded import Loaded
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
 from clearhead.model.transformer import Stack
@@ -37,7 +37,7 @@ class Readout:
     note: str  # what to keep in mind
 
 
-def readout(m: Loaded) -> Readout:
+def readout(m: Model) -> Readout:
     """What turns the last state into scores; where no straight way leads there, an error says why."""
     head, config = m.model.head, m.config
     if isinstance(head, LanguageHead):
@@ -65,7 +65,7 @@ def readout(m: Loaded) -> Readout:
     )
 
 
-def directions(m: Loaded, stack: Stack, layer: int, expert: int | None = None) -> Tensor:
+def directions(m: Model, stack: Stack, layer: int, expert: int | None = None) -> Tensor:
     """What each neuron writes, as it arrives at the last layer of the head: [F, D]."""
     blocks, head = stack.layers(), m.model.head
     residual = blocks[layer].feedforward_residual
@@ -94,12 +94,12 @@ def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tenso
     return first, second, third, fourth
 
 
-def said(m: Loaded, names: tuple[str, ...], token: int) -> str:
+def said(m: Model, names: tuple[str, ...], token: int) -> str:
     """A token or a class as people read it."""
     return names[token] if names else label(m.tokenizer, token)
 
 
-def token_id(m: Loaded, token: str | int) -> int:
+def token_id(m: Model, token: str | int) -> int:
     """A token of the vocabulary: its number, its name in the tokenizer, or a text that is this one token."""
     size = m.config.vocab_size
     if isinstance(token, int):

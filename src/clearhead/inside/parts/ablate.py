@@ -31,14 +31,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, nearest
 from clearhead.inside.names import Head, all_heads, attentions, find_heads
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
-from clearhead.loaded import Loaded
 from clearhead.model.taps import edit, record
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.train.losses import arguments_for
+from clearhead.training.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[Head | str] | Head | str
@@ -112,7 +112,7 @@ class Ablation:
 
 @contextmanager
 def ablating(
-    model: Loaded | Transformer,
+    model: Model | Transformer,
     heads: Heads = (),
     layers: Layers = (),
     feedforwards: Layers = (),
@@ -127,7 +127,7 @@ def ablating(
         feedforwards: those of these layers.
         means: what takes the place of what they give, from `mean_activations`; None: zeros.
     """
-    model = model.model if isinstance(model, Loaded) else model
+    model = model.model if isinstance(model, Model) else model
     config = model.config
     gone: dict[str, list[int]] = {}
     for head in as_heads(config, heads):
@@ -235,7 +235,7 @@ class Averages:
         return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in found.items()}
 
 
-def mean_activations(m: Loaded | Transformer, data: Data, **options: Any) -> dict[str, Tensor]:
+def mean_activations(m: Model | Transformer, data: Data, **options: Any) -> dict[str, Tensor]:
     """What every head and sublayer gives on average over the real tokens of some data; `options` as for `examples_from`."""
     model, examples = opened(m, data, options)
     averages, device = Averages(model), next(model.parameters()).device
@@ -247,9 +247,9 @@ def mean_activations(m: Loaded | Transformer, data: Data, **options: Any) -> dic
     return averages.means()
 
 
-def opened(m: Loaded | Transformer, data: Any, options: Mapping[str, Any]) -> tuple[Transformer, Examples]:
+def opened(m: Model | Transformer, data: Any, options: Mapping[str, Any]) -> tuple[Transformer, Examples]:
     """The model and the examples."""
-    return m.model if isinstance(m, Loaded) else m, examples_from(m, data, **options)
+    return m.model if isinstance(m, Model) else m, examples_from(m, data, **options)
 
 
 def check_how(how: str) -> None:
@@ -262,7 +262,7 @@ def check_how(how: str) -> None:
 
 
 def ablate(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     heads: Heads = (),
     layers: Layers = (),
@@ -294,7 +294,7 @@ def ablate(
 
 
 def ablate_each(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     how: How = "zero",
     means: Means | None = None,

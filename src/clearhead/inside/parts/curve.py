@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.names import Head, all_heads
 from clearhead.inside.parts.ablate import HeadMap, OnProgress, ablate_each, ablating, opened
 from clearhead.inside.parts.examples import Data, Examples, judge
 from clearhead.inside.parts.importance import importance
 from clearhead.inside.parts.prune import Unit, ordered
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 By = Literal["importance", "ablation", "random"]
@@ -41,7 +41,7 @@ class PruneCurve:
 
 
 def scores(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     by: By = "importance",
     seed: int = 0,
@@ -62,7 +62,7 @@ def scores(
 
 
 def prune_curve(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     steps: int | None = None,
     by: By = "importance",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.parts.ablate import (
@@ -27,7 +28,6 @@ from clearhead.inside.parts.ablate import (
     check_how,
     names_of,
 )
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 from clearhead.tokens.labels import label
 
@@ -67,7 +67,7 @@ class Effect:
 
 
 def effect(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: Any,
     heads: Heads = (),
     layers: Layers = (),
@@ -139,7 +139,7 @@ def _logits(prepared: Prepared, position: int | None) -> Tensor:
     return (logits if position is None else logits[position]).float().cpu()
 
 
-def _label(m: Loaded, number: int) -> str:
+def _label(m: Model, number: int) -> str:
     if m.config.head in ("lm", "mlm"):
         return label(m.tokenizer, number)
     return m.labels[number] if m.labels else f"LABEL_{number}"

@@ -19,19 +19,19 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from clearhead.data.batch import IGNORE, Batch
+from clearhead.batches.batch import IGNORE, Batch
+from clearhead.bundle import Model
 from clearhead.data.columns import SHAPES
 from clearhead.data.examples import Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan, Task
 from clearhead.errors import InputError
-from clearhead.loaded import Loaded
+from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
+from clearhead.evaluation.examples import renamed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.train.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
-from clearhead.train.exam import renamed
-from clearhead.train.losses import arguments_for, default_chunk, span_loss, summed
-from clearhead.train.run import open_examples
-from clearhead.train.validate import answers
+from clearhead.training.losses import arguments_for, default_chunk, span_loss, summed
+from clearhead.training.run import open_examples
+from clearhead.training.validate import answers
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -71,7 +71,7 @@ Data: TypeAlias = Examples | Corpus | Files
 
 
 def examples_from(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Any,
     plan: DataPlan | None = None,
     *,
@@ -94,7 +94,7 @@ def examples_from(
     """
     if isinstance(data, Examples):
         return data
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     if most is not None and most < 1:
         raise InputError(f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
@@ -132,7 +132,7 @@ def examples_from(
     return Examples(task, tuple(taken), tuple(said))
 
 
-def _next_tokens(m: Loaded, texts: Sequence[str | Sequence[int]]) -> Examples:
+def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     """Every token of each text but the first, to be guessed from those before it; texts of like length share a batch."""
     rows = sorted((m._prompt(text)[: m.max_length] for text in texts), key=len)
     short = next((row for row in rows if len(row) < 2), None)

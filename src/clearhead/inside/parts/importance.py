@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.inside.names import Head, attentions
 from clearhead.inside.parts.ablate import HeadMap, OnProgress, find_blocks, opened
 from clearhead.inside.parts.examples import Data
-from clearhead.loaded import Loaded
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.train.losses import batch_loss
+from clearhead.training.losses import batch_loss
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Importance:
 
 
 def importance(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     normalise: bool = False,
     on_progress: OnProgress = lambda stage, done, total: None,

@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.config import ModelConfig, StackPlan
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
 from clearhead.inside.names import Head, attentions
 from clearhead.inside.parts.ablate import Heads, as_heads
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 Unit = tuple[Head, ...]  # heads that can only go together
 
 
-def prune(m: Loaded | Transformer, heads: Heads, whole_groups: bool = False) -> Loaded:
+def prune(m: Model | Transformer, heads: Heads, whole_groups: bool = False) -> Model:
     """A smaller copy of a model, without some heads.
 
     Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is that: a model with
@@ -48,7 +48,7 @@ def prune(m: Loaded | Transformer, heads: Heads, whole_groups: bool = False) -> 
         heads: by their names, such as "3.2", "encoder.0.5", "cross.1.2".
         whole_groups: where heads can only go together with others, let those go too; otherwise say which they are.
     """
-    loaded = m if isinstance(m, Loaded) else Loaded(m)
+    loaded = m if isinstance(m, Model) else Model(m)
     config = loaded.config
     gone = _together(config, as_heads(config, heads), whole_groups)
     _check(config, gone)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clearhead.bundle import Model
 from clearhead.data.corpus import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError
@@ -35,7 +36,6 @@ from clearhead.inside.probe.fit import (
     standardised,
 )
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
@@ -107,7 +107,7 @@ class Probes:
 
 
 def probe(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     data: Data,
     column: str | None = None,
     test: Data | None = None,
@@ -140,7 +140,7 @@ def probe(
         seed: of the split, the choice of sentences, the control task and the intervals.
         on_progress: told what is being done, and how much of how much is.
     """
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     check_library()
     stack, prefix = stack_of(m, stack)
     _check(pool, penalty, iterations)
@@ -231,14 +231,14 @@ def _sides(
     return sides[0], sides[1], name, said
 
 
-def _own_pooling(m: Loaded) -> str:
+def _own_pooling(m: Model) -> str:
     """How the model makes one vector of a text, in the words of `pool`."""
     pools = m.config.pooling if m.config.head in ("classifier", "embedding") else "mean"
     own = m.sentences.pooling if m.sentences is not None else pools
     return {"cls": "first", "last": "last"}.get(own or "mean", "mean")
 
 
-def _types(m: Loaded, forms: Sequence[str]) -> list[str]:
+def _types(m: Model, forms: Sequence[str]) -> list[str]:
     """Words as the tokenizer normalises them: what a model without capitals reads alike is one type."""
     normalizer = m.text_tokenizer.normalizer
     if normalizer is None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.errors import MissingExtraError
-from clearhead.train.metrics import bootstrap, ratio_of
+from clearhead.evaluation.metrics import bootstrap, ratio_of
 
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.int64]

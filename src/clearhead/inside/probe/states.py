@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
 from clearhead.inside.inputs import prepare
 from clearhead.inside.probe.data import Item
-from clearhead.loaded import Loaded
 from clearhead.model.taps import record
 from clearhead.model.transformer import evaluating
 
@@ -60,7 +60,7 @@ class Vectors:
     lost: int  # things without a token: cut off, or not spelled
 
 
-def stack_of(m: Loaded, stack: str | None) -> tuple[str, str]:
+def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     """The stack that is probed, "encoder" or "decoder", and the prefix of its activations."""
     both = m.model.encoder is not None and m.model.decoder is not None
     there = [name for name in ("encoder", "decoder") if getattr(m.model, name) is not None]
@@ -77,7 +77,7 @@ def stack_of(m: Loaded, stack: str | None) -> tuple[str, str]:
     return stack, plan.prefix
 
 
-def depths(m: Loaded, prefix: str) -> list[str]:
+def depths(m: Model, prefix: str) -> list[str]:
     """The activations that are probed, from the embedding up."""
     plan = m.config.encoder if prefix else (m.config.decoder or m.config.encoder)
     assert plan is not None
@@ -85,7 +85,7 @@ def depths(m: Loaded, prefix: str) -> list[str]:
 
 
 def vectors_of(
-    m: Loaded,
+    m: Model,
     items: Sequence[Item],
     stack: str,
     prefix: str,
@@ -135,7 +135,7 @@ def vectors_of(
     )
 
 
-def _row(m: Loaded, item: Item, stack: str) -> Row:
+def _row(m: Model, item: Item, stack: str) -> Row:
     """The tokens of one item."""
     patches = m.model.main.plan.input == "patches"
     if patches != (item.image is not None):
@@ -158,7 +158,7 @@ def _row(m: Loaded, item: Item, stack: str) -> Row:
     return _written(m, row, special) if stack == "decoder" and m.model.encoder is not None else row
 
 
-def _written(m: Loaded, row: Row, special: Sequence[bool]) -> Row:
+def _written(m: Model, row: Row, special: Sequence[bool]) -> Row:
     """The same text as the decoder of two stacks reads it: after its beginning, without the special tokens."""
     start = m._start()
     own = [place for place, mark in enumerate(special) if not mark][: m.max_length - len(start)]
@@ -167,7 +167,7 @@ def _written(m: Loaded, row: Row, special: Sequence[bool]) -> Row:
     return Row((*start, *(row.ids[place] for place in own)), places, source=row.ids)
 
 
-def _size(m: Loaded, row: Row) -> int:
+def _size(m: Model, row: Row) -> int:
     return len(row) or m.config.n_patches + m.config.class_token
 
 
@@ -183,7 +183,7 @@ def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> list[list
 
 
 @torch.inference_mode()
-def _recorded(m: Loaded, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
+def _recorded(m: Model, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
     """The states [B, T, D] of each depth, on the model's device. `feeds`: the probed stack is an encoder before a decoder."""
     weight = next(m.model.parameters())
     given: dict[str, Any] = {"logits": "none"}

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.cost import Cost, cost
+from clearhead.bundle import Model
+from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared
@@ -30,7 +31,6 @@ from clearhead.inside.trace.rows import Row, Sums, rows_of
 from clearhead.inside.trace.steps import Notebook, Peek, TraceStep
 from clearhead.inside.trace.walk import head_steps, stack_steps
 from clearhead.inside.trace.words import LEGEND
-from clearhead.loaded import Loaded
 from clearhead.model.transformer import Transformer, evaluating
 
 __all__ = ["Peek", "Prediction", "Row", "Trace", "TraceStep", "trace"]
@@ -84,7 +84,7 @@ class Trace(Sums):
 
 
 def trace(
-    m: Loaded | Transformer,
+    m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
     target: str | Sequence[int] | None = None,
     pair: str | None = None,
@@ -102,7 +102,7 @@ def trace(
         top: how many candidates to show.
         keep_values: keep each step's tensor, or those of the steps that are named; of the others only a peek stays.
     """
-    m = m if isinstance(m, Loaded) else Loaded(m)
+    m = m if isinstance(m, Model) else Model(m)
     if top < 1:
         raise InputError(f"top {top} must be 1 or more: it is the number of candidates shown")
     prepared = trace_inputs(m, given, target, pair)
@@ -150,7 +150,7 @@ def _price(prepared: Prepared) -> Cost:
     return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
 
 
-def _facts(m: Loaded, top: int) -> dict[str, Any]:
+def _facts(m: Model, top: int) -> dict[str, Any]:
     """What formulas are filled in with."""
     config = m.config
     chosen = "softmax(the chosen)" if config.router_order == "topk_softmax" else "softmax(all), the chosen"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from clearhead.inside.trace.steps import Notebook
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block, Residual
+from clearhead.model.dtypes import wide
 from clearhead.model.experts import Experts
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.masks import View
-from clearhead.model.norms import wide
 from clearhead.model.positions import rotate
 
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.bundle import Model
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.inputs import Prepared, Tokens, prepare
 from clearhead.inside.trace.steps import Notebook
-from clearhead.loaded import Loaded
 from clearhead.steps import tokens_of
 from clearhead.tokens.labels import labels
 
 
-def trace_inputs(m: Loaded, given: Any, target: str | Sequence[int] | None, pair: str | None) -> Prepared:
+def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair: str | None) -> Prepared:
     """Inputs of one row for any model."""
     both = m.config.family == "encoder-decoder"
     kind = m.config.input
@@ -50,7 +50,7 @@ def trace_inputs(m: Loaded, given: Any, target: str | Sequence[int] | None, pair
     return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, _numbered(m.config, rows))
 
 
-def _numbers(m: Loaded, given: Any) -> Tensor:
+def _numbers(m: Model, given: Any) -> Tensor:
     """Vectors or frames [1, T, d_input], or pixels [1, C, height, width]."""
     weight, config = next(m.model.parameters()), m.config
     if config.input == "patches":
@@ -77,7 +77,7 @@ def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
 
 
 def input_steps(
-    note: Notebook, m: Loaded, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
+    note: Notebook, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
 ) -> None:
     """How what was given became numbers."""
     if inputs.ndim == 4:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clearhead.inside.trace.words import WORDS, kind_of
-from clearhead.model.norms import wide
+from clearhead.model.dtypes import wide
 from clearhead.steps import Step
 
 FIRST = 5  # values shown of each result

@@ -1,0 +1,1 @@
+"""Batches: a corpus as the tensors that one training step reads."""

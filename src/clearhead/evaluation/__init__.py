@@ -1,0 +1,1 @@
+"""Evaluation: a model judged on data, each figure with its interval."""

@@ -1,0 +1,1 @@
+"""Speed: modules that compute what the core's parts compute, faster on some machine."""

@@ -1,0 +1,167 @@
+"""Kernels for one new token per row: a linear layer with all that stands around it, and attention with rotation and cache.
+
+A decode step reads every weight once for a handful of rows, so what counts is how few kernels it takes and how evenly
+each of them reads. Where Triton is there and the tensors are on a GPU, these are single kernels; anywhere else, the same
+formulas in plain PyTorch. Both are PyTorch operators, so that a compiled step takes them as they are.
+
+Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R rotated columns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.model.attend import eager
+from clearhead.model.dtypes import wide
+from clearhead.model.feedforward import ACTIVATIONS
+from clearhead.model.positions import Rotary, rotate
+
+MOST_ROWS = 1  # rows for which a product of ours, joined with what stands around it, beats the library's
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def available(x: Tensor) -> bool:
+    """Are there kernels for this tensor's device and dtype?"""
+    on = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return on and x.dtype in DTYPES and importlib.util.find_spec("triton") is not None
+
+
+@torch.library.custom_op("clearhead::held", mutates_args=())
+def held(x: Tensor) -> Tensor:
+    """The same tensor, computed here and now: a compiler would else compute it again wherever it is used."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@held.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def step_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
+    gate: str | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """[B, 1, D] through RMS norm (with `scale` [D]), `weight` [N, D] and `bias` [N], then plus `add` [B, 1, N].
+
+    `gate` names an activation: then the first half of the rows of `weight` is the gate and the result has N/2 columns.
+    A single kernel for few rows; for more of them, steps that a compiler joins around the library's product.
+    """
+    way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
+    out: Tensor = way(x, weight, bias, scale, eps, unit_offset, gate, add)
+    return out
+
+
+def _in_steps(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    y = x
+    if scale is not None:
+        y = wide(x)
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (wide(scale) + unit_offset)).to(
+            x.dtype
+        )
+    y = nnf.linear(y, weight, bias)
+    if gate is not None:
+        pre, up = y.chunk(2, dim=-1)
+        y = ACTIVATIONS[gate](pre) * up
+    return y if add is None else y + add
+
+
+@torch.library.custom_op("clearhead::step_linear", mutates_args=())
+def _one_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    if available(x) and weight.is_contiguous():
+        from clearhead.fast import triton_step
+
+        return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
+    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
+
+
+@_one_kernel.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2))
+
+
+@torch.library.custom_op("clearhead::step_attend", mutates_args=("keys", "values"))
+def step_attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot: Tensor,
+    mask: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    layout: str,
+    n_heads: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Queries, keys and values of one token, side by side [B, 1, (H+K)·E + K·Ev] -> what attention gives, [B, 1, H·Ev].
+
+    The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]; `mask` [B|1, S] says which of the
+    slots before it may be seen. The token sees itself. `cos` and `sin` are [B|1, 1, 1, R].
+    """
+    if available(qkv):
+        from clearhead.fast import triton_step
+
+        return triton_step.attend(qkv, keys, values, slot, mask, cos, sin, layout, n_heads, scale, softcap)
+    B, K, _, E = keys.shape
+    q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
+    q, k, v = q.view(B, n_heads, 1, E), k.view(B, K, 1, E), v.view(B, K, 1, -1)
+    if cos is not None and sin is not None:
+        q, k = (rotate(x, Rotary(cos, sin), layout) for x in (q, k))
+    keys.index_copy_(2, slot, k)
+    values.index_copy_(2, slot, v)
+    return eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap).reshape(B, 1, -1).clone()
+
+
+@step_attend.register_fake
+def _(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot: Tensor,
+    mask: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    layout: str,
+    n_heads: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])

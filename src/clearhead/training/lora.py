@@ -1,0 +1,125 @@
+"""Low-rank updates: train two thin matrices beside a frozen one, y = W x + alpha / rank · B A x."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.errors import InputError, nearest
+from clearhead.model.dtypes import wide
+
+
+class LoraLinear(nn.Module):
+    """A linear layer that stays as it is, and an update of low rank; at first the update is zero."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # as linear layers begin by default
+        self.scale = alpha / rank
+
+    @property
+    def weight(self) -> Tensor:
+        """The one matrix [out, in] that does the same."""
+        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
+            self.base.weight.dtype
+        )
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's own."""
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        update: Tensor = nnf.linear(nnf.linear(x, self.a), self.b)
+        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
+
+
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
+) -> list[str]:
+    """Freeze `model` and give low-rank updates to the linear layers of its blocks whose last name is in `targets`.
+
+    Parameters whose names match a pattern in `also`, such as "head.*" where the head is new, are trained as well.
+    Returns the names of the layers that were changed.
+    """
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and ".blocks." in f".{name}"
+    }
+    last_names = sorted({name.rpartition(".")[2] for name in layers})
+    for target in targets:
+        if target not in last_names:
+            raise InputError(
+                f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: choose from {", ".join(last_names)}'
+            )
+    if not targets:
+        raise InputError(f"train.lora_targets is empty: choose from {', '.join(last_names)}")
+    chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
+    largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
+    if not 1 <= rank <= largest:
+        raise InputError(
+            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer it is for"
+        )
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        _replace(model, name, LoraLinear(layer, rank, alpha))
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
+            parameter.requires_grad_(True)
+    return list(chosen)
+
+
+def merge(model: nn.Module) -> dict[str, LoraLinear]:
+    """Put one plain linear layer in the place of each updated one; returns those by name, for `unmerge`.
+
+    Modules and parameters then have the names they had before `add_lora`, so that the model saves as any other.
+    """
+    updated = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    for name, part in updated.items():
+        plain = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(part.weight.detach(), requires_grad=False)
+        plain.bias = part.base.bias
+        _replace(model, name, plain.train(part.training))
+    return updated
+
+
+def unmerge(model: nn.Module, updated: Mapping[str, LoraLinear]) -> None:
+    """Undo `merge`, exactly: the frozen layers and their updates come back as they were."""
+    for name, part in updated.items():
+        _replace(model, name, part)
+
+
+@contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """Merge for the length of a `with` block: to save, or to generate."""
+    updated = merge(model)
+    try:
+        yield
+    finally:
+        unmerge(model, updated)
+
+
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
+    """The update matrices alone, by name."""
+    updated = [name for name, part in model.named_modules() if isinstance(part, LoraLinear)]
+    return {
+        f"{name}.{end}": getattr(model.get_submodule(name), end).detach()
+        for name in updated
+        for end in ("a", "b")
+    }
+
+
+def _replace(model: nn.Module, name: str, part: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, part)

@@ -1,0 +1,128 @@
+"""What is trained, at which rate, and by which optimizer."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from clearhead.errors import InputError, nearest
+from clearhead.training.plan import TrainPlan
+
+BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
+
+# PyTorch's own default for the first of them, 1e-7, also bounds the mean square of a gradient from below, and those of
+# language models lie beneath it; its square must still be a float32 number, so that a gradient of 0 gives an update of 0.
+ADAFACTOR_EPS = (1e-16, 1e-3)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Stop training the parameters whose names match, `*` for any part; a module's name stands for all of its own."""
+    named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight goes by each of its names
+    frozen = []
+    for pattern in patterns:
+        found = [
+            name
+            for name in named
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+        ]
+        if not found:
+            modules = [name for name, _ in model.named_modules() if name]
+            close = nearest(pattern, [*named, *modules])
+            raise InputError(
+                f'train.freeze "{pattern}" names no parameter{close}: they are called like {next(iter(named))}, with * for any part'
+            )
+        frozen += found
+    for name in frozen:
+        named[name].requires_grad_(False)
+    return frozen
+
+
+def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
+    """The trainable parameters, for an optimizer: each in one group, with its weight decay and its `scale` on the rate.
+
+    Only matrices decay: not norms, biases and single vectors, nor tables of tokens, types and positions, even where the
+    output layer shares one. With `layer_decay`, the scale falls from the head down to the embedding.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
+        scale = plan.layer_decay ** _below_head(model, name)
+        group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
+        group["params"].append(parameter)
+    if not groups:
+        raise InputError("train.freeze leaves nothing to train: freeze less")
+    return list(groups.values())
+
+
+def _below_head(model: nn.Module, name: str) -> int:
+    """How many layers a parameter lies below the head of its stack: the last block 1, what is embedded lowest."""
+    block = BLOCK.match(name)
+    if block is not None:
+        return _n_blocks(model, block[1]) - int(block[2])
+    stack, _, part = name.partition(".")
+    return _n_blocks(model, f"{stack}.") + 1 if part.startswith(("embedding.", "positions.")) else 0
+
+
+def _n_blocks(model: nn.Module, prefix: str) -> int:
+    return len(list(model.get_submodule(f"{prefix}blocks").children()))
+
+
+def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> Optimizer:
+    """AdamW, or Adafactor, for what `plan` trains of `model`; parameters named in `plan.freeze` are frozen.
+
+    Adafactor takes rates relative to the size of each weight, keeps a row and a column per matrix in place of two
+    matrices, and has no use for `betas` and `eps`.
+    """
+    freeze(model, plan.freeze)
+    groups = parameter_groups(model, plan)
+    if plan.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
+    return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Let the next step use `rate`, times each group's scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]
+
+
+def step_if_finite(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor
+) -> Callable[[], list[float]]:
+    """Take a step, unless the loss [] or the gradient's norm [] is not finite.
+
+    On a GPU fused AdamW looks at them by itself, and the device works on. A scaled gradient may be infinite: the scaler
+    then takes no step and scales less.
+
+    Returns: what reads loss, norm and a number that is finite where all is well. It waits for this step, not for what the
+        device is asked for after it.
+    """
+    numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
+    if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):
+        found: list[float] = numbers.tolist()
+        if math.isfinite(found[-1]):
+            scaler.step(optimizer)
+            scaler.update()
+        return lambda: found
+    here = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    optimizer.found_inf = (~numbers[-1].isfinite()).float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return here.tolist()
+
+    return read

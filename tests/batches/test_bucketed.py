@@ -1,0 +1,310 @@
+"""Rows of unequal length: each example once an epoch, framed, cut with a word about it, little padding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from clearhead.batches.batch import IGNORE
+from clearhead.batches.rows import Buckets, rounded
+from clearhead.data.examples import Labelled, Pair, Question, Tagged
+from clearhead.errors import InputError
+from tests.batches.toys import batches_of, corpus_of, encoded_of, special_of, tokenizer_for
+
+TASKS = ("seq2seq", "classify", "tag")
+
+
+@pytest.mark.ledger("H6")
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("plan", [{"batch_size": 8}, {"batch_tokens": 300}], ids=["rows", "tokens"])
+def test_each_example_comes_once_an_epoch(task, plan, tmp_path):
+    batches = batches_of(task, tmp_path, length=128, **plan)
+    orders = []
+    for epoch in range(3):
+        made = [batches.at(epoch * batches.per_epoch + index) for index in range(batches.per_epoch)]
+        numbers = [batch.numbers.tolist() for batch in made]
+        assert sorted(chain.from_iterable(numbers)) == list(range(200))
+        orders.append(numbers)
+    assert orders[0] != orders[1] != orders[2]
+    assert sorted(map(sorted, orders[0])) != sorted(map(sorted, orders[1]))  # other companions too
+
+
+@pytest.mark.ledger("H6")
+@pytest.mark.parametrize("task", TASKS)
+def test_a_batch_stays_within_its_tokens(task, tmp_path):
+    limit = 150
+    batches = batches_of(task, tmp_path, length=256, batch_tokens=limit)
+    sizes = []
+    for batch in batches.all():
+        size = batch.ids.numel() + (batch.source.numel() if batch.source is not None else 0)
+        assert size <= limit or len(batch) == 1
+        sizes.append(size)
+    assert np.mean(sizes) > 0.5 * limit
+
+
+@pytest.mark.ledger("H6")
+@pytest.mark.parametrize("task", TASKS)
+def test_buckets_waste_less_than_chance(task, tmp_path):
+    batches = batches_of(task, tmp_path, length=256, batch_size=8)
+    made = [batches.at(index) for index in range(batches.per_epoch)]
+    slots = sum(
+        batch.ids.numel() + (batch.source.numel() if batch.source is not None else 0) for batch in made
+    )
+    assert batches.waste == pytest.approx(1 - sum(batch.n_tokens for batch in made) / slots)
+    sizes = batches.buckets.sizes
+    order = np.random.default_rng(0).permutation(len(sizes))
+    by_chance = sum(
+        sizes[order[at : at + 8]].max(0).sum() * len(order[at : at + 8]) for at in range(0, len(order), 8)
+    )
+    assert batches.waste < 0.6 * (1 - sizes.sum() / by_chance)
+
+
+def test_lengths_are_rounded_up_by_an_eighth_at_most():
+    lengths = np.arange(1, 5000)
+    bound = rounded(lengths)
+    assert (bound >= lengths).all() and (bound <= lengths * 1.125).all()
+    assert (np.diff(bound) >= 0).all() and len(np.unique(bound)) < 100
+
+
+def test_ten_thousand_pairs_pad_little():
+    random = np.random.default_rng(0)
+    source = random.integers(3, 60, 10_000)
+    buckets = Buckets(np.stack([source, np.maximum(1, source + random.integers(-3, 4, 10_000))], 1), 32, 4096)
+    order, _ = buckets.order(random)
+    assert buckets.waste(order) < 0.06
+
+
+# Frames -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("H1")
+def test_pairs_are_framed_for_teacher_forcing(tmp_path):
+    corpus, tokenizer, special = corpus_of("seq2seq"), tokenizer_for("seq2seq"), special_of("seq2seq")
+    batches = batches_of("seq2seq", tmp_path, length=256, batch_size=8)
+    for batch in batches.all():
+        for row, number in enumerate(batch.numbers.tolist()):
+            example = corpus.train[number]
+            target = tokenizer.encode(example.target, add_special_tokens=False).ids
+            expect(
+                batch.source[row], tokenizer.encode(example.source).ids, special["pad"]
+            )  # ends with eos: the template's
+            assert tokenizer.encode(example.source).ids[-1] == special["eos"]
+            expect(batch.ids[row], [special["bos"], *target], special["pad"])
+            expect(batch.targets[row], [*target, special["eos"]], IGNORE)
+            if batch.mask is not None:
+                assert batch.mask[row].sum() == len(target) + 1
+            if batch.source_mask is not None:
+                assert batch.source_mask[row].sum() == len(tokenizer.encode(example.source).ids)
+
+
+def expect(found: torch.Tensor, wanted: list[int], fill: int) -> None:
+    assert found.tolist() == wanted + [fill] * (len(found) - len(wanted))
+
+
+def test_a_target_that_is_cut_does_not_learn_to_stop(tmp_path):
+    corpus, tokenizer, special = corpus_of("seq2seq"), tokenizer_for("seq2seq"), special_of("seq2seq")
+    batches = batches_of("seq2seq", tmp_path, length=20)
+    lengths = [
+        [len(tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text in pair]
+        for pair in corpus.train
+    ]
+    longer = np.sum(np.array(lengths) > 20, 0)
+    assert longer.min() > 10
+    assert batches.said == (
+        f"{longer[0]} of 200 sources are longer than 20 tokens and were cut",
+        f"{longer[1]} of 200 targets are longer than 20 tokens and were cut",
+    )
+    for batch in batches.all():
+        for row, number in enumerate(batch.numbers.tolist()):
+            source, target = (
+                tokenizer.encode(text, add_special_tokens=False).ids for text in corpus.train[number]
+            )
+            expect(batch.source[row], [*source[:19], special["eos"]], special["pad"])
+            expect(batch.targets[row], [*target, special["eos"]][:20], IGNORE)
+            expect(batch.ids[row], [special["bos"], *target][:20], special["pad"])
+
+
+@pytest.mark.ledger("H1")
+@pytest.mark.parametrize("length", [24, 512])
+def test_texts_and_pairs_of_texts_are_framed_as_the_tokenizer_does(length, tmp_path):
+    corpus, tokenizer, special = corpus_of("classify"), tokenizer_for("classify"), special_of("classify")
+    batches = batches_of("classify", tmp_path, length=length, batch_size=8)
+    cut = tokenizer.from_str(tokenizer.to_str())
+    cut.enable_truncation(length, strategy="longest_first")
+    cuts = 0
+    for batch in batches.all():
+        for row, number in enumerate(batch.numbers.tolist()):
+            example = corpus.train[number]
+            texts = (example.text,) if example.pair is None else (example.text, example.pair)
+            wanted = cut.encode(*texts)
+            cuts += len(tokenizer.encode(*texts).ids) > length
+            real = batch.ids[row] != special["pad"]
+            rows = [
+                (batch.ids[row][real].tolist(), batch.types[row][real].tolist()),
+                (wanted.ids, wanted.type_ids),
+            ]
+            assert int(real.sum()) == len(wanted.ids)
+            if example.pair is None or len(tokenizer.encode(*texts).ids) <= length:
+                expect(batch.ids[row], wanted.ids, special["pad"])
+                expect(batch.types[row], wanted.type_ids, 0)
+            else:  # where both are too long, which of the two keeps the odd token is a matter of taste
+                for side in (0, 1):
+                    mine, theirs = (
+                        [token for token, kind in zip(ids, kinds) if kind == side] for ids, kinds in rows
+                    )
+                    assert abs(len(mine) - len(theirs)) <= 1
+                    assert mine[:-2] == theirs[: len(mine) - 2] or theirs[:-2] == mine[: len(theirs) - 2]
+                    assert mine[-1] == theirs[-1] == special["sep"]
+            assert corpus.labels[batch.targets[row]] == example.label
+            assert batch.mask is None or (batch.mask[row] == real).all()
+    assert batches.said == (
+        (f"{cuts} of 200 examples are longer than {length} tokens and were cut",) if cuts else ()
+    )
+    assert bool(cuts) == (length == 24)
+
+
+def test_single_texts_have_no_types(tmp_path):
+    corpus = corpus_of("classify")
+    single = dataclasses.replace(
+        corpus, train=[row._replace(pair=None) for row in corpus.train], fingerprint="single"
+    )
+    assert batches_of("classify", tmp_path, corpus=single).at(0).types is None
+
+
+@pytest.mark.ledger("H1")
+@pytest.mark.parametrize("length", [20, 256])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "char"])
+def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
+    corpus, tokenizer, special = corpus_of("tag"), tokenizer_for("tag", kind), special_of("tag", kind)
+    batches = batches_of("tag", tmp_path, kind=kind, length=length, batch_size=8)
+    lost = cut = several = 0
+    for batch in batches.all():
+        for row, number in enumerate(batch.numbers.tolist()):
+            ids, targets = [], []
+            for word, tag in zip(*corpus.train[number]):  # word by word: the slow way
+                pieces = tokenizer.encode([word], is_pretokenized=True, add_special_tokens=False).ids
+                several += len(pieces) > 1
+                ids += pieces
+                targets += [corpus.labels.index(tag)] + [IGNORE] * (len(pieces) - 1)
+            room = length - 2
+            cut, lost = cut + (len(ids) > room), lost + sum(target != IGNORE for target in targets[room:])
+            expect(batch.ids[row], [special["cls"], *ids[:room], special["sep"]], special["pad"])
+            expect(batch.targets[row], [IGNORE, *targets[:room]], IGNORE)
+    assert several > 100
+    wanted = (
+        f"{cut} of 200 sentences are longer than {length} tokens and were cut: {lost:,} words have no tag",
+    )
+    assert batches.said == (wanted if cut else ())
+
+
+def test_words_that_vanish_are_said(tmp_path):
+    corpus = corpus_of("tag")
+    odd = dataclasses.replace(
+        corpus, train=[Tagged(("cat", "\u200b\u0000", "sat"), ("O", "LONG", "O"))], fingerprint="odd"
+    )
+    batches = batches_of("tag", tmp_path, corpus=odd)
+    targets = batches.at(0).targets
+    vanished = (
+        not tokenizer_for("tag").encode(["\u200b\u0000"], is_pretokenized=True, add_special_tokens=False).ids
+    )
+    assert int((targets != IGNORE).sum()) == (2 if vanished else 3)
+    assert batches.said == (("1 words have no token and so no tag",) if vanished else ())
+
+
+@pytest.mark.ledger("H1")
+@pytest.mark.parametrize(
+    ("length", "kind"), [(48, "wordpiece"), (512, "wordpiece"), (64, "bpe"), (96, "char")]
+)
+def test_answers_are_found_again_from_their_tokens(length, kind, tmp_path):
+    corpus, tokenizer, special = (
+        corpus_of("answer"),
+        tokenizer_for("answer", kind),
+        special_of("answer", kind),
+    )
+    ids_of = functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    stride = 12
+    batches = batches_of("answer", tmp_path, kind=kind, length=length, batch_size=8, stride=stride)
+    seen: dict[int, int] = {}
+    covered: dict[int, set[int]] = {}
+    windows = 0
+    for batch in batches.all():
+        windows += len(batch)
+        for row, window in enumerate(batch.numbers.tolist()):
+            first, last = batch.targets[row].tolist()
+            example, place = batches.found(window, first, last)
+            asked = corpus.train[example]
+            ids = batch.ids[row][batch.mask[row] if batch.mask is not None else slice(None)].tolist()
+            question = ids_of(asked.question)[: (length - 3) // 2]
+            assert (
+                ids[: len(question) + 2] == [special["cls"], *question, special["sep"]]
+                and ids[-1] == special["sep"]
+            )
+            context = ids_of(asked.context)
+            begin = int(batches.begin[window])
+            assert ids[len(question) + 2 : -1] == context[begin : begin + len(ids) - len(question) - 3]
+            assert batch.types[row].tolist() == [0] * (len(question) + 2) + [1] * (
+                len(ids) - len(question) - 2
+            ) + [0] * (batch.ids.shape[1] - len(ids))
+            covered.setdefault(example, set()).update(range(begin, begin + len(ids) - len(question) - 3))
+            if (first, last) != (0, 0):
+                assert asked.context[slice(*place)].strip() == asked.answer
+                seen[example] = seen.get(example, 0) + 1
+            else:
+                assert place is None
+    for number, asked in enumerate(corpus.train):
+        size = len(ids_of(asked.context))
+        assert covered[number] == set(range(size))  # the whole context is read
+        if not asked.answer:
+            assert number not in seen
+        elif len(ids_of(asked.answer)) <= stride:
+            assert number in seen  # windows overlap by as much: the answer lies whole in one of them
+    assert (windows > 200) == (length < 512)
+
+
+# Mistakes in the data ---------------------------------------------------------------------------------------------------
+
+
+def test_wrong_examples_are_named(tmp_path):
+    labels = dataclasses.replace(corpus_of("classify"), train=[Labelled("cat", "evn")], fingerprint="label")
+    with pytest.raises(InputError, match=r'the label "evn" is not among .*did you mean "even"'):
+        encoded_of("classify", tmp_path, corpus=labels)
+    tags = dataclasses.replace(corpus_of("tag"), train=[Tagged(("a", "cat"), ("O",))], fingerprint="tags")
+    with pytest.raises(InputError, match="2 words and 1 tags"):
+        encoded_of("tag", tmp_path, corpus=tags)
+    moved = dataclasses.replace(
+        corpus_of("answer"), train=[Question("the", "a cat sat", "cat", 3)], fingerprint="moved"
+    )
+    with pytest.raises(InputError, match='"cat" does not stand at character 3'):
+        encoded_of("answer", tmp_path, corpus=moved)
+    with pytest.raises(InputError, match="the task classify learns from labels, and the data are pairs"):
+        encoded_of("classify", tmp_path, corpus=corpus_of("seq2seq"))
+    for task in ("seq2seq", "classify", "tag", "answer"):
+        with pytest.raises(InputError, match=r"raise data\.max_length"):
+            batches_of(task, tmp_path, length=1)
+        with pytest.raises(InputError, match="no examples for training"):
+            batches_of(
+                task, tmp_path, corpus=dataclasses.replace(corpus_of(task), train=[], fingerprint="none")
+            )
+
+
+def test_empty_texts_are_rows_of_special_tokens(tmp_path):
+    pairs = dataclasses.replace(
+        corpus_of("seq2seq"), train=[Pair("", ""), Pair("cat", "")], fingerprint="empty"
+    )
+    special = special_of("seq2seq")
+    batch = batches_of("seq2seq", tmp_path, corpus=pairs).at(0)
+    assert batch.ids.tolist() == [[special["bos"]]] * 2 and batch.targets.tolist() == [[special["eos"]]] * 2
+    rng = random.Random(0)
+    rows = [Labelled("", rng.choice(("even", "odd"))) for _ in range(3)]
+    texts = dataclasses.replace(corpus_of("classify"), train=rows, fingerprint="empty")
+    special = special_of("classify")
+    assert (
+        batches_of("classify", tmp_path, corpus=texts).at(0).ids.tolist()
+        == [[special["cls"], special["sep"]]] * 3
+    )

@@ -1,0 +1,554 @@
+"""`evaluate`: its losses are transformers' and a plain loop's, its figures are those counted by hand, every example counts once."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+import torch.nn.functional as nnf
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import clearhead as ch
+from clearhead.batches.batch import IGNORE, Batch, Batches
+from clearhead.cli import main
+from clearhead.data.corpus import open_data
+from clearhead.data.examples import Pair
+from clearhead.data.plan import DataPlan
+from clearhead.evaluation.evaluate import data_plan
+from clearhead.evaluation.figures import Figures
+from clearhead.presets import preset
+from clearhead.training.losses import batch_loss
+from clearhead.training.validate import examine
+from tests.test_tasks import LABELS, WORDS, saved
+
+transformers.logging.set_verbosity_error()
+
+
+def words(*specials: str, template: str = "$A") -> Tokenizer:
+    """A token for each word, whatever stands between them."""
+    vocab = {word: number for number, word in enumerate(dict.fromkeys([*specials, "<unk>", *WORDS]))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.add_special_tokens([*specials, "<unk>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, vocab[name]) for name in specials]
+    )
+    return tokenizer
+
+
+def prose(count: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def hugging(folder: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, **roles: str) -> Path:
+    """A directory as transformers writes it."""
+    model.eval().save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    torch.manual_seed(1)
+    tokenizer = words("<|endoftext|>")
+    config = transformers.GPT2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config.initializer_range = 0.4
+    return hugging(
+        tmp_path / "gpt2", transformers.GPT2LMHeadModel(config), tokenizer, eos_token="<|endoftext|>"
+    )
+
+
+@pytest.fixture
+def t5(tmp_path):
+    torch.manual_seed(2)
+    tokenizer = words("<pad>", "</s>", template="$A </s>")
+    config = transformers.T5Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    config.initializer_factor = 3.0
+    model = transformers.T5ForConditionalGeneration(config)
+    return hugging(tmp_path / "t5", model, tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("".join(("\t".join(row) if isinstance(row, tuple) else row) + "\n" for row in rows))
+    return path
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def test_text_has_the_loss_of_transformers_and_of_a_plain_loop(tmp_path, gpt2):
+    text = prose(75)
+    data = write(tmp_path / "text.txt", [text])
+    m = ch.load(gpt2)
+    found = ch.evaluate(m, data)
+    ids = torch.tensor(m.encode([text])[0])
+    reference = transformers.GPT2LMHeadModel.from_pretrained(gpt2)
+    exact = ch.load(gpt2, torch.float64).model.eval()
+    theirs = plain = 0.0
+    for start in range(0, len(ids) - 1, 16):  # windows of 16 tokens, each token but the first a target once
+        window = ids[None, start : start + 17]
+        with torch.no_grad():
+            logits = reference(window[:, :-1]).logits[0]
+            theirs += float(nnf.cross_entropy(logits, window[0, 1:], reduction="sum"))
+            logits = exact(window[:, :-1]).logits[0]
+        for place, token in enumerate(window[0, 1:].tolist()):
+            plain += math.log(sum(math.exp(x) for x in logits[place].tolist())) - float(logits[place, token])
+    assert (found.task, found.targets, found.examples, found.outputs) == ("lm", 74, 5, ())
+    assert found.metrics["loss"] == pytest.approx(theirs / 74, abs=1e-5)
+    assert ch.evaluate(ch.load(gpt2, torch.float64), data).metrics["loss"] == pytest.approx(
+        plain / 74, abs=1e-12
+    )
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(theirs / 74), rel=1e-5)
+    bits = theirs / 74 * 75 / math.log(2)
+    assert found.metrics["bits_per_byte"] == pytest.approx(bits / len(data.read_bytes()), rel=1e-5)
+    assert all(low < found.metrics[name] < high for name, (low, high) in found.intervals.items())
+    assert set(found.intervals) == set(found.metrics)
+    assert ch.evaluate(m, data, batch_size=2).metrics == pytest.approx(found.metrics, abs=1e-5)
+    assert ch.evaluate(m, data) == found
+
+
+def test_a_tokenizer_that_begins_texts_makes_their_first_token_a_target(tmp_path, gpt2):
+    m = ch.load(gpt2)
+    data = write(tmp_path / "text.txt", [prose(40)])
+    m.tokenizer = words("<|endoftext|>", template="<|endoftext|> $A")
+    found = ch.evaluate(m, data)
+    assert found.targets == 40
+    ids = torch.tensor([m.encode([data.read_text().strip()])[0]])
+    losses = [
+        nnf.cross_entropy(
+            m.model.eval()(ids[:, a : a + 16]).logits[0], ids[0, a + 1 : a + 17], reduction="sum"
+        )
+        for a in (0, 16)
+    ]
+    rest = m.model(ids[:, 32:40]).logits[0]
+    total = float((sum(losses) + nnf.cross_entropy(rest, ids[0, 33:41], reduction="sum")).detach())
+    assert found.metrics["loss"] == pytest.approx(total / 40, abs=1e-5)
+
+
+def test_intervals_shrink_with_more_data(tmp_path, gpt2):
+    m = ch.load(gpt2)
+    widths = []
+    for count in (160, 2560):
+        low, high = ch.evaluate(m, write(tmp_path / "text.txt", [prose(count, seed=3)])).intervals["loss"]
+        widths.append(high - low)
+    assert 2 < widths[0] / widths[1] < 8  # as the root of 16, roughly
+
+
+def test_masked_text(tmp_path):
+    m = ch.load(saved(tmp_path / "model", "BertForMaskedLM", positions=32))
+    data = write(tmp_path / "text.txt", [prose(300)])
+    found = ch.evaluate(m, data)
+    assert found.task == "mlm" and ch.evaluate(m, data) == found
+    assert (
+        0.08
+        < found.targets / len(m.text_tokenizer.encode(data.read_text(), add_special_tokens=False).ids)
+        < 0.25
+    )
+    assert ch.evaluate(m, data, seed=1).metrics["loss"] != found.metrics["loss"]
+
+
+# Pairs ----------------------------------------------------------------------------------------------------------------
+
+
+def pairs(count: int) -> list[tuple[str, str]]:
+    draw = random.Random(5)
+    return [
+        (
+            " ".join(draw.choices(WORDS, k=draw.randint(2, 7))),
+            " ".join(draw.choices(WORDS, k=draw.randint(1, 6))),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_pairs_have_the_loss_of_transformers_and_sacrebleus_scores(tmp_path, t5):
+    rows = pairs(12)
+    data = write(tmp_path / "pairs.tsv", rows)
+    m = ch.load(t5)
+    found = ch.evaluate(
+        m, data, DataPlan(header=False), num_beams=2, max_new_tokens=8, tokenize="none", lowercase=True
+    )
+    reference = transformers.T5ForConditionalGeneration.from_pretrained(t5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(t5)
+    total = count = 0
+    outputs = []
+    for source, target in rows:
+        ids, labels = (tokenizer(text, return_tensors="pt").input_ids for text in (source, target))
+        with torch.no_grad():
+            total += float(reference(input_ids=ids, labels=labels).loss) * labels.numel()
+            made = reference.generate(ids, num_beams=2, max_new_tokens=8, early_stopping=False)
+        count += labels.numel()
+        outputs.append(tokenizer.decode(made[0], skip_special_tokens=True))
+    assert found.targets == count and found.metrics["loss"] == pytest.approx(total / count, abs=1e-5)
+    assert list(found.outputs) == outputs and any(outputs)
+    targets = [target for _, target in rows]
+    for name, metric in {
+        "bleu": sacrebleu.BLEU(tokenize="none"),
+        "bleu_lowercase": sacrebleu.BLEU(tokenize="none", lowercase=True),
+        "chrf": sacrebleu.CHRF(),
+    }.items():
+        assert found.metrics[name] == pytest.approx(metric.corpus_score(outputs, [targets]).score, abs=1e-9)
+        assert found.signatures[name] == str(metric.get_signature())
+    assert all(low <= found.metrics[name] <= high for name, (low, high) in found.intervals.items())
+
+
+def test_targets_that_begin_with_a_special_token_have_the_loss_of_transformers(tmp_path):
+    """BART: the decoder reads </s> <s> a b and is to say <s> a b </s>."""
+    tokenizer = words("<s>", "<pad>", "</s>", template="<s> $A </s>")
+    config = transformers.BartConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+    )
+    config.update(
+        {
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "init_std": 0.5,
+        }
+    )
+    model = transformers.BartForConditionalGeneration(config)
+    folder = hugging(
+        tmp_path / "bart", model, tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
+    )
+    rows = pairs(9)
+    found = ch.evaluate(
+        ch.load(folder),
+        write(tmp_path / "pairs.tsv", rows),
+        DataPlan(header=False),
+        num_beams=1,
+        max_new_tokens=3,
+    )
+    total = count = 0
+    for source, target in rows:
+        ids, labels = (torch.tensor([tokenizer.encode(text).ids]) for text in (source, target))
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * labels.numel()
+        count += labels.numel()
+    assert found.targets == count and found.metrics["loss"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_source_with_several_targets_is_one_example(tmp_path, t5):
+    m = ch.load(t5)
+    sources = [source for source, _ in pairs(4)]
+    said = ch.evaluate(
+        m, write(tmp_path / "a.tsv", [(s, "rain") for s in sources]), DataPlan(header=False), max_new_tokens=5
+    ).outputs
+    right = [(source, text or "rain") for source, text in zip(sources, said)]
+    rows = [(sources[0], "two dogs"), right[0], *right[1:3], (sources[3], "birds birds birds"), right[0]]
+    found = ch.evaluate(m, write(tmp_path / "b.tsv", rows), DataPlan(header=False), max_new_tokens=5)
+    assert found.examples == 4 and found.outputs == said and any(said[:3])
+    hits = [bool(text) for text in said[:3]]
+    assert found.metrics["exact"] == sum(hits) / 4
+    assert "nrefs:var" in found.signatures["bleu"]
+
+
+def test_figures_of_texts_by_hand():
+    figures = Figures(0)
+    figures.texts(["a b c", "d e", "f"], [["a b c", "x"], ["d x e"], ["g h"]], None, False)
+    assert figures.metrics["exact"] == pytest.approx(1 / 3)
+    assert figures.metrics["token_error"] == pytest.approx((0 + 1 + 2) / (3 + 3 + 2))
+    letters = Figures(0)
+    letters.texts(["abc"], [["abd"]], None, False)
+    assert (
+        letters.metrics["token_error"] == pytest.approx(1 / 3)
+        and "characters" in letters.said[0]
+        and not letters.intervals
+    )
+
+
+# Classes, tags, answers, pictures -------------------------------------------------------------------------------------
+
+
+def test_classes_by_hand_and_by_transformers(tmp_path):
+    folder = saved(tmp_path / "model", "BertForSequenceClassification", num_labels=3)
+    draw = random.Random(7)
+    rows = [(" ".join(draw.choices(WORDS, k=draw.randint(1, 9))), str(draw.randrange(3))) for _ in range(40)]
+    found = ch.evaluate(ch.load(folder), write(tmp_path / "data.tsv", rows))
+    model = transformers.BertForSequenceClassification.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    losses, said = [], []
+    for text, label in rows:
+        with torch.no_grad():
+            out = model(**tokenizer(text, return_tensors="pt"), labels=torch.tensor([int(label)]))
+        losses.append(float(out.loss))
+        said.append(int(out.logits.argmax()))
+    meant = [int(label) for _, label in rows]
+    assert found.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert found.metrics["accuracy"] == pytest.approx(np.mean([a == b for a, b in zip(said, meant)]))
+    f1 = []
+    for one in set(said) | set(meant):
+        hits = sum(a == b == one for a, b in zip(said, meant))
+        f1.append(2 * hits / (said.count(one) + meant.count(one)))
+    assert found.metrics["macro_f1"] == pytest.approx(np.mean(f1))
+    assert found.outputs == tuple(f"LABEL_{one}" for one in said)
+    assert any("their numbers" in line for line in found.said)
+    assert all(low <= found.metrics[name] <= high for name, (low, high) in found.intervals.items())
+    assert (found.examples, found.targets) == (40, 40)
+
+
+def test_pairs_of_texts_with_a_model_that_has_no_segments(tmp_path):
+    folder = saved(tmp_path / "model", "BertForSequenceClassification", num_labels=2)
+    m = ch.load(folder)
+    config = m.config.replace(n_types=0)
+    m = ch.Model(ch.Transformer(config), m.tokenizer, special=m.special, labels=("no", "yes"))
+    rows = [
+        {"sentence1": "anna lives", "sentence2": "two dogs", "label": label}
+        for label in ("yes", "no", "no", "yes")
+    ]
+    data = write(tmp_path / "data.jsonl", [json.dumps(row) for row in rows])
+    assert ch.evaluate(m, data).metrics["accuracy"] == 0.5
+
+
+def test_tags_by_hand(tmp_path):
+    names = {
+        "id2label": dict(enumerate(LABELS)),
+        "label2id": {name: number for number, name in enumerate(LABELS)},
+    }
+    folder = saved(tmp_path / "model", "BertForTokenClassification", positions=24, **names)
+    m = ch.load(folder)
+    draw = random.Random(9)
+    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [
+        draw.choices(WORDS, k=60)
+    ]  # the last is cut
+    tags = [[draw.choice(LABELS) for _ in row] for row in sentences]
+    blocks = ["".join(f"{word}\t{tag}\n" for word, tag in zip(*both)) for both in zip(sentences, tags)]
+    data = write(tmp_path / "data.conll", blocks)
+    found = ch.evaluate(m, data)
+    said = [[word.label for word in m.tag(row).words] for row in sentences]
+    flat = [a == b for row, wanted in zip(said, tags) for a, b in zip(row, wanted)]
+    assert found.metrics["accuracy"] == pytest.approx(np.mean(flat)) and len(flat) == sum(map(len, sentences))
+    assert found.outputs == tuple(map(" ".join, said))
+    assert {"span_f1", "span_precision", "span_recall"} <= set(found.intervals)
+    assert any("have no tag" in line for line in found.said)
+
+
+def test_answers_as_squad_judges_them(tmp_path):
+    m = ch.load(saved(tmp_path / "model", "BertForQuestionAnswering", positions=48))
+    draw = random.Random(11)
+    rows = []
+    for _ in range(6):
+        context = draw.choices(WORDS, k=30)
+        start = draw.randrange(26)
+        rows.append(
+            {
+                "question": "where",
+                "context": " ".join(context),
+                "answer": " ".join(context[start : start + 3]),
+            }
+        )
+    rows.append({**rows[0], "answer": rows[0]["context"].split()[0]})  # a second right answer
+    data = write(tmp_path / "data.jsonl", [json.dumps(row) for row in rows])
+    found = ch.evaluate(m, data)
+    outputs = [m.answer(row["question"], row["context"]).text for row in rows[:6]]
+    assert found.examples == 6 and list(found.outputs) == outputs
+    assert found.metrics["token_f1"] >= found.metrics["exact"]
+    by_hand = Figures(0)
+    by_hand.spans(["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]])
+    assert by_hand.metrics == {"exact": pytest.approx(1 / 3), "token_f1": pytest.approx((1 + 0.8) / 3)}
+
+
+def test_pictures_are_prepared_as_the_model_says(tmp_path):
+    config = ch.preset("vit-tiny").replace(
+        d_model=16,
+        n_layers=1,
+        n_heads=2,
+        image_size=(8, 8),
+        patch_size=4,
+        n_channels=1,
+        n_classes=3,
+        max_positions=5,
+    )
+    settings = {
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.4],
+        "image_std": [0.3],
+    }
+    m = ch.Model(ch.Transformer(config), labels=("0", "1", "2"), images=settings)
+    draw = np.random.default_rng(0)
+    pixels, labels = draw.integers(0, 256, (70, 8, 8, 1), dtype=np.uint8), draw.integers(0, 3, 70)
+    np.savez(tmp_path / "data.npz", x_train=pixels, y_train=labels)
+    found = ch.evaluate(m, tmp_path / "data.npz")
+    said = [one.label for one in m.classify(list(pixels))]
+    assert list(found.outputs) == said
+    assert found.metrics["accuracy"] == pytest.approx(np.mean([a == str(b) for a, b in zip(said, labels)]))
+    with torch.no_grad():
+        x = torch.from_numpy((pixels.transpose(0, 3, 1, 2) / 255 - 0.4) / 0.3).float()
+        loss = nnf.cross_entropy(m.model.eval()(x).logits, torch.from_numpy(labels))
+    assert found.metrics["loss"] == pytest.approx(float(loss), abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["tag", "answer", "seq2seq"])
+def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
+    heads = {"tag": {"head": "tagger", "n_classes": 3}, "answer": {"head": "span"}, "seq2seq": {}}
+    family = preset("bart-base") if task == "seq2seq" else preset("bert-base")
+    model = ch.Transformer(
+        family.replace(
+            d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=30, max_positions=12, **heads[task]
+        )
+    )
+    ids, mask = torch.randint(30, (4, 9)), torch.arange(9) < torch.tensor([9, 4, 6, 2])[:, None]
+    targets = torch.randint(3, (4, 9)).masked_fill(~mask, IGNORE)
+    if task == "answer":
+        targets = torch.tensor([[1, 3], [0, 0], [2, 5], [0, 1]])
+    batch = Batch(ids, targets, mask, **({"source": ids.flip(1)} if task == "seq2seq" else {}))
+
+    class One(Batches):
+        per_epoch = 1
+
+        def at(self, index: int) -> Batch:
+            return batch
+
+    (seen,) = examine(model, One(), torch.device("cpu"))
+    with torch.no_grad():
+        total, count = batch_loss(model.eval(), batch)
+    assert (seen.losses.sum(), seen.counts.sum()) == (pytest.approx(float(total), rel=1e-6), count)
+    for row in range(4):
+        alone = Batch(
+            ids[[row]],
+            targets[[row]],
+            mask[[row]],
+            **({"source": ids.flip(1)[[row]]} if task == "seq2seq" else {}),
+        )
+        with torch.no_grad():
+            assert seen.losses[row] == pytest.approx(float(batch_loss(model, alone)[0]), rel=1e-5)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [("test",), ("test.en", "test.de"), ("test.de", "test.en"), ("test.de.gz", "test.en")]
+)
+def test_parallel_files_are_read_the_way_of_the_run(tmp_path, given):
+    """Not in the order of names, nor in that in which they are named."""
+    (tmp_path / "train.toml").write_text('[data]\npaths = ["gone/train.en", "gone/train.de.gz"]\n')
+    for name, text in {"test.en": "a house\n", "test.de": "ein Haus\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    paths = [str(tmp_path / name) for name in given]
+    plan = data_plan(tmp_path, paths)
+    assert open_data(dataclasses.replace(plan, paths=tuple(paths)), split=False).validation == [
+        Pair("a house", "ein Haus")
+    ]
+
+
+def test_other_files_are_not_read_by_the_languages_of_the_run(tmp_path):
+    (tmp_path / "train.toml").write_text('[data]\npaths = ["train.en", "train.de"]\n')
+    (tmp_path / "pairs.tsv").write_text("source\ttarget\na house\tein Haus\n")
+    for name in ("test.fr", "test.en"):
+        (tmp_path / name).write_text("x\n")
+    for given in (["pairs.tsv"], ["test"], ["test.fr", "test.en"], []):
+        assert not data_plan(tmp_path, [tmp_path / name for name in given]).columns
+
+
+def test_a_runs_own_recipe_says_how_to_read(tmp_path):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-10"
+    checkpoint.mkdir(parents=True)
+    (run / "train.toml").write_text(
+        '[data]\npaths = ["gone.tsv"]\nlowercase = true\nvalidation = ["gone"]\nbatch_size = 7\n[data.columns]\ntext = "review"\n'
+    )
+    (run / "best").symlink_to(checkpoint, target_is_directory=True)
+    for folder in (run, checkpoint, run / "best"):
+        plan = data_plan(folder)
+        assert (plan.lowercase, dict(plan.columns), plan.paths, plan.validation) == (
+            True,
+            {"text": "review"},
+            (),
+            (),
+        )
+        assert data_plan(folder, settings=["data.lowercase=false"]).lowercase is False
+    assert data_plan(tmp_path) == DataPlan()
+
+
+def test_command(tmp_path, capsys, t5):
+    data = write(tmp_path / "pairs.tsv", pairs(5))
+    out = tmp_path / "out.txt"
+    more = ["--beams", "1", "--max-new-tokens", "4", "--set", "data.header=false"]
+    main(["eval", str(t5), str(data), *more, "--json", "--output", str(out)])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["examples"] == 5 and set(shown["metrics"]) == {
+        "loss",
+        "perplexity",
+        "exact",
+        "token_error",
+        "bleu",
+        "chrf",
+    }
+    assert len(out.read_text().splitlines()) == 5
+    main(["eval", str(t5), str(data), *more])
+    captured = capsys.readouterr()
+    assert f"{shown['metrics']['loss']:.4f}" in captured.out and shown["signatures"]["bleu"] in captured.out
+    assert "5 examples" in captured.err
+
+
+def test_wrong_input_is_one_line(tmp_path, capsys, gpt2, t5):
+    text = write(tmp_path / "text.txt", [prose(40)])
+    table = write(tmp_path / "labels.tsv", [(word, label) for word, label in zip(WORDS, ["0", "1"] * 10)])
+    bad = write(tmp_path / "bad.tsv", [*[(word, "0") for word in WORDS[:6]], ("rain", "7"), ("rain", "7")])
+    classifier = saved(tmp_path / "classifier", "BertForSequenceClassification", num_labels=2)
+    number = saved(tmp_path / "number", "BertForSequenceClassification", num_labels=1)
+    cases = {
+        (classifier, text): "task classify needs labels",
+        (classifier, bad): "line 7: the label '7' is none of the model's: LABEL_0, LABEL_1",
+        (number, table): "choose one of several classes",
+        (
+            gpt2,
+            text,
+            "--set",
+            "data.task=seq2seq",
+        ): "does not fit a model of family decoder with head lm, which is judged by lm",
+        (gpt2, text, "--beams", "4"): "num_beams is for models that write",
+        (gpt2, text, "--output", tmp_path / "out"): "no answers to write",
+        (gpt2, text, "--batch-size", "0"): "batch_size 0",
+        (gpt2, tmp_path / "gone.txt"): "gone.txt",
+        (gpt2, write(tmp_path / "empty.txt", [])): "empty",
+        (t5, text): "task seq2seq needs pairs",
+        (
+            t5,
+            write(tmp_path / "pairs.tsv", pairs(3)),
+            "--tokenize",
+            "foo",
+        ): "tokenize 'foo' cannot be used: choose from",
+        (t5, text, "--output", tmp_path / "none" / "out"): "cannot be written",
+        (tmp_path / "nothing", text): "is not a directory",
+        (gpt2, text, "--recipe", "foo"): 'no recipe is called "foo"',
+    }
+    capsys.readouterr()
+    for arguments, wanted in cases.items():
+        with pytest.raises(SystemExit) as stop:
+            main(["eval", *map(str, arguments), "--device", "cpu"])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and wanted in error and error.count("\n") == 1, error

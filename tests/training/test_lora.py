@@ -1,0 +1,141 @@
+"""Low-rank updates: nothing changes at first, only they are trained, and they can be merged and taken out again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.errors import InputError
+from clearhead.fast.prepare import prepared
+from clearhead.training.lora import LoraLinear, add_lora, lora_state, merge, merged, unmerge
+from clearhead.training.optim import make_optimizer
+from clearhead.training.plan import TrainPlan
+from tests.harness import build, config, some_ids, worst
+
+MODELS = {
+    "decoder": ({}, ("q", "v"), 4),
+    "gated, every layer": ({"gated": True}, ("q", "k", "v", "out", "up", "gate", "down"), 14),
+    "encoder-decoder": ({"family": "encoder-decoder"}, ("q", "v"), 12),
+    "experts, no biases": ({"n_experts": 3, "bias": False}, ("up", "router"), 8),
+}
+
+
+def updated(changes: dict, targets: tuple[str, ...], rank: int = 3) -> tuple[ch.Transformer, ch.Transformer]:
+    """A model, and the same with updates that are not zero."""
+    plain = build(**changes)
+    model = copy.deepcopy(plain)
+    add_lora(model, rank, 6.0, targets)
+    with torch.no_grad():
+        for name, tensor in lora_state(model).items():
+            tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return plain, model
+
+
+def inputs(model: ch.Transformer) -> dict:
+    return {
+        "ids": some_ids(),
+        **({"source": some_ids(seed=5)} if model.config.encoder and model.config.decoder else {}),
+    }
+
+
+@pytest.mark.ledger("H9")
+@pytest.mark.parametrize(("changes", "targets", "count"), MODELS.values(), ids=MODELS)
+def test_at_first_nothing_changes_and_only_updates_are_trained(changes, targets, count):
+    plain = build(**changes)
+    model = copy.deepcopy(plain)
+    assert len(add_lora(model, 3, 6.0, targets)) == count
+    given = inputs(model)
+    assert torch.equal(model(**given).logits, plain(**given).logits)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == lora_state(model).keys() and len(trained) == 2 * count
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, TrainPlan(lr=0.01), torch.device("cpu"))
+    for _ in range(2):  # at the first step A has no gradient, because B is zero
+        model(**given).logits.logsumexp(-1).sum().backward()
+        optimizer.step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    idle = {name for name in trained - moved if ".experts." in name}  # an expert that no token visited
+    assert moved == trained - idle and len(idle) < len(trained) / 2
+
+
+@pytest.mark.ledger("H9")
+def test_an_updated_layer_is_the_formula():
+    layer = torch.nn.Linear(5, 4)
+    lora = LoraLinear(layer, 2, 8.0)
+    lora.b.data.normal_()
+    x = torch.randn(7, 5)
+    wanted = torch.stack([layer.weight @ row + layer.bias + 8.0 / 2 * lora.b @ (lora.a @ row) for row in x])
+    assert worst(lora(x), wanted) < 1e-6
+    assert worst(lora.weight, layer.weight + 4 * lora.b @ lora.a) < 1e-6
+
+
+@pytest.mark.ledger("H9")
+@pytest.mark.parametrize(("changes", "targets", "count"), MODELS.values(), ids=MODELS)
+def test_merged_is_updated_and_unmerged_is_what_was(changes, targets, count, differences):
+    plain, model = updated(changes, targets)
+    given = inputs(model)
+    before, state = model(**given).logits, {name: x.clone() for name, x in model.state_dict().items()}
+    kept = merge(model)
+    assert len(kept) == count
+    assert (
+        differences.see("merged", model(**given).logits / before.abs().max(), before / before.abs().max())
+        < 1e-6
+    )
+    assert worst(before, plain(**given).logits) > 0.01  # the updates do something
+    assert [(name, type(part)) for name, part in model.named_modules()] == [
+        (name, type(part)) for name, part in plain.named_modules()
+    ]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    ch.Transformer(model.config).load_state_dict(model.state_dict())  # it saves and loads as any other
+    unmerge(model, kept)
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert torch.equal(model(**given).logits, before)
+    bare = {
+        name.replace(".base.", "."): x
+        for name, x in model.state_dict().items()
+        if name not in lora_state(model)
+    }
+    assert all(
+        torch.equal(x, bare[name]) for name, x in plain.state_dict().items()
+    )  # the base was never touched
+
+
+def test_merged_for_a_while():
+    _, model = updated({}, ("q", "v"))
+    with merged(model):
+        assert not any(isinstance(part, LoraLinear) for part in model.modules())
+    assert sum(isinstance(part, LoraLinear) for part in model.modules()) == 4
+    assert all(
+        parameter.requires_grad == (name in lora_state(model)) for name, parameter in model.named_parameters()
+    )
+
+
+def test_the_fast_copy_has_the_updates():
+    _, model = updated({"gated": True}, ("q", "v", "up", "out"))
+    with torch.inference_mode():
+        assert worst(prepared(model)(some_ids()).logits, model(some_ids()).logits) < 1e-5
+
+
+def test_a_new_head_can_be_trained_along():
+    model = build(family="encoder", n_classes=3)
+    add_lora(model, 2, 4.0, ("q",), also=("head.*",))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {*lora_state(model), "head.out.weight", "head.out.bias"}
+
+
+def test_wrong_targets_and_ranks_say_what_is_right():
+    model = ch.Transformer(config())
+    with pytest.raises(
+        InputError, match=r'"q_proj" names no linear layer.*: choose from down, k, out, q, up, v'
+    ):
+        add_lora(model, 2, 4.0, ("q_proj",))
+    with pytest.raises(InputError, match="lora_targets is empty"):
+        add_lora(model, 2, 4.0, ())
+    with pytest.raises(InputError, match="choose 1 to 16"):
+        add_lora(model, 17, 4.0, ("q",))
+    assert all(parameter.requires_grad for parameter in model.parameters())  # nothing was frozen on the way
+    names = add_lora(model, 2, 4.0, ("out",))
+    assert "head.out" not in names  # in the blocks alone

@@ -1,0 +1,119 @@
+"""What is done for speed computes the same; and what is done for GPUs is asked for on GPUs alone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.data.plan import DataPlan
+from clearhead.training import machine
+from clearhead.training.lora import add_lora
+from clearhead.training.machine import (
+    JoinedAttention,
+    join_projections,
+    narrow_gelu,
+    narrow_linear,
+    pays,
+    quick_attention,
+    recompute,
+    suit_narrow,
+)
+from clearhead.training.plan import TrainPlan
+from tests.harness import build, some_ids, worst
+
+MODELS = {
+    "decoder": {},
+    "grouped, rotary, no bias": {"n_kv_heads": 2, "positions": "rope", "bias": False, "norm": "rmsnorm"},
+    "encoder": {"family": "encoder"},
+    "encoder-decoder": {"family": "encoder-decoder", "positions": "relative"},
+    "norm of queries and keys": {"qk_norm": "full"},
+    "gelu by tanh": {"activation": "gelu_tanh"},
+}
+
+
+def learned(model: ch.Transformer) -> list[torch.Tensor]:
+    """Logits and the gradient of every weight."""
+    torch.manual_seed(1)
+    more = {"source": some_ids(2, 7)} if model.config.family == "encoder-decoder" else {}
+    logits = model(some_ids(2, 9), **more).logits
+    model.zero_grad()
+    logits.square().sum().backward()
+    return [logits, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("change", MODELS.values(), ids=list(MODELS))
+@pytest.mark.parametrize(
+    "make",
+    [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))],
+)
+def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
+    monkeypatch.setattr(machine, "MANY", 1)
+    model = build(**change).double()
+    before = learned(model)
+    make(model)
+    assert max(worst(a, b) for a, b in zip(before, learned(model), strict=True)) < 1e-10
+
+
+def test_a_joined_model_speaks_and_is_saved_like_any_other(tmp_path):
+    plain = build()
+    joined = build()
+    joined.load_state_dict(plain.state_dict())
+    join_projections(joined)
+    assert any(isinstance(part, JoinedAttention) for part in joined.modules())
+    assert ch.Model(joined).generate([1, 2, 3], 12).ids == ch.Model(plain).generate([1, 2, 3], 12).ids
+    ch.Model(joined).save(tmp_path / "saved")
+    ids = some_ids(2, 9)
+    assert torch.equal(ch.load(tmp_path / "saved").model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_slope_of_gelu_from_its_value(approximate):
+    """Everywhere, at nothing itself and beside it too; the reference is PyTorch's own, in float64."""
+    x = torch.cat(
+        [torch.linspace(-30, 30, 100_001), torch.tensor([0.0, -0.0, 1e-20, -1e-30, 1e-38, -1e-42])]
+    ).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    torch.nn.functional.gelu(exact, approximate=approximate).sum().backward()
+    y = narrow_gelu(x, approximate)
+    assert torch.equal(y, torch.nn.functional.gelu(x, approximate=approximate))
+    y.sum().backward()
+    assert worst(x.grad, exact.grad) < 5e-6
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [(), ("x",), ("weight",), ("weight", "bias")])
+def test_a_linear_layer_by_a_weight_laid_the_other_way(bias, frozen):
+    torch.manual_seed(0)
+    shapes = {"x": (3, 400, 24), "weight": (40, 24)} | ({"bias": (40,)} if bias else {})
+    given = {name: torch.randn(shape).requires_grad_(name not in frozen) for name, shape in shapes.items()}
+    exact = {name: part.detach().double().requires_grad_(part.requires_grad) for name, part in given.items()}
+    found = [narrow_linear(**{"bias": None, **given})]
+    expected = [torch.nn.functional.linear(exact["x"], exact["weight"], exact.get("bias"))]
+    for outputs, parts in ((found, given), (expected, exact)):
+        trained = [part for part in parts.values() if part.requires_grad]
+        outputs += torch.autograd.grad((outputs[0] ** 2).mean(), trained)
+    assert max(worst(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
+
+
+def test_under_autocast_a_linear_layer_is_the_plain_one():
+    x, weight = torch.randn(600, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = narrow_linear(x, weight, None)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, torch.nn.functional.linear(x, weight))
+    y.sum().backward()
+    assert x.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_projections_with_low_rank_updates_are_not_joined():
+    model = build()
+    add_lora(model, 2, 4.0, ("q", "v"), ())
+    join_projections(model)
+    assert not any(isinstance(part, JoinedAttention) for part in model.modules())
+
+
+def test_nothing_is_done_for_a_gpu_on_a_cpu():
+    cpu, plan = torch.device("cpu"), TrainPlan(steps=10**6)
+    assert quick_attention("lm", DataPlan(), cpu) is nullcontext and not pays("lm", DataPlan(), plan, cpu)

@@ -1,0 +1,241 @@
+"""Which parameters are trained, decayed and slowed; and optimizer steps against loops written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+import clearhead as ch
+from clearhead.errors import InputError
+from clearhead.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
+from clearhead.training.plan import TrainPlan
+from tests.harness import build, config, some_ids, worst
+
+CPU = torch.device("cpu")
+MODELS = {
+    "decoder": {},
+    "untied": {"tie_embeddings": False},
+    "encoder with types": {"family": "encoder", "n_types": 2, "embedding_norm": True},
+    "encoder-decoder": {"family": "encoder-decoder", "n_encoder_layers": 3, "positions": "relative"},
+    "experts": {"n_experts": 4, "gated": True, "norm": "rmsnorm", "positions": "rope"},
+    "shared layers": {"layer_groups": 1},
+    "patches": {
+        "family": "encoder",
+        "input": "patches",
+        "image_size": (8, 8),
+        "patch_size": 4,
+        "class_token": True,
+        "n_classes": 3,
+    },
+}
+
+
+def names_of(model: torch.nn.Module, groups: list[dict]) -> list[set[str]]:
+    """The names of each group's parameters."""
+    name = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{name[id(parameter)] for parameter in group["params"]} for group in groups]
+
+
+def decayed_names(model: torch.nn.Module, plan: TrainPlan) -> set[str]:
+    """The names of the parameters that decay."""
+    groups = parameter_groups(model, plan)
+    return set().union(
+        *(names for names, group in zip(names_of(model, groups), groups) if group["weight_decay"])
+    )
+
+
+@pytest.mark.ledger("H2")
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_every_parameter_is_in_one_group_and_only_matrices_decay(changes):
+    model = ch.Transformer(config(**changes))
+    groups = parameter_groups(model, TrainPlan(weight_decay=0.1, layer_decay=0.9))
+    members = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(members) == sorted(id(parameter) for parameter in model.parameters())  # each, once
+    decayed = decayed_names(model, TrainPlan(weight_decay=0.1, layer_decay=0.9))
+    tables = (
+        "embedding.front.tokens.weight",
+        "embedding.types.weight",
+        "positions.table.weight",
+        "class_token",
+    )
+    for name, parameter in model.named_parameters():
+        plain = name.endswith(".bias") or "norm" in name or "residual" in name or name.endswith(tables)
+        assert (name in decayed) == (not plain), name
+        assert not (name in decayed and parameter.ndim < 2)
+
+
+def test_a_tied_table_is_trained_once_and_does_not_decay():
+    model = ch.Transformer(config())
+    assert model.head.out.weight is model.decoder.embedding.front.tokens.weight
+    groups = parameter_groups(model, TrainPlan())
+    assert sum(parameter is model.head.out.weight for group in groups for parameter in group["params"]) == 1
+    assert "decoder.embedding.front.tokens.weight" not in decayed_names(model, TrainPlan())
+    untied = ch.Transformer(config(tie_embeddings=False))
+    assert "head.out.weight" in decayed_names(untied, TrainPlan())  # a matrix of its own
+
+
+@pytest.mark.ledger("H2")
+def test_rates_fall_layer_by_layer_from_the_head_down():
+    model = ch.Transformer(config(family="encoder-decoder", n_layers=2, n_encoder_layers=3))
+    groups = parameter_groups(model, TrainPlan(layer_decay=0.5))
+    scale = {name: group["scale"] for names, group in zip(names_of(model, groups), groups) for name in names}
+    assert scale["decoder.norm.weight"] == scale["encoder.norm.weight"] == 1
+    assert [scale[f"decoder.blocks.{layer}.attention.q.weight"] for layer in (0, 1)] == [0.25, 0.5]
+    assert [scale[f"encoder.blocks.{layer}.feedforward.up.bias"] for layer in (0, 1, 2)] == [0.125, 0.25, 0.5]
+    assert scale["encoder.embedding.front.tokens.weight"] == 0.0625 == min(scale.values())
+    assert scale["decoder.positions.table.weight"] == 0.125
+    optimizer = make_optimizer(model, TrainPlan(layer_decay=0.5), CPU)
+    set_rate(optimizer, 8.0)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert len(parameter_groups(model, TrainPlan())) == 2
+
+
+@pytest.mark.ledger("H9")
+def test_frozen_parameters_stay_and_the_rest_moves():
+    model = build()
+    plan = TrainPlan(freeze=("decoder.embedding", "decoder.blocks.0.*", "*.norm.weight"), lr=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, plan, CPU)
+    model(some_ids()).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    stayed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert stayed == {
+        name for name in before if name.startswith(("decoder.embedding", "decoder.blocks.0."))
+    } | {"decoder.norm.weight"}
+    held = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    assert held == sum(
+        parameter.numel() for name, parameter in model.named_parameters() if name not in stayed
+    )
+
+
+def test_a_shared_weight_freezes_by_either_name():
+    model = ch.Transformer(config())
+    freeze(model, ("head.out.weight",))
+    assert not model.decoder.embedding.front.tokens.weight.requires_grad
+
+
+def test_freezing_what_is_not_there_says_what_is():
+    model = ch.Transformer(config())
+    with pytest.raises(
+        InputError,
+        match=r'"decoder.blocks.0.atention.q.weight" names no parameter \(did you mean "decoder.blocks.0.attention',
+    ):
+        make_optimizer(model, TrainPlan(freeze=("decoder.blocks.0.atention.q.weight",)), CPU)
+    with pytest.raises(InputError, match="nothing to train"):
+        make_optimizer(model, TrainPlan(freeze=("*",)), CPU)
+
+
+def adamw(
+    weights: list[float],
+    gradients: list[list[float]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> list[float]:
+    """The paper's loop on plain numbers: decoupled decay, bias-corrected moments."""
+    m, v = [0.0] * len(weights), [0.0] * len(weights)
+    for step, gradient in enumerate(gradients, start=1):
+        for i, g in enumerate(gradient):
+            weights[i] *= 1 - lr * decay
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v[i] = betas[1] * v[i] + (1 - betas[1]) * g * g
+            m_hat, v_hat = m[i] / (1 - betas[0] ** step), v[i] / (1 - betas[1] ** step)
+            weights[i] -= lr * m_hat / (math.sqrt(v_hat) + eps)
+    return weights
+
+
+@pytest.mark.ledger("H2")
+@pytest.mark.parametrize(
+    "plan",
+    [TrainPlan(weight_decay=0.1, lr=0.01), TrainPlan(betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0, lr=0.01)],
+    ids=["AdamW", "the original Adam"],
+)
+def test_adamw_is_the_loop_by_hand(plan):
+    model = torch.nn.Linear(3, 2).double()
+    model.weight.data.normal_(), model.bias.data.normal_()
+    optimizer = make_optimizer(model, plan, CPU)
+    drawn = [torch.randn(8, dtype=torch.float64) for _ in range(5)]
+    matrix = adamw(
+        model.weight.flatten().tolist(),
+        [d[:6].tolist() for d in drawn],
+        0.01,
+        plan.betas,
+        plan.eps,
+        plan.weight_decay,
+    )
+    vector = adamw(model.bias.tolist(), [d[6:].tolist() for d in drawn], 0.01, plan.betas, plan.eps, 0.0)
+    for gradient in drawn:
+        model.weight.grad, model.bias.grad = gradient[:6].view(2, 3).clone(), gradient[6:].clone()
+        set_rate(optimizer, 0.01)
+        optimizer.step()
+    assert worst(model.weight.flatten(), torch.tensor(matrix, dtype=torch.float64)) < 1e-12
+    assert worst(model.bias, torch.tensor(vector, dtype=torch.float64)) < 1e-12
+
+
+@pytest.mark.ledger("H2")
+@pytest.mark.parametrize(
+    "size", [1.0, 1e-5], ids=["large gradients", "gradients as small as a language model's"]
+)
+def test_adafactor_is_transformers(size):
+    ours, theirs = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours, TrainPlan(optimizer="adafactor", weight_decay=0.0, lr=0.01), CPU)
+    reference = Adafactor(
+        theirs.parameters(), lr=0.01, relative_step=False, scale_parameter=True, warmup_init=False
+    )
+    for _ in range(6):
+        for mine, yours in zip(ours.parameters(), theirs.parameters()):
+            mine.grad = size * torch.randn_like(mine)
+            mine.grad[0] = 0  # a row of a table that no token used
+            yours.grad = mine.grad.clone()
+        set_rate(optimizer, 0.01)
+        optimizer.step(), reference.step()
+    for mine, yours in zip(ours.parameters(), theirs.parameters()):
+        assert worst(mine, yours) < 1e-6
+    kept = optimizer.state[ours.weight]
+    assert kept["row_var"].numel() + kept["col_var"].numel() == 4 + 6  # not 24
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
+    weight = torch.nn.Linear(3, 3)
+    made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
+    set_rate(made, 1e-2)
+    nan, inf = math.nan, math.inf
+    for loss, norm, changed in [
+        (1.0, 2.0, True),
+        (1.0, nan, False),
+        (1.0, inf, False),
+        (nan, 1.0, False),
+        (-inf, inf, False),
+        (1.0, 0.5, True),
+    ]:
+        weight(torch.ones(1, 3)).sum().backward()
+        before = weight.weight.detach().clone()
+        found = step_if_finite(
+            made, torch.amp.GradScaler(enabled=False), torch.tensor(loss), torch.tensor(norm)
+        )()
+        assert str(found[:2]) == str([loss, norm]) and math.isfinite(found[2]) is changed
+        assert torch.equal(before, weight.weight) is not changed
+
+
+def test_a_scaled_gradient_may_be_infinite_and_a_loss_may_not():
+    class Scaler(torch.amp.GradScaler):
+        steps = 0
+
+        def step(self, optimizer):
+            self.steps += 1
+
+        def update(self):
+            self.updated = True
+
+    scaler, weight = Scaler("cpu"), torch.nn.Linear(3, 3)
+    made = make_optimizer(weight, TrainPlan(), CPU)
+    assert math.isfinite(step_if_finite(made, scaler, torch.tensor(1.0), torch.tensor(math.inf))()[2])
+    assert (scaler.steps, scaler.updated) == (1, True)  # and decides for itself
+    assert math.isnan(step_if_finite(made, scaler, torch.tensor(math.nan), torch.tensor(1.0))()[2])
+    assert scaler.steps == 1

@@ -1,0 +1,89 @@
+"""Devices and precisions: what the hardware is bad at is never chosen, and what is chosen is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from clearhead.errors import InputError
+from clearhead.training import precision
+from clearhead.training.plan import TrainPlan
+from clearhead.training.precision import best_device, choose_precision, cpu_has_bfloat16
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.ledger("H4")
+@pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float16"])
+def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypatch, wanted):
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: False)
+    chosen = choose_precision(TrainPlan(precision=wanted), CPU)
+    assert chosen.dtype is None and not chosen.scaled
+    assert chosen.sentence.startswith("float32") and "\n" not in chosen.sentence
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert chosen.scaler().scale(torch.tensor(3.0)) == 3
+
+
+@pytest.mark.ledger("H4")
+def test_a_cpu_that_is_fast_with_bfloat16_uses_it(monkeypatch):
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: True)
+    chosen = choose_precision(TrainPlan(), CPU)
+    assert chosen.dtype == torch.bfloat16 and not chosen.scaled
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert choose_precision(TrainPlan(precision="float32"), CPU).dtype is None
+
+
+@pytest.mark.ledger("H4")
+@pytest.mark.parametrize(("slow", "verdict"), [(300.0, False), (1.3, False), (0.5, True)])
+def test_the_clock_decides(monkeypatch, slow, verdict):
+    monkeypatch.setattr(precision, "_seconds", lambda matrix: slow if matrix.dtype == torch.bfloat16 else 1.0)
+    cpu_has_bfloat16.cache_clear()
+    try:
+        assert cpu_has_bfloat16() is verdict
+    finally:
+        cpu_has_bfloat16.cache_clear()
+
+
+def test_the_clock_runs_here():
+    assert cpu_has_bfloat16() in (True, False)  # whatever it is, nothing is raised or warned of
+
+
+@pytest.mark.ledger("H4")
+@pytest.mark.parametrize(
+    ("wanted", "has", "dtype"),
+    [
+        ("auto", True, torch.bfloat16),
+        ("auto", False, torch.float16),
+        ("bfloat16", False, torch.float16),
+        ("float16", True, torch.float16),
+        ("float32", True, None),
+    ],
+)
+def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3" if has else "Tesla V100-SXM2"
+    )
+    chosen = choose_precision(TrainPlan(precision=wanted), GPU)
+    assert chosen.dtype == dtype and chosen.scaled == (dtype == torch.float16)
+    assert chosen.peak == (None if dtype is None else 989e12 if has else 125e12)
+    assert ("has no bfloat16" in chosen.sentence) == (not has)
+
+
+def test_a_scaler_goes_on_from_where_it_stood():
+    chosen = precision.Precision(CPU, torch.float16, "")
+    scaler = chosen.scaler(SimpleNamespace(scale=512.0, scale_age=7))
+    assert scaler.get_scale() == 512 and scaler.state_dict()["_growth_tracker"] == 7
+    assert chosen.scaler(SimpleNamespace(scale=None, scale_age=0)).get_scale() == 65536
+
+
+def test_devices():
+    assert best_device("cpu") == CPU
+    assert best_device("auto").type in ("cpu", "cuda", "mps")
+    for name in ("cuda:99", "gpu", "xla"):
+        with pytest.raises(InputError, match=f'device "{name}" .*choose auto or one of .*cpu'):
+            best_device(name)

@@ -1,0 +1,368 @@
+"""Whole runs: stopped and resumed, killed at any moment, on a full disk, with a loss that is not finite."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.batches import even
+from clearhead.training.log import read_log
+from clearhead.training.state import newest
+from tests.harness import worst
+
+TEXT = "the quick brown fox jumps over the lazy dog while it sings of the sea\n" * 60
+TINY = [
+    "model.d_model=16",
+    "model.n_layers=1",
+    "model.n_heads=2",
+    "model.max_positions=16",
+    "model.dropout=0.1",
+    "data.batch_size=4",
+    "train.validate_every=4",
+    "train.log_every=1",
+    "train.samples=0",
+    "train.lr=1e-2",
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run(data, out, *settings, **more):
+    return ch.train(data, out=out, settings=[*TINY, "train.steps=12", *settings], **more)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return ch.load(folder).model.state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class StopAt:
+    """Asks for a stop when the run has taken some number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.mark.ledger("H8")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("train.ema=0.9",),
+        ("train.optimizer=adafactor",),
+        ("train.accumulate=3",),
+        ("data.packing=isolated",),
+        ("train.average=2",),
+    ],
+    ids=["plain", "ema", "adafactor", "accumulate", "isolated", "average"],
+)
+def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):
+    seen: list[list[int]] = []
+    build = even.EvenRows.at
+
+    def at(self, index):
+        batch = build(self, index)
+        if self.training and batch.numbers is not None:
+            seen.append([index, *batch.numbers.flatten().tolist()])
+        return batch
+
+    monkeypatch.setattr(even.EvenRows, "at", at)
+    whole = run(text, tmp_path / "whole", *settings)
+    order, seen[:] = list(seen), []
+    part = run(text, tmp_path / "part", *settings, stop=StopAt(5))
+    assert part.reason == "stopped" and part.step == 5
+    part = ch.train(resume=tmp_path / "part", stop=StopAt(2))
+    assert part.step == 7
+    done = ch.train(resume=tmp_path / "part")
+    assert (done.reason, done.step) == ("done", 12)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
+    assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
+    first = {
+        tuple(row): None for row in seen
+    }  # the batch that was made ready when the stop came is made again
+    assert list(first) == [tuple(row) for row in order]
+    logs = [
+        [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)]
+        for name in ("whole", "part")
+    ]
+    assert logs[0] == logs[1]
+    assert whole.metrics == done.metrics
+
+
+@pytest.mark.ledger("H8")
+def test_lora_and_frozen_layers_resume_too(text, tmp_path):
+    base = run(text, tmp_path / "base").folder
+    settings = [
+        f"model.base={base}",
+        "train.lora=2",
+        "train.steps=6",
+        "train.samples=0",
+        "train.validate_every=3",
+        "data.batch_size=4",
+    ]
+    ch.train(text, out=tmp_path / "whole", settings=settings)
+    ch.train(text, out=tmp_path / "part", settings=settings, stop=StopAt(4))
+    ch.train(resume=tmp_path / "part")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
+    before, after = weights(base), weights(tmp_path / "whole")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.endswith(("attention.q.weight", "attention.v.weight")) for name in changed)
+
+
+def child(action) -> int:
+    """Run an action in a forked process."""
+    number = os.fork()
+    if number:
+        return number
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        action()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def entries(folder):
+    """What lies among the checkpoints, half-written ones too."""
+    return sorted(path.name for path in (folder / "checkpoints").glob("*"))
+
+
+@pytest.mark.ledger("H8")
+def test_killed_at_ten_moments(text, tmp_path):
+    """SIGKILL ten times, at a random moment of writing a checkpoint or soon after; the end is bit for bit the same."""
+    torch.set_num_threads(1)
+    often = ("train.save_every=1", "train.steps=40", "train.keep_last=2")
+    run(text, tmp_path / "whole", *often)
+    folder, moments = tmp_path / "part", random.Random(0)
+    kills = 0
+    while kills < 10:
+        ready = newest(folder) is not None
+        if not ready:
+            shutil.rmtree(folder, ignore_errors=True)
+        before, changes = (
+            entries(folder),
+            moments.randint(1, 5),
+        )  # of the listing: a checkpoint begun, finished, forgotten
+        number = child((lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often)))
+        while changes:
+            assert os.waitpid(number, os.WNOHANG) == (0, 0), "the run ended before it was killed"
+            if (now := entries(folder)) != before:
+                before, changes = now, changes - 1
+            time.sleep(0.0005)
+        time.sleep(moments.random() * 0.02)
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+        kills += 1
+        if newest(folder) is not None:
+            assert ch.load(newest(folder)).config.d_model == 16
+    assert newest(folder).name != "step-40", "there is nothing left to resume"
+    ch.train(resume=folder)
+    assert same(weights(tmp_path / "whole"), weights(folder))
+    assert same(weights(tmp_path / "whole" / "last"), weights(folder / "last"))
+
+
+@pytest.mark.ledger("H8")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
+    out = tmp_path / "run"
+    settings = [part for setting in [*TINY, "train.steps=100000"] for part in ("--set", setting)]
+    command = [sys.executable, "-m", "clearhead", "train", str(text), "--out", str(out), *settings]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    while newest(out) is None or newest(out).name == "step-0":
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"--resume {out}" in said and "Traceback" not in said
+    assert newest(out).name.startswith("step-")
+
+
+def test_a_full_disk_leaves_earlier_checkpoints(text, tmp_path):
+    """A limit on the size of files stands for a full disk: a write fails in the middle."""
+    folder = tmp_path / "run"
+    run(text, folder, stop=StopAt(4))
+    before = weights(folder / "last")
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+        try:
+            ch.train(resume=folder)
+        except ch.CheckpointError as error:
+            os._exit(0 if "cannot write" in str(error) else 4)
+        else:
+            os._exit(3)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child(limited), 0)[1]) == 0
+    assert newest(folder).name == "step-4" and same(weights(folder / "last"), before)
+    assert ch.train(resume=folder).step == 12
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
+    with pytest.raises(ch.TrainingError, match=r"^step \d+: .*(train\.lr|train\.precision)"):
+        run(text, tmp_path / "run", "train.lr=1e20", "train.clip=0", "train.warmup=1", "train.save_every=1")
+    assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "run" / "last").values())
+
+
+@pytest.mark.ledger("H7")
+def test_patience_ends_a_run_and_the_best_is_kept(text, tmp_path):
+    done = run(
+        text,
+        tmp_path / "run",
+        "train.lr=0.5",
+        "train.warmup=1",
+        "train.steps=400",
+        "train.patience=2",
+        "train.keep_best=2",
+    )
+    assert done.reason == "patience" and done.step < 400
+    judged = [line for line in read_log(done.folder) if line["event"] == "validated"]
+    best = min(judged, key=lambda line: line["metrics"]["loss"])
+    assert done.metrics["loss"] == best["metrics"]["loss"] and done.metrics["step"] == best["step"]
+    assert judged[-1]["step"] - best["step"] == 2 * 4
+    assert (done.folder / "best").resolve().name == f"step-{best['step']}"
+    assert same(weights(done.folder), weights(done.folder / "best"))
+    assert len(list((done.folder / "checkpoints").iterdir())) <= 3
+
+
+def test_the_reported_loss_is_the_mean_over_the_whole_validation_text(text, tmp_path):
+    done = run(text, tmp_path / "run")
+    held = TEXT[int(len(TEXT) * 0.9) :]
+    model, ids = done.model.model.double().eval(), done.model.encode([held])[0]
+    total = count = 0
+    for start in range(0, len(ids) - 1, 16):
+        row = torch.tensor([ids[start : start + 17]])
+        logits = model(row[:, :-1]).logits[0]
+        total -= logits.log_softmax(-1).gather(-1, row[0, 1:, None]).sum().item()
+        count += row.shape[1] - 1
+    assert count == len(ids) - 1
+    assert abs(total / count - done.metrics["loss"]) < 1e-5
+
+
+def test_what_a_folder_holds(text, tmp_path):
+    done = run(text, tmp_path / "run")
+    names = {path.name for path in done.folder.iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "train.toml",
+        "log.jsonl",
+        "checkpoints",
+        "best",
+        "last",
+    } <= names
+    again = ch.read_recipe(done.folder / "train.toml")
+    assert again.train.steps == 12 and again.data.task == "lm" and again.model["d_model"] == 16
+    assert ch.Recipe.from_tables({"train": {"steps": 12}}).train.steps == 12
+    lines = [json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "stepped"] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (["train.stepz=3"], 'unknown [train] key "stepz" (did you mean "steps"?)'),
+        (["trane.steps=3"], 'unknown section "trane" (did you mean "train"?)'),
+        (["model.d_modl=3"], 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
+        (["train.steps=many"], "steps 'many' is not allowed"),
+        (["train.steps"], "is not understood: write section.key=value"),
+        (["model.base=gtp2"], '"gtp2" is no directory and no preset (did you mean "gpt2"?)'),
+        (
+            ["model.base=t5-small"],
+            "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder",
+        ),
+        (["tokens.vocab_size=40000", "tokens.kind=bpe"], "40"),
+        (["train.freeze=encodr.*"], 'train.freeze "encodr.*" names no parameter'),
+        (["train.lora=4"], "train.lora 4 updates a trained model"),
+        (["train.device=tpu"], 'device "tpu"'),
+    ],
+)
+def test_a_wrong_recipe_is_one_line(text, tmp_path, change, line):
+    with pytest.raises(ch.ClearheadError) as caught:
+        run(text, tmp_path / "run", *change)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(text, tmp_path):
+    run(text, tmp_path / "run", stop=StopAt(4))
+    with pytest.raises(ch.CheckpointError, match="holds another run: go on with clearhead train --resume"):
+        run(text, tmp_path / "run")
+    assert run(text, tmp_path / "run", overwrite=True).step == 12
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ch.CheckpointError, match="is not empty and holds no run"):
+        run(text, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_data_that_changed_or_vanished(text, tmp_path):
+    run(text, tmp_path / "run", stop=StopAt(4))
+    text.write_text(TEXT + "more")
+    with pytest.raises(ch.TrainingError, match="has changed since the run began"):
+        ch.train(resume=tmp_path / "run")
+    text.unlink()
+    with pytest.raises(ch.ClearheadError, match=r"text\.txt"):
+        ch.train(resume=tmp_path / "run")
+    text.write_text(TEXT)
+    assert ch.train(resume=tmp_path / "run").step == 12
+
+
+def refuse_to_compile(graph, inputs):
+    raise RuntimeError("there is no compiler here\nand more")
+
+
+@pytest.mark.ledger("H5")
+@pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
+def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
+    """One that cannot be compiled learns what a plain one does; one that can, nearly so: it makes the slope of GELU in another way."""
+    data = tmp_path / "data.tsv"
+    data.write_text("".join(f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40)))
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: plain(model, backend=backend))
+    said: list[str] = []
+    run(
+        data,
+        tmp_path / "a",
+        "train.compile=true",
+        on_event=lambda event: said.append(str(getattr(event, "line", ""))),
+    )
+    run(data, tmp_path / "b", "train.compile=false")
+    found, plainly = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert (
+        same(found, plainly)
+        if callable(backend)
+        else max(worst(found[name], plainly[name]) for name in found) < 1e-4
+    )
+    assert "compiling the model, which takes a moment" in said
+    refused = [line for line in said if line.startswith("not compiled, and slower for it: ")]
+    assert len(refused) == (backend != "eager") and not any("\n" in line for line in refused)
