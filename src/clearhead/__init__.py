@@ -1,7 +1,7 @@
 """clearhead: a Transformer you can see through.
 
-The public names are listed in `__init__.pyi`. Each is imported when it is first used, so that the command line
-prints its help without importing torch.
+The public names are listed in `__init__.pyi`. Each is imported when it is first used, so that the help of the
+command line needs no torch.
 """
 
 import ast as _ast

@@ -42,7 +42,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "geometry": Command("geometry:geometry", "see where words and positions stand"),
         "probe": Command("probe:probe", "measure what can be read off each layer"),
         "patch": Command("patch:patch", "find the layer and token that carry the answer"),
-        "ablate": Command("prune:ablate", "see what a model does without some of its parts"),
+        "ablate": Command("ablate:ablate", "see what a model does without some of its parts"),
         "prune": Command("prune:prune", "remove heads, and save the smaller model"),
     },
     "prove": {
