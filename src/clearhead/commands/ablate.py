@@ -18,10 +18,10 @@ from clearhead.commands.common import (
     option,
     print_notes,
     progress,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -70,18 +70,20 @@ def ablate(
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
     check_plot(plot)
-    if bool(data) == (text is not None):
-        raise InputError(
-            "give data or --text, one of the two: such as clearhead ablate my-model/ test.txt --heads 0.1"
-        )
-    if target is not None and text is None:
-        raise InputError("--target goes with --text")
-    if each and (heads or layers or feedforwards):
-        raise InputError("--each ablates every head alone: leave --heads, --layers and --feedforwards out")
-    if plot is not None and not each and text is None:
-        raise InputError("--plot draws --each or --text: add one of them, or leave --plot out")
-    from clearhead.inside.parts.ablate import ablate as run
-    from clearhead.inside.parts.ablate import ablate_each
+    refuse(
+        bool(data) == (text is not None),
+        "give data or --text, one of the two: such as clearhead ablate my-model/ test.txt --heads 0.1",
+    )
+    refuse(target is not None and text is None, "--target goes with --text")
+    refuse(
+        each and bool(heads or layers or feedforwards),
+        "--each ablates every head alone: leave --heads, --layers and --feedforwards out",
+    )
+    refuse(
+        plot is not None and not each and text is None,
+        "--plot draws --each or --text: add one of them, or leave --plot out",
+    )
+    from clearhead.inside.parts import ablate as inside
     from clearhead.inside.parts.effect import effect
     from clearhead.inside.parts.examples import examples_from
     from clearhead.plot import prune as pictures
@@ -95,11 +97,11 @@ def ablate(
     one: list[Any] = [text if target is None else (text, target)]
     read = read_examples(model, data, examples, set) if data else examples_from(model, one, texts=True)
     if not each:
-        done = run(model, read, heads, layers, feedforwards, how)
+        done = inside.ablate(model, read, heads, layers, feedforwards, how)
         show_result(done.to_dict(), json, _ablation_parts(done, str(folder)))
         return
     with progress() as on_progress:
-        grid = ablate_each(model, read, how, on_progress=on_progress)
+        grid = inside.ablate_each(model, read, how, on_progress=on_progress)
     body = {"how": how, "rows": read.rows, "targets": read.targets, **grid.to_dict()}
     body |= save_plot(plot, lambda: pictures.draw_map(grid, f"{folder}: each head alone at {how}"))
     title = f"{folder}: loss increase without each head ({how})"

@@ -18,10 +18,10 @@ from clearhead.commands.common import (
     check_text,
     load_model,
     option,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -61,18 +61,20 @@ def attention(
       clearhead attention my-model/ "The cat sat on the mat." --head 3.2 --plot head.png
       clearhead attention my-model/ "Ein Hund" --kind cross --plot cross.svg --output cross.npz
     """
+    refuse(
+        sum((layer is not None, head is not None, rollout, entropy)) > 1,
+        "layer, head, rollout and entropy are four views: choose one of them",
+    )
+    refuse(
+        entropy and plot is None,
+        "entropy is a picture, and the table has its numbers anyway: name a file with --plot",
+    )
+    check_text(text)
+    check_plot(plot)
     from clearhead.inside.attention import attention as run
     from clearhead.inside.attention_maps import checked_ending
     from clearhead.inside.names import find_heads
 
-    if sum((layer is not None, head is not None, rollout, entropy)) > 1:
-        raise InputError("layer, head, rollout and entropy are four views: choose one of them")
-    if entropy and plot is None:
-        raise InputError(
-            "entropy is a picture, and the table has its numbers anyway: name a file with --plot"
-        )
-    check_text(text)
-    check_plot(plot)
     if output is not None:
         checked_ending(output)
     model = load_model(folder, tokenizer)
@@ -80,8 +82,8 @@ def attention(
     layers = None if layer is None else [layer]
     if head is not None:
         found = find_heads(model.config, [head])[0]
-        if kind is not None and kind != found.kind:
-            raise InputError(f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out')
+        other = kind is not None and kind != found.kind
+        refuse(other, f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out')
         chosen, layers, head = found.kind, [found.layer], str(found)
     maps = run(model, text, target, pair, None if chosen is None else [chosen], layers)
     shown = [maps.head(head)] if head is not None else maps.heads()

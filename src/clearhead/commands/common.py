@@ -58,19 +58,24 @@ def load_model(
     return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)
 
 
+def refuse(mistake: bool, message: str) -> None:
+    """Raise an error where a mistake was made."""
+    if mistake:
+        raise InputError(message)
+
+
 def check_text(text: str) -> None:
     """Refuse an empty text."""
-    if not text:
-        raise InputError("the text is empty: give some text, or the name of an image file")
+    refuse(not text, "the text is empty: give some text, or the name of an image file")
 
 
 def check_plot(plot: Path | None) -> None:
     """Refuse a picture that cannot be written, before any work is done."""
     from clearhead.plot.canvas import FORMATS
 
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        formats = ", ".join(FORMATS)
-        raise InputError(f"--plot {plot} cannot be written: its name must end in a format: use {formats}")
+    wrong = plot is not None and plot.suffix.lower() not in FORMATS
+    formats = ", ".join(FORMATS)
+    refuse(wrong, f"--plot {plot} cannot be written: its name must end in a format: use {formats}")
 
 
 def save_plot(plot: Path | None, draw: Callable[[], Any]) -> dict[str, str]:

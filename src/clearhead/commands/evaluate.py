@@ -20,10 +20,10 @@ from clearhead.commands.common import (
     option,
     print_notes,
     progress,
+    refuse,
     show_result,
 )
 from clearhead.commands.output import check_apart, writing
-from clearhead.errors import InputError
 from clearhead.report import table
 
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
@@ -64,12 +64,11 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
-    if not data:
-        raise InputError(
-            "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
-        )
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise InputError(f"{output} cannot be written: name a file in a folder that is there")
+    nowhere = output is not None and (output.is_dir() or not output.absolute().parent.is_dir())
+    refuse(
+        not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
+    )
+    refuse(nowhere, f"{output} cannot be written: name a file in a folder that is there")
     from clearhead.data.columns import SHAPES
     from clearhead.data.corpora import CORPORA
     from clearhead.data.files import expand
@@ -81,10 +80,8 @@ def evaluate(
     model = load_model(folder, device=device, dtype=dtype)
     plan = data_plan(folder, data, recipe, set)
     task = task_for(model, plan.task)
-    if output is not None and SHAPES[task] == "text":
-        raise InputError(
-            f"--output {output}: a model judged by {task} gives no answers to write: leave it out"
-        )
+    silent = output is not None and SHAPES[task] == "text"
+    refuse(silent, f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with progress() as on_progress:
         done = ch.evaluate(

@@ -15,10 +15,10 @@ from clearhead.commands.common import (
     check_plot,
     load_model,
     option,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -72,10 +72,9 @@ def geometry(
       clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
     """
     least, most, takes = TAKES[what]
-    if len(words) < least or (most is not None and len(words) > most):
-        raise InputError(f"{what} takes {takes}, and {len(words)} were given")
-    if k is not None and k < 1:
-        raise InputError(f"k {k} must be 1 or more")
+    fits = least <= len(words) and (most is None or len(words) <= most)
+    refuse(not fits, f"{what} takes {takes}, and {len(words)} were given")
+    refuse(k is not None and k < 1, f"k {k} must be 1 or more")
     check_plot(plot)
     found, make_table, draw = _find(load_model(folder), what, words, k, vectors, length, stack)
     show_result(found.to_dict() | save_plot(plot, lambda: draw(found)), json, [make_table(found)])

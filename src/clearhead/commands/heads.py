@@ -18,10 +18,10 @@ from clearhead.commands.common import (
     check_plot,
     load_model,
     option,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def heads(
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
     check_plot(plot)
-    if limit is not None and limit < 1:
-        raise InputError(f"limit {limit} leaves nothing to read: ask for 1 or more")
+    nothing = limit is not None and limit < 1
+    refuse(nothing, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.data.treebank import read_treebank
     from clearhead.inside.heads import head_roles
     from clearhead.inside.heads.alignments import agreement, read_alignments
@@ -112,8 +112,7 @@ def _lines(file: Path | None) -> list[str]:
     if not file.exists():
         raise missing(file)
     lines = [line for _, line in read_lines(file) if line.strip()]
-    if not lines:
-        raise InputError(f"{file} is empty: there is no text in it")
+    refuse(not lines, f"{file} is empty: there is no text in it")
     return lines
 
 

@@ -17,10 +17,10 @@ from clearhead.commands.common import (
     check_text,
     load_model,
     option,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ def lens(
       clearhead lens my-model/ "The cat sat on the" --contributions --token " mat" --against " floor"
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
-    if not contributions and (token is not None or against is not None):
-        raise InputError("--token and --against choose a logit to take apart: add --contributions")
+    apart = token is not None or against is not None
+    refuse(
+        apart and not contributions, "--token and --against choose a logit to take apart: add --contributions"
+    )
     check_text(text)
     check_plot(plot)
     from clearhead.inside.choices import find_column

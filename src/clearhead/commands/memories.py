@@ -16,10 +16,10 @@ from clearhead.commands.common import (
     check_plot,
     load_model,
     option,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ def memories(
       clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation --json
       clearhead memories my-model/ --token the
     """
-    if text and corpus is not None:
-        raise InputError("a corpus and --text were both given: choose one")
-    if limit < 0:
-        raise InputError(f"limit {limit} is negative: it is a number of tokens, 0 for all")
+    refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
+    refuse(limit < 0, f"limit {limit} is negative: it is a number of tokens, 0 for all")
     check_plot(plot)
     from clearhead.inside.memories import memories as run
 
@@ -113,8 +111,10 @@ def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iter
     both, images = model.config.family == "encoder-decoder", model.config.input != "tokens"
     if texts:
         return iter([_pair(text) if both else text for text in texts])
-    if corpus is None and images:
-        raise InputError("this model reads images: name a folder of them, or image files with --text")
+    refuse(
+        corpus is None and images,
+        "this model reads images: name a folder of them, or image files with --text",
+    )
     return _examples(corpus or ("dates" if both else "stdlib-docs"), images, both)
 
 
@@ -133,8 +133,7 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
     plan = DataPlan(paths=(corpus,), task="image" if images else task)
     rows = open_data(plan, split=False).validation
     if isinstance(rows, Images):
-        if not images:
-            raise InputError(f"{corpus} holds images, and this model reads text: name a file of text")
+        refuse(not images, f"{corpus} holds images, and this model reads text: name a file of text")
         yield from rows.pixels
         return
     for row in rows:

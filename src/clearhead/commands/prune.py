@@ -18,10 +18,11 @@ from clearhead.commands.common import (
     load_model,
     option,
     progress,
+    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import CheckpointError, InputError
+from clearhead.errors import CheckpointError
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -72,9 +73,23 @@ def prune(
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
     check_plot(plot)
-    _check(out, heads, keep, data, by, curve)
-    if plot is not None and not curve:
-        raise InputError("--plot draws the curve: add --curve, or leave --plot out")
+    refuse(
+        out is None and not curve,
+        "nothing is to be done: name OUT, the directory to write, or ask for --curve",
+    )
+    refuse(
+        out is None and bool(heads or keep is not None),
+        "--heads and --keep write a smaller model: name OUT, the directory for it",
+    )
+    refuse(
+        out is not None and bool(heads) == (keep is not None),
+        "say which heads go, by --heads 0.1 3.2 or by --keep 0.5, one of the two",
+    )
+    refuse(
+        not data and (curve or (keep is not None and by != "random")),
+        "heads are judged on data: add --data FILE",
+    )
+    refuse(plot is not None and not curve, "--plot draws the curve: add --curve, or leave --plot out")
     if out is not None:
         _check_out(out, folder, overwrite)
     from clearhead.inside.parts.curve import prune_curve
@@ -100,25 +115,6 @@ def prune(
     show_result(body, json, parts)
 
 
-def _check(
-    out: Path | None,
-    heads: tuple[str, ...],
-    keep: float | None,
-    data: tuple[str, ...],
-    by: str,
-    curve: bool,
-) -> None:
-    """Refuse options that do not go together."""
-    if out is None and not curve:
-        raise InputError("nothing is to be done: name OUT, the directory to write, or ask for --curve")
-    if out is None and (heads or keep is not None):
-        raise InputError("--heads and --keep write a smaller model: name OUT, the directory for it")
-    if out is not None and bool(heads) == (keep is not None):
-        raise InputError("say which heads go, by --heads 0.1 3.2 or by --keep 0.5, one of the two")
-    if not data and (curve or (keep is not None and by != "random")):
-        raise InputError("heads are judged on data: add --data FILE")
-
-
 def _check_out(out: Path, folder: Path, overwrite: bool) -> None:
     """Refuse to write over the model, or over something else unless that is allowed."""
     if out.resolve() == folder.resolve():
@@ -139,19 +135,16 @@ def _pruned(
     whole_groups: bool,
 ) -> ch.Model:
     """Return the model without the heads that were named, or without those that count least."""
-    from clearhead.inside.parts.curve import scores
-    from clearhead.inside.parts.examples import Examples
-    from clearhead.inside.parts.prune import least
-    from clearhead.inside.parts.prune import prune as run
+    from clearhead.inside.parts import curve, examples
+    from clearhead.inside.parts import prune as inside
 
     if keep is None:
-        return run(model, heads, whole_groups)
+        return inside.prune(model, heads, whole_groups)
     with progress() as on_progress:
-        ranked = scores(model, judged or Examples("lm", ()), by, seed, on_progress)
-    chosen = least(model.config, ranked.numbers(model.config), keep)
-    if not chosen:
-        raise InputError(f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
-    return run(model, chosen, whole_groups)
+        ranked = curve.scores(model, judged or examples.Examples("lm", ()), by, seed, on_progress)
+    chosen = inside.least(model.config, ranked.numbers(model.config), keep)
+    refuse(not chosen, f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
+    return inside.prune(model, chosen, whole_groups)
 
 
 def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out: Path) -> dict[str, Any]:

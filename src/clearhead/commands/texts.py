@@ -19,13 +19,15 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 import clearhead as ch
-from clearhead.commands.common import Dtype, load_model, option, progress
+from clearhead.commands.common import Dtype, load_model, option, progress, refuse, show_result
 from clearhead.commands.output import check_apart, writing
 from clearhead.errors import ClearheadError, InputError
 
 Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")
 ]
+
+NO_TEXT = "no text was given: write it after the directory, name a --file, or pipe in one text per line"
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,10 @@ class TextOptions:
             show: makes the result of a single argument something that rich prints; None: its line.
             more: arguments that may be missing; those of a file's inputs come from JSON lines.
         """
-        if self.batch_size < 1:
-            raise InputError(f"batch-size {self.batch_size} must be 1 or more")
         first = next(iter(given.values()))
         single = first is not None and first != "-"
-        if single and self.file is not None:
-            raise InputError("a text and --file were both given: choose one")
+        refuse(self.batch_size < 1, f"batch-size {self.batch_size} must be 1 or more")
+        refuse(single and self.file is not None, "a text and --file were both given: choose one")
         check_apart(self.output, [self.file] if self.file is not None else [])
         fields = Fields(tuple(given), tuple(more or {}))
         argument = {**given, **(more or {})} if single else None
@@ -89,9 +89,7 @@ class TextOptions:
                 if self.json:
                     write(jsonlib.dumps(body(item, result), indent=2 if single else None, ensure_ascii=False))
                 elif single and show is not None and self.output is None:
-                    from rich.console import Console
-
-                    Console().print(show(result))
+                    show_result({}, False, [show(result)])
                 else:
                     write(line(item, result))
 
@@ -103,11 +101,8 @@ class TextOptions:
         elif self.file is not None:
             with _file_lines(self.file) as lines:
                 yield _parse(lines, str(self.file), fields, ".jsonl" in self.file.suffixes)
-        elif sys.stdin.isatty():
-            raise InputError(
-                "no text was given: write it after the directory, name a --file, or pipe in one text per line"
-            )
         else:
+            refuse(sys.stdin.isatty(), NO_TEXT)
             yield _parse(getattr(sys.stdin, "buffer", sys.stdin), "stdin", fields, jsonl=False)
 
 
@@ -126,16 +121,12 @@ class Fields:
         found = {
             name: values[name] for name in (*self.needed, *self.optional) if values.get(name) is not None
         }
+        names = ", ".join(f'"{name}"' for name in self.needed)
         for name in self.needed:
-            if name not in found:
-                names = ", ".join(f'"{each}"' for each in self.needed)
-                verb = "is" if len(self.needed) == 1 else "are"
-                raise InputError(f"there is no {name}: {names} {verb} needed")
+            refuse(name not in found, f"there is no {name}: an input needs {names}")
         for name, value in found.items():
-            if not isinstance(value, str):
-                raise InputError(f"{name} is {value!r:.40}: it must be text")
-            if not value:
-                raise InputError(f"the {name} is empty: give some text")
+            refuse(not isinstance(value, str), f"{name} is {value!r:.40}: it must be text")
+            refuse(not value, f"the {name} is empty: give some text")
         return found
 
 
@@ -191,10 +182,8 @@ def _parse(lines: Any, name: str, fields: Fields, jsonl: bool) -> Iterator[Input
 
 def _from_tabs(text: str, names: Sequence[str]) -> dict[str, Any]:
     parts = text.split("\t") if len(names) > 1 else [text]
-    if len(parts) != len(names):
-        raise InputError(
-            f"it has {len(parts)} fields and needs {len(names)} ({', '.join(names)}), with a tab between them"
-        )
+    wanted = f"{len(names)} ({', '.join(names)}), with a tab between them"
+    refuse(len(parts) != len(names), f"it has {len(parts)} fields and needs {wanted}")
     return dict(zip(names, parts))
 
 
@@ -203,9 +192,9 @@ def _from_json(text: str) -> dict[str, Any]:
         value = jsonlib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is not JSON: {str(error).splitlines()[0]}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"it is {type(value).__name__}, and a JSON object is needed")
-    return value
+    kind = type(value).__name__
+    refuse(not isinstance(value, dict), f"it is {kind}, and a JSON object is needed")
+    return dict(value)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from clearhead.commands.common import Json, option, show_result
-from clearhead.errors import CheckpointError, InputError
+from clearhead.commands.common import Json, option, refuse, show_result
+from clearhead.errors import CheckpointError
 from clearhead.report import table
 from clearhead.tokens.plan import TokenKind, TokensPlan
 
@@ -41,10 +41,11 @@ def tokens(
       clearhead tokens - --model my-model/tokenizer.json < text.txt
     """
     text = sys.stdin.read() if text == "-" else text
-    if not text:
-        raise InputError("the text is empty: give some, or pipe it in and write - in its place")
-    if model is not None and kind is not None:
-        raise InputError(f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two")
+    refuse(not text, "the text is empty: give some, or pipe it in and write - in its place")
+    refuse(
+        model is not None and kind is not None,
+        f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two",
+    )
     from clearhead.tokens.stages import stages
 
     if model is not None:

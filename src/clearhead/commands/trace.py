@@ -19,9 +19,9 @@ from clearhead.commands.common import (
     Tokenizer,
     load_model,
     option,
+    refuse,
     show_result,
 )
-from clearhead.errors import InputError
 from clearhead.report import count, size, table
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def trace(
       clearhead trace my-translator/ "Ein Hund schläft" --target "A dog" --depth 3
       clearhead trace my-vit/ photo.png --json
     """
-    if depth is not None and not 1 <= depth <= 4:
-        raise InputError(f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")
+    unknown = depth is not None and depth not in (1, 2, 3, 4)
+    refuse(unknown, f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")
     model = load_model(folder, tokenizer)
     seen = ch.trace(model, given, target, pair, top, keep_values=False)
     rows = seen.rows(depth or (4 if layer is None else 2), layer)
@@ -94,7 +94,8 @@ def steps_table(seen: ch.Trace, rows: tuple[Row, ...], width: int, why: bool = F
     for row in rows:
         step = row.step
         name = Text("  " * (row.level - 1) + row.title, style="" if step else "bold")
-        cells = ["" if step is None else _detail(step, heading) for heading in details]
+        values = _details(step) if step else dict.fromkeys(details, "")
+        cells = [values[heading] for heading in details]
         sums = (count(number) if number else "" for number in (row.parameters, row.flops))
         reason = [_dim(step.why if step else "")] if why else []
         lines.append([name, *cells, *sums, size(row.bytes), f"{row.seconds * 1000:.3f}", *reason])
@@ -120,24 +121,19 @@ def _dim(line: str) -> Text:
     return Text(line, style="dim")
 
 
-def _detail(step: TraceStep, heading: str) -> str:
-    """Return what stands in one of the columns of DETAILS."""
+def _details(step: TraceStep) -> dict[str, str]:
+    """Return what stands in the columns of DETAILS."""
     peek = step.peek
-    match heading:
-        case "formula":
-            return step.formula
-        case "shape":
-            return step.symbols
-        case "is":
-            return " ".join(map(str, step.shape))
-        case "mean ± std":
-            return "" if peek.mean is None or peek.std is None else f"{peek.mean:.3g} ± {peek.std:.3g}"
-        case "range":
-            return "" if peek.min is None or peek.max is None else f"{peek.min:.3g} … {peek.max:.3g}"
-    if step.sample:
-        return " ".join(step.sample[:6]) + (" …" if len(step.sample) > 6 else "")
-    words = ["hidden" if value < -1e38 else f"{value:.4g}" for value in peek.first[:3]]
-    return " ".join(words) + (" …" if prod(step.shape) > 3 else "")
+    numbers = ["hidden" if value < -1e38 else f"{value:.4g}" for value in peek.first[:3]]
+    words, more = (step.sample[:6], len(step.sample) > 6) if step.sample else (numbers, prod(step.shape) > 3)
+    return {
+        "formula": step.formula,
+        "shape": step.symbols,
+        "is": " ".join(map(str, step.shape)),
+        "first values": " ".join(words) + (" …" if more else ""),
+        "mean ± std": "" if peek.mean is None or peek.std is None else f"{peek.mean:.3g} ± {peek.std:.3g}",
+        "range": "" if peek.min is None or peek.max is None else f"{peek.min:.3g} … {peek.max:.3g}",
+    }
 
 
 def _shown(seen: ch.Trace, config: ch.ModelConfig, mask: int | None) -> list[Prediction]:

@@ -144,7 +144,7 @@ class Watcher:
         from rich.console import Console
         from rich.live import Live
 
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.live = Live(console=self.console, refresh_per_second=8, transient=True)
         self.last = 0.0
         self.validated = ""
@@ -192,23 +192,18 @@ class Watcher:
 
     def show(self, line: str, share: float) -> None:
         """Update the live panel."""
+        from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
 
-        grid = Table.grid(expand=True)
-        grid.add_row(line)
-        grid.add_row(ProgressBar(total=1.0, completed=share))
-        if self.validated:
-            grid.add_row(f"validation  {self.validated}")
+        more = [f"validation  {self.validated}"] if self.validated else []
+        shown = Group(line, *more, ProgressBar(total=1.0, completed=share))
         self.live.start()
-        self.live.update(Panel(grid, title="training", border_style="dim"))
+        self.live.update(Panel(shown, title="training", border_style="dim"))
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        from rich.text import Text
-
-        self.console.print(Text(line), soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
