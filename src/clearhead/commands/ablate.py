@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 NAMED = 4  # parts named in a title
 HeadNames = Annotated[
-    tuple[str, ...], option("such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2", metavar="HEAD")
+    tuple[str, ...], option("heads, such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2", metavar="HEAD")
 ]
-Most = Annotated[int, option("rows of the data that are read at most; 0: all")]
+Most = Annotated[int, option("most rows of the data to read; 0: all")]
 
 
 def ablate(

@@ -18,6 +18,7 @@ from clearhead.commands.common import (
     check_text,
     load_model,
     option,
+    print_notes,
     refuse,
     save_plot,
     show_result,
@@ -96,6 +97,7 @@ def attention(
         body["rollout"] = maps.rollout(maps.kinds[0]).to_dict()
     if output is not None:
         body["output"] = str(maps.save(output))
+        print_notes([f"saved {output}"])
     body |= save_plot(plot, lambda: _draw(maps, head, layer, rollout, entropy))
 
     def parts() -> Iterator[Any]:
@@ -103,8 +105,6 @@ def attention(
             yield _rollout_table(maps) if rollout else _heads_table(shown)
         if maps.aggregated > 1:
             yield f"a long input: {maps.aggregated} tokens per cell; entropies are of single tokens"
-        if output is not None:
-            yield f"saved {output}"
 
     show_result(body, json, parts())
 

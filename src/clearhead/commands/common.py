@@ -30,13 +30,14 @@ Folder = Annotated[
 ]
 Given = Annotated[Positional[str], option("the text; for a model of images, an image file", metavar="TEXT")]
 Target = Annotated[
-    str | None, option("what the decoder of two stacks has written; default: what it writes by itself")
+    str | None,
+    option("what the decoder of an encoder-decoder has written; default: what it writes by itself"),
 ]
 Pair = Annotated[str | None, option("the second text of a pair, for an encoder")]
 Tokenizer = Annotated[Path | None, option("a tokenizer that lies elsewhere: a directory or file")]
 Device = Annotated[str, option("cpu, cuda, cuda:1, mps; auto: the best there is")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, option("of the weights; default: as they are")
+    Literal["float32", "bfloat16", "float16"] | None, option("dtype of the weights; default: as they are")
 ]
 Plot = Annotated[Path | None, option("draw a picture: FILE.png, .svg or .pdf", metavar="FILE")]
 DATA = "files, folders, globs, or an embedded corpus"

@@ -33,7 +33,8 @@ def evaluate(
     folder: Folder,
     data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")],
     recipe: Annotated[
-        str | None, option("whose [data] says how to read them; default: the one the model was trained by")
+        str | None,
+        option("a recipe whose [data] says how to read them; default: the one of the model's training"),
     ] = None,
     set: Settings = (),
     beams: Annotated[
@@ -53,7 +54,7 @@ def evaluate(
     tokenize: Annotated[
         str | None, option("sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")
     ] = None,
-    seed: Annotated[int, option("of the intervals, and of the masks of a masked model")] = 0,
+    seed: Annotated[int, option("random seed of the intervals, and of the masks of a masked model")] = 0,
     json: Json = False,
 ) -> None:
     """Measure a model on data it has not seen: loss, perplexity, accuracy, F1, BLEU, chrF, with intervals.

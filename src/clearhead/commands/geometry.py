@@ -49,15 +49,17 @@ def geometry(
     words: Annotated[Positional[tuple[str, ...]], option("what WHAT takes", metavar="WORDS")] = (),
     k: Annotated[
         int | None,
-        option("neighbours listed, 10 unless said; tokens on a map without words, 60 unless said"),
+        option("how many neighbours, default: 10; or tokens on a map without words, default: 60"),
     ] = None,
     vectors: Annotated[
         Literal["input", "output"],
         option("vectors that tokens are read as, or that the head compares with", name="table"),
     ] = "input",
-    length: Annotated[int | None, option("positions; default: what the model takes, 64 at most")] = None,
+    length: Annotated[
+        int | None, option("how many positions; default: what the model takes, 64 at most")
+    ] = None,
     stack: Annotated[
-        Literal["main", "encoder"], option("whose positions, where an encoder feeds a decoder")
+        Literal["main", "encoder"], option("whose positions, in a model with an encoder and a decoder")
     ] = "main",
     plot: Plot = None,
     json: Json = False,

@@ -44,7 +44,9 @@ def memories(
     ] = None,
     text: Annotated[
         UseAppendAction[tuple[str, ...]],
-        arg(help="a text, or an image file, in place of a corpus; source, tab, target for two stacks"),
+        arg(
+            help="a text, or an image file, in place of a corpus; source, tab, target for an encoder-decoder"
+        ),
     ] = (),
     layer: Annotated[str | None, option("a layer, such as 2 or encoder.0; default: all")] = None,
     neuron: Annotated[
@@ -56,9 +58,9 @@ def memories(
     top: Annotated[int, option("contexts and tokens kept for each neuron, and neurons listed")] = 10,
     sort: Annotated[
         Literal["agreement", "activation"] | None,
-        option("of the list; default: agreement where it is known"),
+        option("order of the list; default: by agreement where it is known"),
     ] = None,
-    limit: Annotated[int, option("tokens of the corpus that are read; 0: all")] = 30_000,
+    limit: Annotated[int, option("most tokens of the corpus to read; 0: all")] = 30_000,
     plot: Plot = None,
     json: Json = False,
 ) -> None:

@@ -21,8 +21,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 
 def demo(
-    seed: Annotated[int, option("of both models")] = 0,
-    steps: Annotated[int, option("of the first training; the second takes 1.5 times as many")] = 400,
+    seed: Annotated[int, option("random seed of both models")] = 0,
+    steps: Annotated[int, option("steps of the first training; the second takes 1.5 times as many")] = 400,
     out: Annotated[Path | None, option("folder for the models; default: a temporary one")] = None,
 ) -> None:
     """Take the tour: train two small models, generate, see where they look, read their cost, check them.
@@ -42,9 +42,9 @@ def cost(
         option("a config's JSON file, a model directory, or a preset", metavar="CONFIG|DIR|PRESET"),
     ],
     length: Annotated[int | None, option("tokens per row; default: the longest the model takes")] = None,
-    batch: Annotated[int, option("rows")] = 1,
+    batch: Annotated[int, option("rows in a batch")] = 1,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], option("of weights, activations and cache")
+        Literal["float32", "bfloat16", "float16"], option("dtype of weights, activations and cache")
     ] = "float32",
     json: Json = False,
 ) -> None:

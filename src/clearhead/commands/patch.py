@@ -50,7 +50,7 @@ def patch(
     position: Annotated[int, option("where the answer is read; -1 is the last token")] = -1,
     target: Annotated[
         str | None,
-        option("what the decoder of two stacks has written; default: what it writes for both alike"),
+        option("what the decoder of an encoder-decoder has written; default: what it writes for both alike"),
     ] = None,
     plot: Plot = None,
     tokenizer: Tokenizer = None,

@@ -42,18 +42,21 @@ def probe(
     column: Annotated[str | None, option(COLUMNS)] = None,
     test: Annotated[str | None, option("a file to test on; default: a fifth of the sentences")] = None,
     stack: Annotated[
-        Literal["encoder", "decoder"] | None, option("of a model that has both; default: the encoder")
+        Literal["encoder", "decoder"] | None,
+        option("which stack, of a model that has both; default: the encoder"),
     ] = None,
     pool: Annotated[
         Literal["mean", "first", "last"] | None,
         option("vector of a word from its tokens; default: mean. Of a text: as the model does it, else mean"),
     ] = None,
-    words: Annotated[int, option("to train on, and to test on, at most; whole sentences are drawn")] = 20_000,
-    classes: Annotated[int, option("labels that a column may have")] = 200,
-    penalty: Annotated[float, option("on half the square of a probe's weights")] = 0.005,
-    iterations: Annotated[int, option("of fitting a probe, at most")] = 100,
+    words: Annotated[
+        int, option("most words to train on, and to test on; whole sentences are drawn")
+    ] = 20_000,
+    classes: Annotated[int, option("most labels that a column may have")] = 200,
+    penalty: Annotated[float, option("L2 penalty: times half the squared weights of a probe")] = 0.005,
+    iterations: Annotated[int, option("most iterations of fitting a probe")] = 100,
     seed: Annotated[
-        int, option("of the split, the choice of sentences, the control task and the intervals")
+        int, option("random seed of the split, the sentences, the control task and the intervals")
     ] = 0,
     device: Device = "auto",
     tokenizer: Tokenizer = None,

@@ -58,7 +58,7 @@ def prune(
     recompute: Annotated[
         bool, option("with --curve, rank the heads that are left anew at each point")
     ] = False,
-    seed: Annotated[int, option("of --by random")] = 0,
+    seed: Annotated[int, option("random seed, of --by random")] = 0,
     examples: Most = 1000,
     set: Settings = (),
     overwrite: Annotated[bool, option("write into OUT although there is something already")] = False,
