@@ -47,6 +47,10 @@ def test_the_list_of_commands_needs_no_library(arguments):
         ("cost", "gpt2", "--length", "many"),
         ("geometry", "DIR", "nonsense"),
         ("tokens", ""),
+        ("check", "/nowhere"),
+        ("classify", "/nowhere", "a text"),
+        ("lens", "/nowhere", "a text"),
+        ("geometry", "/", "analogy", "man"),
     ],
     ids=" ".join,
 )

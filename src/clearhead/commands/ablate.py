@@ -13,7 +13,7 @@ from clearhead.commands.common import (
     Json,
     Plot,
     Settings,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     print_notes,
@@ -69,7 +69,7 @@ def ablate(
       clearhead ablate my-model/ test.txt --each --plot heads.png
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     refuse(
         bool(data) == (text is not None),
         "give data or --text, one of the two: such as clearhead ablate my-model/ test.txt --heads 0.1",

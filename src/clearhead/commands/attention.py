@@ -14,8 +14,7 @@ from clearhead.commands.common import (
     Plot,
     Target,
     Tokenizer,
-    check_plot,
-    check_text,
+    check_inputs,
     load_model,
     option,
     print_notes,
@@ -70,8 +69,7 @@ def attention(
         entropy and plot is None,
         "entropy is a picture, and the table has its numbers anyway: name a file with --plot",
     )
-    check_text(text)
-    check_plot(plot)
+    check_inputs(folder, text, plot=plot)
     from clearhead.inside.attention import attention as run
     from clearhead.inside.attention_maps import checked_ending
     from clearhead.inside.names import find_heads

@@ -47,36 +47,35 @@ Settings = Annotated[
 ]
 
 
-def load_model(
-    folder: Path, tokenizer: Path | None = None, device: str = "cpu", dtype: str | None = None
-) -> ch.Model:
-    """Return the model of a directory, on a device and in a dtype."""
-    import torch
-
-    from clearhead.training.precision import best_device
-
-    wanted = getattr(torch, dtype) if dtype is not None else None
-    return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)
-
-
 def refuse(mistake: bool, message: str) -> None:
     """Raise an error where a mistake was made."""
     if mistake:
         raise InputError(message)
 
 
-def check_text(text: str) -> None:
-    """Refuse an empty text."""
-    refuse(not text, "the text is empty: give some text, or the name of an image file")
+def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
+    """Refuse a missing model, an empty text or an unknown format of picture, before importing torch."""
+    fetch = f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`"
+    refuse(not folder.is_dir(), f"{folder} is not a directory: name a model directory; {fetch}")
+    refuse("" in texts, "the text is empty: give some text, or the name of an image file")
+    if plot is not None:
+        from clearhead.plot.canvas import FORMATS
+
+        formats = f"its name must end in a format: use {', '.join(FORMATS)}"
+        refuse(plot.suffix.lower() not in FORMATS, f"--plot {plot} cannot be written: {formats}")
 
 
-def check_plot(plot: Path | None) -> None:
-    """Refuse a picture that cannot be written, before any work is done."""
-    from clearhead.plot.canvas import FORMATS
+def load_model(
+    folder: Path, tokenizer: Path | None = None, device: str = "cpu", dtype: str | None = None
+) -> ch.Model:
+    """Return the model of a directory, on a device and in a dtype."""
+    check_inputs(folder)
+    import torch
 
-    wrong = plot is not None and plot.suffix.lower() not in FORMATS
-    formats = ", ".join(FORMATS)
-    refuse(wrong, f"--plot {plot} cannot be written: its name must end in a format: use {formats}")
+    from clearhead.training.precision import best_device
+
+    wanted = getattr(torch, dtype) if dtype is not None else None
+    return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)
 
 
 def save_plot(plot: Path | None, draw: Callable[[], Any]) -> dict[str, str]:

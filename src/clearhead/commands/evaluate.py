@@ -16,6 +16,7 @@ from clearhead.commands.common import (
     Folder,
     Json,
     Settings,
+    check_inputs,
     load_model,
     option,
     print_notes,
@@ -65,6 +66,7 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
+    check_inputs(folder)
     nowhere = output is not None and (output.is_dir() or not output.absolute().parent.is_dir())
     refuse(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"

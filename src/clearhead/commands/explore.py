@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from clearhead.commands.common import Folder, load_model, option, print_notes
+from clearhead.commands.common import Folder, check_inputs, load_model, option, print_notes
 from clearhead.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def explore(
       clearhead explore my-model/ --text "The cat sat on the mat" --export cat.html
       clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
     """
+    check_inputs(folder)
     from clearhead.explorer.session import Opened, Session, first_given, starting_example
 
     if export is not None:

@@ -12,7 +12,7 @@ from clearhead.commands.common import (
     Folder,
     Json,
     Plot,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     refuse,
@@ -77,7 +77,7 @@ def geometry(
     fits = least <= len(words) and (most is None or len(words) <= most)
     refuse(not fits, f"{what} takes {takes}, and {len(words)} were given")
     refuse(k is not None and k < 1, f"k {k} must be 1 or more")
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     found, make_table, draw = _find(load_model(folder), what, words, k, vectors, length, stack)
     show_result(found.to_dict() | save_plot(plot, lambda: draw(found)), json, [make_table(found)])
 

@@ -15,7 +15,7 @@ from clearhead.commands.common import (
     Json,
     Plot,
     Tokenizer,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     refuse,
@@ -71,7 +71,7 @@ def heads(
       clearhead heads my-model/ "The cat sat on the mat." "The dog saw the cat."
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     nothing = limit is not None and limit < 1
     refuse(nothing, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.data.treebank import read_treebank

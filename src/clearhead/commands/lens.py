@@ -13,8 +13,7 @@ from clearhead.commands.common import (
     Plot,
     Target,
     Tokenizer,
-    check_plot,
-    check_text,
+    check_inputs,
     load_model,
     option,
     refuse,
@@ -61,8 +60,7 @@ def lens(
     refuse(
         apart and not contributions, "--token and --against choose a logit to take apart: add --contributions"
     )
-    check_text(text)
-    check_plot(plot)
+    check_inputs(folder, text, plot=plot)
     from clearhead.inside.choices import find_column
     from clearhead.inside.contributions import contributions as take_apart
     from clearhead.inside.lens import lens as run

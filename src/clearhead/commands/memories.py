@@ -13,7 +13,7 @@ from clearhead.commands.common import (
     Folder,
     Json,
     Plot,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     refuse,
@@ -74,7 +74,7 @@ def memories(
     """
     refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
     refuse(limit < 0, f"limit {limit} is negative: it is a number of tokens, 0 for all")
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     from clearhead.inside.memories import memories as run
 
     model = load_model(folder)

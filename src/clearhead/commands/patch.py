@@ -13,8 +13,7 @@ from clearhead.commands.common import (
     Json,
     Plot,
     Tokenizer,
-    check_plot,
-    check_text,
+    check_inputs,
     load_model,
     option,
     save_plot,
@@ -66,9 +65,7 @@ def patch(
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France" --part residual heads
       clearhead patch my-model/ "Paris is in" "Rome is in" --json
     """
-    check_text(clean)
-    check_text(corrupt)
-    check_plot(plot)
+    check_inputs(folder, clean, corrupt, plot=plot)
     from clearhead.inside.patch import patch as run
     from clearhead.plot.patch import draw_patching
 

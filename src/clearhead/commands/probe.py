@@ -13,7 +13,7 @@ from clearhead.commands.common import (
     Json,
     Plot,
     Tokenizer,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     print_notes,
@@ -70,7 +70,7 @@ def probe(
       clearhead probe my-model/ train.conllu --column feats.Number --words 5000
       clearhead probe my-model/ reviews.tsv --json
     """
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     from clearhead.inside.probe import probe as run
     from clearhead.plot.probe import probe_figure
 

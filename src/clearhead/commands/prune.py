@@ -14,7 +14,7 @@ from clearhead.commands.common import (
     Json,
     Plot,
     Settings,
-    check_plot,
+    check_inputs,
     load_model,
     option,
     progress,
@@ -72,7 +72,7 @@ def prune(
       clearhead prune my-model/ half/ --keep 0.5 --data valid.txt
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
-    check_plot(plot)
+    check_inputs(folder, plot=plot)
     refuse(
         out is None and not curve,
         "nothing is to be done: name OUT, the directory to write, or ask for --curve",
