@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from clearhead.fast.kernels import available, held, step_attend, step_linear
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block
-from clearhead.model.cache import Cache, CrossKeys, FixedCache, FixedKeys, LayerKeys
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import FeedForward
+from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.masks import Tokens, View
 from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary
+from clearhead.model.rope import Rotary
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Stack, Transformer
 

@@ -133,7 +133,7 @@ def contributions(
     prepared = prepare(m, given, target, pair)
     choices, model = choices_of(prepared), prepared.model
     column = find_column(position, choices.columns)
-    output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in TAPS + CROSS_TAPS * model.main.plan.cross))
+    output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in TAPS + CROSS_TAPS * model.main.spec.cross))
     said = choices.scores(output.logits)[0, column]
     choice = int(said.argmax()) if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
@@ -188,7 +188,7 @@ def _terms(
     backwards = [Term("head bias", "bias", read.bias), Term("head transform", "bias", read.transform)]
     if model.main.norm is not None:
         final = freeze(
-            model.main.norm, exact(seen[f"blocks.{model.main.plan.n_layers - 1}.resid_post"][0])[rows]
+            model.main.norm, exact(seen[f"blocks.{model.main.spec.n_layers - 1}.resid_post"][0])[rows]
         )
         backwards.append(Term("final norm bias", "bias", final.shift(direction)))
         direction = final.back(direction)

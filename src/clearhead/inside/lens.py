@@ -100,7 +100,7 @@ def lens(
 
 def lens_taps(model: Transformer) -> list[str]:
     """The names of the states that the lens reads: the embedding's, and each block's."""
-    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.plan.n_layers))]
+    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.spec.n_layers))]
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
