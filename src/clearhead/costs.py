@@ -200,7 +200,9 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     if spec.input == "patches":
         tokens = spec.n_tokens(0)
         if length not in (None, tokens):
-            raise InputError(f"{name} {length} was given for an image, which has {tokens} tokens: leave it out")
+            raise InputError(
+                f"{name} {length} was given for an image, which has {tokens} tokens: leave it out"
+            )
         return tokens, tokens
     if length is None:
         length = spec.max_positions * (spec.conv_stride if spec.input == "frames" else 1)

@@ -10,7 +10,16 @@ from clearhead.errors import ConfigError, nearest
 
 MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # what no model comes near
 LAYERS = ("n_layers", "n_encoder_layers")
-WIDTHS = ("d_model", "n_heads", "n_kv_heads", "n_encoder_heads", "d_head", "d_encoder_head", "d_value", "d_ff")
+WIDTHS = (
+    "d_model",
+    "n_heads",
+    "n_kv_heads",
+    "n_encoder_heads",
+    "d_head",
+    "d_encoder_head",
+    "d_value",
+    "d_ff",
+)
 SIZES = (*LAYERS, *WIDTHS, "d_encoder_ff", "d_embedding")
 COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
 ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap")
@@ -25,14 +34,18 @@ def check_given(config: Fields) -> None:
         _refuse(given[name] < 1, f"{name} {given[name]} must be 1 or more")
     for name in given.keys() & set(SIZES):
         most = MOST_LAYERS if name in LAYERS else MOST_WIDE
-        _refuse(given[name] > most, f"{name} {given[name]:,} is more than any model has: {most:,} is the most")
+        _refuse(
+            given[name] > most, f"{name} {given[name]:,} is more than any model has: {most:,} is the most"
+        )
     for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
         _refuse(given[name] < 0, f"{name} {given[name]} must be 0 or more")
     for name in given.keys() & set(ABOVE_ZERO):
         _refuse(given[name] <= 0, f"{name} {given[name]} must be above 0")
     for name in given.keys() & set(PROBABILITIES):
         wrong = not 0 <= given[name] < 1
-        _refuse(wrong, f"{name} {given[name]} is not a probability: choose 0 (off) up to, but not including, 1")
+        _refuse(
+            wrong, f"{name} {given[name]} is not a probability: choose 0 (off) up to, but not including, 1"
+        )
     _refuse(config.init_std < 0, f"init_std {config.init_std} must be 0 or more: 0.02 is usual")
     _refuse(config.norm_eps <= 0, f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual")
     bias = config.norm == "rmsnorm" and config.norm_bias
@@ -41,14 +54,18 @@ def check_given(config: Fields) -> None:
     wrong = groups is not None and not 1 <= groups <= layers
     _refuse(wrong, f"layer_groups {groups} must lie between 1 and n_layers {layers}")
     for name in given.keys() & set(TWO_STACKS) if config.family != "encoder-decoder" else ():
-        raise ConfigError(f"{name} belongs to family encoder-decoder, and this is {config.family}: leave it out")
+        raise ConfigError(
+            f"{name} belongs to family encoder-decoder, and this is {config.family}: leave it out"
+        )
     if config.parallel:
         _refuse(
             config.family == "encoder-decoder",
             "parallel has no place for cross-attention: choose family decoder or encoder, or parallel false",
         )
         place = config.norm_position
-        _refuse(place not in ("pre", "sandwich"), f"parallel needs norm_position pre or sandwich, not {place}")
+        _refuse(
+            place not in ("pre", "sandwich"), f"parallel needs norm_position pre or sandwich, not {place}"
+        )
 
 
 def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
@@ -194,14 +211,18 @@ def _check_image(config: Fields) -> None:
     )
     needed = (size[0] // patch) * (size[1] // patch) + config.class_token
     _refuse(
-        config.positions == "learned" and config.family != "encoder-decoder" and config.max_positions < needed,
+        config.positions == "learned"
+        and config.family != "encoder-decoder"
+        and config.max_positions < needed,
         f"max_positions {config.max_positions} is below the {needed} positions of one image: raise it",
     )
 
 
 def _check_head(config: Fields) -> None:
     head = config.head
-    _refuse(head in ("classifier", "tagger") and config.n_classes < 1, f"head {head} needs n_classes, 1 at least")
+    _refuse(
+        head in ("classifier", "tagger") and config.n_classes < 1, f"head {head} needs n_classes, 1 at least"
+    )
     _refuse(
         head == "mlm" and config.family != "encoder",
         f"head mlm reads both sides of a mask and family is {config.family}: choose family encoder, or head lm",

@@ -200,7 +200,9 @@ class StackSpec:
     d_value: int
     d_ff: int
     pruned_heads: Mapping[str, tuple[int, ...]] = field(hash=False)
-    block_of: tuple[int, ...]  # for each layer, the number of its block; layers that share weights have the same
+    block_of: tuple[
+        int, ...
+    ]  # for each layer, the number of its block; layers that share weights have the same
 
     input: Input
     vocab_size: int

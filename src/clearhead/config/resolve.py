@@ -95,8 +95,12 @@ def head_spec(config: Fields) -> HeadSpec:
 
 def _stack(config: Fields, **own: Any) -> StackSpec:
     """Return the specification of a stack; `own` is where it differs from the config's fields."""
-    size = {"prefix": "", "causal": False, "cross": False, "input": config.input, **own}
-    layers, d_head = size.get("n_layers", config.n_layers), size.get("d_head", config.d_head)
+    size: dict[str, Any] = {
+        **{"prefix": "", "causal": False, "cross": False, "input": config.input},
+        **{"n_layers": config.n_layers, "d_head": config.d_head},
+        **own,
+    }
+    layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
     tokens = size["input"] == "tokens"
     # What follows from the width of a head follows from this stack's.

@@ -104,7 +104,7 @@ class Run:
     def scores(self) -> Tensor:
         """[columns, V] what the head says, in float32 on the CPU."""
         with torch.no_grad():
-            return self.choices.scores(self.prepared.run().logits)[0].float().cpu()
+            return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:

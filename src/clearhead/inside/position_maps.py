@@ -20,7 +20,8 @@ from torch import Tensor
 
 from clearhead.bundle import Model
 from clearhead.errors import InputError
-from clearhead.model.transformer import Stack, Transformer
+from clearhead.model.stack import Stack
+from clearhead.model.transformer import Transformer
 
 Which = Literal["main", "encoder"]
 Floats = NDArray[np.float32]

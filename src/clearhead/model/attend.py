@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clearhead.config import StackSpec
 from clearhead.model.dtypes import wide
-from clearhead.model.steps import Pass, Step, Words
+from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -153,7 +153,9 @@ def attend_steps(
     yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
     # Queries that are partly rotated are joined anew: the kernel's answer takes on their layout, and is copied.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
-    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * run.size)
+    yield Step(
+        f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * run.size
+    )
 
 
 def _kept(
@@ -163,7 +165,9 @@ def _kept(
     square, values = T * S, run.batch * H * T * S  # of a mask, and of the pattern
     windowed = window is not None and window < S
     masked = windowed or (own and spec.causal)
-    if spec.attention_softcap is not None:  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
+    if (
+        spec.attention_softcap is not None
+    ):  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
         copied = run.size if masked or run.size < run.wide else 0
         return values * (run.size + run.wide + copied) + (2 * square if masked else 0)
     if not fused:
@@ -172,24 +176,3 @@ def _kept(
     if own and spec.positions == "alibi" and masked:
         return log_sums + H * square * run.size
     return log_sums + (square * run.size if windowed else 0)
-
-
-ATTEND_WORDS = {
-    "scores": Words("scores", "B H T S", "q · kᵀ", "How well each query fits each key."),
-    "scaled": Words(
-        *("scale", "B H T S", "scores · {scale}"),
-        "Long vectors make large products; the scale keeps softmax from choosing one key alone.",
-    ),
-    "softcapped": Words(
-        *("soft-cap", "B H T S", "{softcap} · tanh(scores / {softcap})"),
-        "Bounds the scores smoothly, so that none runs away.",
-    ),
-    "biased": Words("add bias", "B H T S", "scores + position bias", "Distance enters the scores."),
-    "masked": Words(
-        "mask", "B H T S", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
-    ),
-    "pattern": Words(
-        *("softmax", "B H T S", "softmax(scores)"),
-        "Scores become shares: how much each token takes from each other one, one in all.",
-    ),
-}

@@ -18,7 +18,7 @@ from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
 from clearhead.model.rope import rotate
-from clearhead.model.steps import Pass, Step, Words, linear_step, norm_step
+from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -31,7 +31,11 @@ class Attention(nn.Module):
         self.pruned = len(self.heads) < spec.n_heads
         self.n_heads, self.n_kv_heads = len(self.heads), spec.kv_heads_of(name)
         self.d_head, self.d_value = spec.d_head, spec.d_value
-        self.scale, self.softcap, self.dropout = spec.attention_scale, spec.attention_softcap, spec.attention_dropout
+        self.scale, self.softcap, self.dropout = (
+            spec.attention_scale,
+            spec.attention_softcap,
+            spec.attention_dropout,
+        )
         self.layout, self.norm_over = spec.rope_layout, spec.qk_norm
         self.kernel = "fused"
 
@@ -100,7 +104,13 @@ class Attention(nn.Module):
 
 
 def attention_steps(
-    spec: StackSpec, run: Pass, name: str, T: int, S: int, window: int | None, kind: Literal["attention", "cross"]
+    spec: StackSpec,
+    run: Pass,
+    name: str,
+    T: int,
+    S: int,
+    window: int | None,
+    kind: Literal["attention", "cross"],
 ) -> Iterator[Step]:
     """The steps of one attention of T queries and S keys; cross-attention has neither positions nor causality."""
     B, D, size = run.batch, spec.d_model, run.size
@@ -117,58 +127,3 @@ def attention_steps(
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     yield from attend_steps(spec, run, name, T, S, window, kind, H, K, fused)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)
-
-
-ATTENTION_WORDS = {
-    "q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
-    "k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
-    "v": Words("value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."),
-    "q_heads": Words(
-        *("split heads, q", "B H T E", "B T H·E → B H T E"),
-        "Each head looks for something else, with its own share of the columns.",
-    ),
-    "k_heads": Words(
-        *("split heads, k", "B K S E", "B S K·E → B K S E"),
-        "Each head has its own keys; fewer than queries where heads share them.",
-    ),
-    "v_heads": Words(
-        *("split heads, v", "B K S {Ev}", "B S K·E → B K S E"),
-        "Each head has its own values; fewer than queries where heads share them.",
-    ),
-    "q_norm": Words(
-        "norm q", "{q_normed}", "{norm}(q)", "Keeps scores from growing with the size of the queries."
-    ),
-    "k_norm": Words("norm k", "{k_normed}", "{norm}(k)", "Keeps scores from growing with the size of the keys."),
-    "q_rotated": Words(
-        *("rotate q", "B H T E", "q turned by its place"),
-        "Turned queries and keys fit by their distance, so order enters the scores.",
-    ),
-    "k_rotated": Words(
-        *("rotate k", "B K S E", "k turned by its place"),
-        "Turned queries and keys fit by their distance, so order enters the scores.",
-    ),
-    "z": Words(
-        *("mix values", "B H T {Ev}", "pattern · v"),
-        "Each token takes in the values of those it looks at, by their shares.",
-    ),
-    "concat": Words(
-        "concatenate", "B T H·{Ev}", "B H T E → B T H·E", "What the heads found is laid side by side."
-    ),
-    "out": Words(
-        *("output", "B T D", "z · Wo{out_bias}"),
-        "Mixes what the heads found, and brings it to the width of the stream.",
-    ),
-}
-CROSS_WORDS = {
-    "q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."),
-    "k": Words(
-        *("key", "B S K·E", "memory · Wk{qkv_bias}"), "What each token of the source offers to be found by."
-    ),
-    "v": Words(
-        *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
-        "What each token of the source hands over when it is found.",
-    ),
-    "masked": Words(
-        "mask", "B H T S", "{hidden}", "Every token of the source may be seen: nothing is hidden here."
-    ),
-}

@@ -26,7 +26,7 @@ from clearhead.model.experts import Experts, expert_steps
 from clearhead.model.feedforward import FeedForward, feedforward_steps
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
-from clearhead.model.steps import Part, Pass, Step, Words, norm_step
+from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -146,20 +146,3 @@ def _residual_steps(
         yield Step(f"{name}.dropout", part, kept=rows * D)
     if place == "post":
         yield norm_step(f"{name}.after", spec.norm, run, rows, D)
-
-
-RESIDUAL_WORDS = {
-    "before": Words(
-        "norm", "B T D", "{norm}(x)", "The sublayer reads the stream at one scale, whatever its size has become."
-    ),
-    "inside": Words(
-        *("inner norm", "B T D", "{norm}(y)"),
-        "What the sublayer says is brought to one scale before it is added.",
-    ),
-    "scaled": Words("scale", "B T D", "y · {residual_scale}", "How loudly a sublayer speaks beside the stream."),
-    "add": Words(
-        *("residual", "B T D", "x + y"),
-        "The stream goes on, and the sublayer only adds to it: so depth loses nothing.",
-    ),
-    "after": Words("post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."),
-}

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import InputError

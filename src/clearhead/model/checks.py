@@ -133,9 +133,7 @@ def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str
         )
 
 
-def check_bias(
-    bias: Tensor | None, spec: StackSpec, batch: int, length: int, cache: Cache | None
-) -> None:
+def check_bias(bias: Tensor | None, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
     """A pairwise bias given by the caller."""
     if bias is None:
         return

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.model.dtypes import wide
 from clearhead.model.feedforward import FeedForward, feedforward_steps
-from clearhead.model.steps import INDEX, Pass, Step, Words, linear_step
+from clearhead.model.steps import INDEX, Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -85,30 +85,12 @@ def balance_loss(model: nn.Module, mask: Tensor | None = None) -> Tensor:
 def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
     """The steps of a mixture on `rows` tokens."""
     X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model
-    softmax = A if spec.router_order == "topk_softmax" else X + A + 1  # the chosen; or all, the chosen, their sum
+    softmax = (
+        A if spec.router_order == "topk_softmax" else X + A + 1
+    )  # the chosen; or all, the chosen, their sum
     kept = rows * (softmax * run.wide + A * (run.size + 3 * INDEX))  # and which, in which order
     yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=kept)
     rows *= A
     # What the experts read, what they say, and that weighted.
     yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * D * run.size)
     yield from feedforward_steps(spec, run, f"{name}.experts", rows, copies=X, idle=X - A)
-
-
-EXPERT_WORDS = {
-    "router": Words("router", "B T X", "x · Wr", "How well each expert suits each token."),
-    "chosen": Words(
-        *("choice of experts", "B·T A", "the best {n_active} of {n_experts}"),
-        "Each token visits a few experts, so that weights are many and work is little.",
-    ),
-    "weights": Words(
-        "weights of experts", "B·T A", "{router}", "How much of each chosen expert's answer a token takes."
-    ),
-    "sorted": Words(
-        *("sort by expert", "B·T·A D", "rows of x, by expert"),
-        "Tokens of one expert are laid together, so that it works on them at once.",
-    ),
-    "mixed": Words(
-        *("mix experts", "B T D", "Σ weight · answer"),
-        "Each token adds up the answers of its experts, by their weights.",
-    ),
-}

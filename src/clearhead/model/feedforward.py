@@ -13,7 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.model.steps import Pass, Step, Words, linear_step
+from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -83,23 +83,3 @@ def feedforward_steps(
         yield Step(f"{name}.dropout", "feedforward", kept=rows * F)
     kept = wide_values if spec.gated or spec.feedforward_dropout else 0
     yield experts(linear_step(f"{name}.down", "feedforward", rows, F, D, bias, kept=kept))
-
-
-FEEDFORWARD_WORDS = {
-    "gate": Words(
-        "gate", "{rows} F", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
-    ),
-    "up": Words(
-        *("expand", "{rows} F", "x · Wu{feedforward_bias}"),
-        "Each token by itself looks for many features, in a wider space.",
-    ),
-    "activated": Words(
-        "activate", "{rows} F", "{activation}(x)", "The bend: without it the two linear maps would be one."
-    ),
-    "gated": Words(
-        "multiply", "{rows} F", "gate · up", "The gate lets some features through and holds others back."
-    ),
-    "down": Words(
-        "contract", "{rows} D", "x · Wd{feedforward_bias}", "The features found say what to add to the stream."
-    ),
-}

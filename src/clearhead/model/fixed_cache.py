@@ -39,6 +39,7 @@ class FixedCache(Cache):
         self.tokens = Tokens(
             count, count.clone(), torch.zeros_like(count, dtype=torch.bool), count.clone(), plain=False
         )
+
         def room(attention: str, slots: int) -> tuple[Tensor, Tensor]:
             shape = (batch, spec.kv_heads_of(attention), slots)
             return (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clearhead.config import StackSpec
 from clearhead.model.norms import make_norm
-from clearhead.model.steps import INDEX, Pass, Step, Words, linear_step, norm_step
+from clearhead.model.steps import INDEX, Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -175,49 +175,3 @@ def embedding_steps(
         yield linear_step(f"{name}.project", "embedding", rows, width, D, True, kept=kept)
     if spec.embedding_dropout:
         yield Step(f"{name}.dropout", "embedding", kept=rows * D)
-
-
-EMBEDDING_WORDS = {
-    "front.tokens": Words(
-        *("embed", "B T {W}", "table[ids]"),
-        "Each token becomes a vector, learned in training: what it means before its neighbours are known.",
-    ),
-    "front.scaled": Words(
-        *("scale", "B T {W}", "x · {embedding_scale}"),
-        "Makes the token's vector large beside the vectors that are added to it.",
-    ),
-    "front.patches": Words(
-        *("patches", "B N channels·patch·patch", "cut, then flatten"),
-        "An image has no words, so squares of it take their place.",
-    ),
-    "front.project": Words(
-        "project", "B {N} D", "x · W + b", "Brings each input vector to the width of the model."
-    ),
-    "front.class_token": Words(
-        *("class token", "B T D", "[class token; x]"),
-        "A learned vector that stands for no patch gathers what the whole image shows.",
-    ),
-    "front.first": Words(
-        "first convolution", "B D Tin", "conv(x)", "Each frame takes in its neighbours in time."
-    ),
-    "front.first_bent": Words("activate", "B D Tin", "gelu(x)", "Without a bend, two convolutions would be one."),
-    "front.second": Words(
-        *("second convolution", "B D T", "conv(x)"),
-        "Takes in neighbours again, with a stride that shortens the row.",
-    ),
-    "front.second_bent": Words(
-        *("activate", "B T D", "gelu(x)"), "Bends the result, so that what follows is more than one linear map."
-    ),
-    "types": Words(
-        "types", "B T {W}", "table[types]", "A vector that says which of two texts a token belongs to."
-    ),
-    "typed": Words("add types", "B T {W}", "x + types", "Each token now carries the text it belongs to."),
-    "placed": Words("add positions", "B T {W}", "x + positions", "Each token now carries where it stands."),
-    "norm": Words(
-        "norm", "B T {W}", "{norm}(x)", "Brings every token's vector to one scale before the first block."
-    ),
-    "project": Words(
-        *("widen", "B T D", "x · W + b"),
-        "The table is narrower than the model, to save weights, and is widened here.",
-    ),
-}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clearhead.config import HeadSpec
 from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.norms import make_norm
-from clearhead.model.steps import Pass, Step, Words, linear_step, norm_step
+from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -73,7 +73,9 @@ class LanguageHead(Head):
                 yield Step("head.activation", "head", kept=rows * width * run.size)
             yield norm_step("head.norm", spec.norm, run, rows, width)
         capped = V if spec.logit_softcap is not None else 0
-        out = linear_step("head.out", "head", rows, width, V, spec.bias, kept=rows * (width + capped) * run.size)
+        out = linear_step(
+            "head.out", "head", rows, width, V, spec.bias, kept=rows * (width + capped) * run.size
+        )
         yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
 
 
@@ -175,25 +177,4 @@ HEADS: dict[str, type[Head]] = {
     "span": TokenHead,
     "embedding": EmbeddingHead,
     "none": Head,
-}
-
-HEAD_WORDS = {
-    "transform": Words(
-        *("transform", "B T {W}", "x · W + b"),
-        "One more layer on each state before it is compared with the tokens.",
-    ),
-    "activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
-    "norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
-    "scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
-    "pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
-    "pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
-    "bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
-    "normalised": Words(
-        "unit length", "B D", "x / |x|", "Vectors of length one are compared by their angle alone."
-    ),
-    "out": Words("logits", "{answers}", "x · W{head_bias}", "A score for every answer there is."),
-    "softcapped": Words(
-        *("soft-cap", "B T V", "{logit_softcap} · tanh(x / {logit_softcap})"),
-        "Bounds the scores smoothly, so that none runs away.",
-    ),
 }

@@ -21,7 +21,9 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         scale = 1 + self.weight if self.unit_offset else self.weight
-        return torch.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # its statistics are float32 inside
+        return torch.layer_norm(
+            x, scale.shape, scale, self.bias, self.eps
+        )  # its statistics are float32 inside
 
 
 class RMSNorm(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.model.dtypes import precise
 from clearhead.model.rope import Rotary, rotary_of
-from clearhead.model.steps import INDEX, Pass, Step, Words
+from clearhead.model.steps import INDEX, Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -199,27 +199,4 @@ POSITIONS: dict[str, type[PositionScheme]] = {
     "rope": RopePositions,
     "alibi": AlibiPositions,
     "relative": RelativePositions,
-}
-
-POSITION_WORDS = {
-    "table": Words(
-        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
-        "A learned vector for each place in the row: attention itself knows no order.",
-    ),
-    "waves": Words(
-        *("positions", "1 T {W}", "sin, cos of the place"),
-        "Waves of many lengths give each place a vector of its own: attention itself knows no order.",
-    ),
-    "rotary": Words(
-        *("angles", "2 1 1 T R", "cos, sin of place · frequency"),
-        "By how much queries and keys will be turned at each place.",
-    ),
-    "rotary.local": Words(
-        *("angles, local", "2 1 1 T R", "cos, sin of place · frequency"),
-        "The same at the base that layers with a window have.",
-    ),
-    "bias": Words(
-        *("position bias", "1 H T S", "{bias}"),
-        "What will be added to a score for the distance between two tokens.",
-    ),
 }

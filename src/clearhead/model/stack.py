@@ -19,7 +19,7 @@ from clearhead.model.fronts import Embedding, embedding_steps
 from clearhead.model.masks import Tokens, View, compose, spelled_out
 from clearhead.model.norms import make_norm
 from clearhead.model.positions import POSITIONS
-from clearhead.model.steps import Pass, Step, Words, norm_step
+from clearhead.model.steps import Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -134,11 +134,3 @@ def stack_steps(
         yield norm_step(f"{spec.prefix}norm", spec.norm, run, rows, spec.d_model)
     if spec.prefix:  # the answer of this stack is read, and kept, by every cross-attention
         yield Step(f"{spec.prefix}hidden", "cross", kept=rows * spec.d_model * run.size)
-
-
-STACK_WORDS = {
-    "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
-    "norm": Words(
-        "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
-    ),
-}

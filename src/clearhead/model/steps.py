@@ -1,7 +1,7 @@
 """Steps: what a part says of its own forward pass, beside the code of that pass.
 
 Each part has a function that yields a `Step` for whatever owns weights, multiplies matrices or keeps bytes for the
-backward pass; `costs` adds them up without building anything. `Words` explain the values that a part shows to its tap.
+backward pass; `costs` adds them up without building anything.
 
 Shapes: B batch, T query length, S key length, D model.
 """
@@ -16,15 +16,6 @@ from clearhead.config import NormSpec
 
 Part = Literal["embedding", "positions", "attention", "cross", "feedforward", "norms", "head"]
 INDEX = 8  # bytes of one id
-
-
-class Words(NamedTuple):
-    """How to explain one value of the forward pass; names in braces are filled in from the model at hand."""
-
-    title: str
-    symbols: str  # its shape, in the letters of the trace's legend
-    formula: str  # x is what the step before gave
-    why: str
 
 
 @dataclass(frozen=True)

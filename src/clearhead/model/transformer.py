@@ -31,9 +31,18 @@ from clearhead.model.taps import Tap, tap_for
 class Output:
     """What a forward pass gives back."""
 
-    logits: Tensor | None  # B T V, or what the head says: B C, B T C, B T 2, B D; None where none were asked for
+    logits: (
+        Tensor | None
+    )  # B T V, or what the head says: B C, B T C, B T 2, B D; None where none were asked for
     hidden: Tensor  # B T D, after the last norm
     memory: Tensor | None = None  # B S D, the encoder's answer where there are two stacks
+
+    @property
+    def required_logits(self) -> Tensor:
+        """The logits, for whoever has asked for them."""
+        if self.logits is None:
+            raise InputError('this pass was run with logits="none": run it with logits="all" or "last"')
+        return self.logits
 
 
 class Transformer(nn.Module):
@@ -99,7 +108,9 @@ class Transformer(nn.Module):
             if logits not in ("all", "last", "none"):
                 raise InputError(f'logits "{logits}" is not known: choose all, last or none')
         if self.encoder is not None and self.decoder is not None:
-            memory = self._encode(self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap)
+            memory = self._encode(
+                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
+            )
         elif source is not None:
             raise InputError("source is for a model with an encoder and a decoder: give ids alone")
         input_mask, mask = _masks(spec, mask)
@@ -136,7 +147,9 @@ class Transformer(nn.Module):
         if not torch.compiler.is_compiling():
             checks.check_tokens(spec, source, mask, None, documents, "source")
             if source.shape[0] != batch:
-                raise InputError(f"source has {source.shape[0]} rows and ids {batch}: give one source per row")
+                raise InputError(
+                    f"source has {source.shape[0]} rows and ids {batch}: give one source per row"
+                )
         input_mask, mask = _masks(spec, mask)
         tokens = tokens_from(batch, spec.n_tokens(source.shape[1]), source.device, mask, None, documents)
         if not torch.compiler.is_compiling():

@@ -96,7 +96,7 @@ class Inputs:
 
     def run(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Tensor:
         """The model's logits."""
-        return self.output(main, rows, **options).logits
+        return self.output(main, rows, **options).required_logits
 
     def padded(self, side: str) -> Padded:
         """The same inputs with padding left, right or in between ("gaps"), in the source too."""

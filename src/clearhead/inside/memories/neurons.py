@@ -11,7 +11,7 @@ from torch import Tensor
 from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.transformer import Stack
+from clearhead.model.stack import Stack
 
 _NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
 

@@ -109,12 +109,12 @@ def trace(
     prepared = trace_inputs(m, given, target, pair)
     model = m.model
     with torch.no_grad(), evaluating(model):
-        expected = prepared.run().logits  # first, so that the recorded pass finds a warm machine
+        expected = prepared.run().required_logits  # first, so that the recorded pass finds a warm machine
         recorder = Recorder(model.config, _facts(m), keep_values)
         sources = _inputs(recorder, prepared, prepared.source, "encoder.", pair)
         inputs = _inputs(recorder, prepared, prepared.main, "", pair)
         with listening(Listener(model, {}, recorder.hear)):
-            logits = prepared.run().logits
+            logits = prepared.run().required_logits
         predictions = answer_steps(recorder, m, prepared.tokens, logits, top)
     seen = recorder.steps[sources + inputs :]
     first = [step for step in seen if step.name.startswith("encoder.")]
@@ -126,9 +126,7 @@ def trace(
     return Trace(steps, prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
 
 
-def _inputs(
-    recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None
-) -> int:
+def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None) -> int:
     """Take down how what was given became numbers; return how many steps that took."""
     before = len(recorder.steps)
     tokens = prepared.source_tokens if prefix else prepared.tokens

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.inside.trace.words import INPUT_WORDS, WORDS, kind_of
+from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
 
@@ -110,7 +110,9 @@ class Recorder:
         self.steps: list[TraceStep] = []
         self.config, self.facts, self.keep_values = config, dict(facts), keep_values
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
-        self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of one step, and the time they took
+        self._experts: dict[
+            str, tuple[list[Tensor], float]
+        ] = {}  # pieces of one step, and the time they took
         self._clock = time.perf_counter()
 
     def hear(self, name: str, x: Tensor, public: bool) -> None:
@@ -149,7 +151,10 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words, known = WORDS[kind_of(name)], {**self.facts, **stack_facts(self.config, name, x), **facts}
+        words, known = (
+            words_of(name, tuple(x.shape)),
+            {**self.facts, **stack_facts(self.config, name, x), **facts},
+        )
         keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
         self._recent.append((len(self.steps), x))
         self.steps.append(
@@ -219,7 +224,7 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
         block = f"{at}blocks.{layer}"
         joins = sublayer.endswith("_residual") and config.parallel and step != ["before"]
         return (stack, block, f"{block}.{'residual' if joins else sublayer.removesuffix('_residual')}")
-    if part in INPUT_WORDS:
+    if part in INPUTS:
         return (stack, f"{at}input")
     if part == "mask" or (part == "positions" and rest[0] in ("rotary", "bias")):
         return (stack, f"{at}view")

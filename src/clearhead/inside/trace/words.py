@@ -1,23 +1,23 @@
 """What each step of a trace is called, its shape in letters, its formula, and why it is there.
 
-The parts of the model explain their own steps, beside their code. Here are those before the first part and after the
-last, and the place where all of them are looked up.
+In formulas `x` is what the step before gave; names in braces are filled in from the model at hand. A step that has no
+entry here is shown by its name.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from clearhead.model.attend import ATTEND_WORDS
-from clearhead.model.attention import ATTENTION_WORDS, CROSS_WORDS
-from clearhead.model.block import RESIDUAL_WORDS
-from clearhead.model.experts import EXPERT_WORDS
-from clearhead.model.feedforward import FEEDFORWARD_WORDS
-from clearhead.model.fronts import EMBEDDING_WORDS
-from clearhead.model.heads import HEAD_WORDS
-from clearhead.model.positions import POSITION_WORDS
-from clearhead.model.stack import STACK_WORDS
-from clearhead.model.steps import Words
+
+class Words(NamedTuple):
+    """How to explain one value of the forward pass; names in braces are filled in from the model at hand."""
+
+    title: str
+    symbols: str  # its shape, in the letters of the trace's legend
+    formula: str  # x is what the step before gave
+    why: str
+
 
 LEGEND = {
     "B": "batch, here one row",
@@ -45,7 +45,9 @@ LEGEND = {
     "patch": "side of a patch, in pixels",
 }
 
-INPUT_WORDS = {
+INPUTS = ("tokenize", "ids", "pixels", "vectors")
+WORDS = {
+    # Input
     "tokenize": Words(
         *("tokenize", "T 2", "text → tokens"),
         "A model reads pieces from a fixed vocabulary; here are the characters behind each piece.",
@@ -59,28 +61,246 @@ INPUT_WORDS = {
         "The image at the size, and on the scale, that the model was trained on.",
     ),
     "vectors": Words("vectors", "B {Tin} I", "as given", "The input is a row of vectors already."),
+    # Embedding
+    "embedding.front.tokens": Words(
+        *("embed", "B T {W}", "table[ids]"),
+        "Each token becomes a vector, learned in training: what it means before its neighbours are known.",
+    ),
+    "embedding.front.scaled": Words(
+        *("scale", "B T {W}", "x · {embedding_scale}"),
+        "Makes the token's vector large beside the vectors that are added to it.",
+    ),
+    "embedding.front.patches": Words(
+        *("patches", "B N channels·patch·patch", "cut, then flatten"),
+        "An image has no words, so squares of it take their place.",
+    ),
+    "embedding.front.project": Words(
+        "project", "B {N} D", "x · W + b", "Brings each input vector to the width of the model."
+    ),
+    "embedding.front.class_token": Words(
+        *("class token", "B T D", "[class token; x]"),
+        "A learned vector that stands for no patch gathers what the whole image shows.",
+    ),
+    "embedding.front.first": Words(
+        "first convolution", "B D Tin", "conv(x)", "Each frame takes in its neighbours in time."
+    ),
+    "embedding.front.first_bent": Words(
+        "activate", "B D Tin", "gelu(x)", "Without a bend, two convolutions would be one."
+    ),
+    "embedding.front.second": Words(
+        *("second convolution", "B D T", "conv(x)"),
+        "Takes in neighbours again, with a stride that shortens the row.",
+    ),
+    "embedding.front.second_bent": Words(
+        *("activate", "B T D", "gelu(x)"),
+        "Bends the result, so that what follows is more than one linear map.",
+    ),
+    "embedding.types": Words(
+        "types", "B T {W}", "table[types]", "A vector that says which of two texts a token belongs to."
+    ),
+    "embedding.typed": Words(
+        "add types", "B T {W}", "x + types", "Each token now carries the text it belongs to."
+    ),
+    "embedding.placed": Words(
+        "add positions", "B T {W}", "x + positions", "Each token now carries where it stands."
+    ),
+    "embedding.norm": Words(
+        "norm", "B T {W}", "{norm}(x)", "Brings every token's vector to one scale before the first block."
+    ),
+    "embedding.project": Words(
+        *("widen", "B T D", "x · W + b"),
+        "The table is narrower than the model, to save weights, and is widened here.",
+    ),
+    "positions.table": Words(
+        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
+        "A learned vector for each place in the row: attention itself knows no order.",
+    ),
+    "positions.waves": Words(
+        *("positions", "1 T {W}", "sin, cos of the place"),
+        "Waves of many lengths give each place a vector of its own: attention itself knows no order.",
+    ),
+    "positions.rotary": Words(
+        *("angles", "2 1 1 T R", "cos, sin of place · frequency"),
+        "By how much queries and keys will be turned at each place.",
+    ),
+    "positions.rotary.local": Words(
+        *("angles, local", "2 1 1 T R", "cos, sin of place · frequency"),
+        "The same at the base that layers with a window have.",
+    ),
+    "positions.bias": Words(
+        *("position bias", "1 H T S", "{bias}"),
+        "What will be added to a score for the distance between two tokens.",
+    ),
+    "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
+    "norm": Words(
+        "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
+    ),
+    # Attention
+    "attention.q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
+    "attention.k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
+    "attention.v": Words(
+        "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
+    ),
+    "attention.q_heads": Words(
+        *("split heads, q", "B H T E", "B T H·E → B H T E"),
+        "Each head looks for something else, with its own share of the columns.",
+    ),
+    "attention.k_heads": Words(
+        *("split heads, k", "B K S E", "B S K·E → B K S E"),
+        "Each head has its own keys; fewer than queries where heads share them.",
+    ),
+    "attention.v_heads": Words(
+        *("split heads, v", "B K S {Ev}", "B S K·E → B K S E"),
+        "Each head has its own values; fewer than queries where heads share them.",
+    ),
+    "attention.q_norm": Words(
+        "norm q", "{q_normed}", "{norm}(q)", "Keeps scores from growing with the size of the queries."
+    ),
+    "attention.k_norm": Words(
+        "norm k", "{k_normed}", "{norm}(k)", "Keeps scores from growing with the size of the keys."
+    ),
+    "attention.q_rotated": Words(
+        *("rotate q", "B H T E", "q turned by its place"),
+        "Turned queries and keys fit by their distance, so order enters the scores.",
+    ),
+    "attention.k_rotated": Words(
+        *("rotate k", "B K S E", "k turned by its place"),
+        "Turned queries and keys fit by their distance, so order enters the scores.",
+    ),
+    "attention.z": Words(
+        *("mix values", "B H T {Ev}", "pattern · v"),
+        "Each token takes in the values of those it looks at, by their shares.",
+    ),
+    "attention.concat": Words(
+        "concatenate", "B T H·{Ev}", "B H T E → B T H·E", "What the heads found is laid side by side."
+    ),
+    "attention.out": Words(
+        *("output", "B T D", "z · Wo{out_bias}"),
+        "Mixes what the heads found, and brings it to the width of the stream.",
+    ),
+    "attention.scores": Words("scores", "B H T S", "q · kᵀ", "How well each query fits each key."),
+    "attention.scaled": Words(
+        *("scale", "B H T S", "scores · {scale}"),
+        "Long vectors make large products; the scale keeps softmax from choosing one key alone.",
+    ),
+    "attention.softcapped": Words(
+        *("soft-cap", "B H T S", "{softcap} · tanh(scores / {softcap})"),
+        "Bounds the scores smoothly, so that none runs away.",
+    ),
+    "attention.biased": Words("add bias", "B H T S", "scores + position bias", "Distance enters the scores."),
+    "attention.masked": Words(
+        "mask", "B H T S", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
+    ),
+    "attention.pattern": Words(
+        *("softmax", "B H T S", "softmax(scores)"),
+        "Scores become shares: how much each token takes from each other one, one in all.",
+    ),
+    # Cross-attention, where it differs
+    "cross.q": Words(
+        "query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."
+    ),
+    "cross.k": Words(
+        *("key", "B S K·E", "memory · Wk{qkv_bias}"), "What each token of the source offers to be found by."
+    ),
+    "cross.v": Words(
+        *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
+        "What each token of the source hands over when it is found.",
+    ),
+    "cross.masked": Words(
+        "mask", "B H T S", "{hidden}", "Every token of the source may be seen: nothing is hidden here."
+    ),
+    # Residual stream
+    "residual.before": Words(
+        "norm",
+        "B T D",
+        "{norm}(x)",
+        "The sublayer reads the stream at one scale, whatever its size has become.",
+    ),
+    "residual.inside": Words(
+        *("inner norm", "B T D", "{norm}(y)"),
+        "What the sublayer says is brought to one scale before it is added.",
+    ),
+    "residual.scaled": Words(
+        "scale", "B T D", "y · {residual_scale}", "How loudly a sublayer speaks beside the stream."
+    ),
+    "residual.add": Words(
+        *("residual", "B T D", "x + y"),
+        "The stream goes on, and the sublayer only adds to it: so depth loses nothing.",
+    ),
+    "residual.after": Words(
+        "post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."
+    ),
+    # Feed-forward
+    "feedforward.router": Words("router", "B T X", "x · Wr", "How well each expert suits each token."),
+    "feedforward.chosen": Words(
+        *("choice of experts", "B·T A", "the best {n_active} of {n_experts}"),
+        "Each token visits a few experts, so that weights are many and work is little.",
+    ),
+    "feedforward.weights": Words(
+        "weights of experts", "B·T A", "{router}", "How much of each chosen expert's answer a token takes."
+    ),
+    "feedforward.sorted": Words(
+        *("sort by expert", "B·T·A D", "rows of x, by expert"),
+        "Tokens of one expert are laid together, so that it works on them at once.",
+    ),
+    "feedforward.mixed": Words(
+        *("mix experts", "B T D", "Σ weight · answer"),
+        "Each token adds up the answers of its experts, by their weights.",
+    ),
+    "feedforward.gate": Words(
+        "gate", "{rows} F", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
+    ),
+    "feedforward.up": Words(
+        *("expand", "{rows} F", "x · Wu{feedforward_bias}"),
+        "Each token by itself looks for many features, in a wider space.",
+    ),
+    "feedforward.activated": Words(
+        "activate", "{rows} F", "{activation}(x)", "The bend: without it the two linear maps would be one."
+    ),
+    "feedforward.gated": Words(
+        "multiply", "{rows} F", "gate · up", "The gate lets some features through and holds others back."
+    ),
+    "feedforward.down": Words(
+        "contract",
+        "{rows} D",
+        "x · Wd{feedforward_bias}",
+        "The features found say what to add to the stream.",
+    ),
+    # Head
+    "head.transform": Words(
+        *("transform", "B T {W}", "x · W + b"),
+        "One more layer on each state before it is compared with the tokens.",
+    ),
+    "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
+    "head.norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
+    "head.scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
+    "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
+    "head.pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
+    "head.bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
+    "head.normalised": Words(
+        "unit length", "B D", "x / |x|", "Vectors of length one are compared by their angle alone."
+    ),
+    "head.out": Words("logits", "{answers}", "x · W{head_bias}", "A score for every answer there is."),
+    "head.softcapped": Words(
+        *("soft-cap", "B T V", "{logit_softcap} · tanh(x / {logit_softcap})"),
+        "Bounds the scores smoothly, so that none runs away.",
+    ),
+    "head.probabilities": Words(
+        "probabilities", "{answers}", "{probability}", "Scores become probabilities."
+    ),
+    "head.candidates": Words(
+        "top candidates", "{candidates}", "the best {top}", "What the model finds most likely."
+    ),
 }
-ANSWER_WORDS = {
-    "probabilities": Words("probabilities", "{answers}", "{probability}", "Scores become probabilities."),
-    "candidates": Words("top candidates", "{candidates}", "the best {top}", "What the model finds most likely."),
-}
-PARTS = {
-    "": INPUT_WORDS | STACK_WORDS,
-    "embedding.": EMBEDDING_WORDS,
-    "positions.": POSITION_WORDS,
-    "attention.": ATTENTION_WORDS | ATTEND_WORDS,
-    "cross.": ATTENTION_WORDS | ATTEND_WORDS | CROSS_WORDS,
-    "residual.": RESIDUAL_WORDS,
-    "feedforward.": EXPERT_WORDS | FEEDFORWARD_WORDS,
-    "head.": HEAD_WORDS | ANSWER_WORDS,
-}
-WORDS = {part + name: words for part, entries in PARTS.items() for name, words in entries.items()}
 
 _PLACE = re.compile(r"^(?:encoder\.)?(?:blocks\.\d+\.)?")
 _SUBLAYER = re.compile(r"^(?:attention|cross|feedforward)_residual\.")
 
 
-def kind_of(name: str) -> str:
-    """The key in WORDS of a step's name: "encoder.blocks.3.attention_residual.add" is "residual.add"."""
+def words_of(name: str, shape: tuple[int, ...]) -> Words:
+    """How to explain a step: "encoder.blocks.3.attention_residual.add" is "residual.add", "mask.8" is "mask"."""
     key = _SUBLAYER.sub("residual.", _PLACE.sub("", name)).replace("feedforward.experts.", "feedforward.")
-    return "mask" if key.startswith("mask.") else key
+    key = "mask" if key.startswith("mask.") else key
+    title = key.rpartition(".")[2].replace("_", " ")
+    own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
+    return WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)
