@@ -20,45 +20,67 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-JOBS = {"decode, batch 1": 1, "decode, batch 8": 8, "train": 0}
-NEW, STEPS = 32, 6
+# By device: the jobs, with the rows of a batch.
+JOBS = {
+    "cpu": {"decode, batch 1": 1, "decode, batch 8": 8, "train": 8},
+    "cuda": {"decode, batch 1": 1, "decode, batch 32": 32, "train": 32},
+}
+GPT = {"vocab_size": 50257, "d_model": 768, "n_layers": 12, "n_heads": 12, "activation": "gelu_tanh"}
+LLAMA = {
+    **{"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
+    **{"positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False},
+    **{"tie_embeddings": False, "max_positions": 2048},
+}
 
 
 def decode_job(batch: int, device: str) -> Callable[[], float]:
-    """Seconds for `NEW` tokens of a 124M GPT-2 shape."""
+    """Seconds of decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
     import torch
 
     import clearhead as ch
 
     torch.manual_seed(0)
-    config = ch.ModelConfig(
-        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
-    )
+    gpu = device == "cuda"
+    config = ch.ModelConfig(**(LLAMA if gpu else GPT))
     whole = getattr(ch, "Model", None) or ch.Loaded
-    m = whole(ch.Transformer(config).to(device))
-    prompts = torch.randint(config.vocab_size, (batch, 16)).tolist()
+    with torch.device(device):
+        model = ch.Transformer(config)
+    m = whole(model.bfloat16() if gpu else model)
+    prompts = torch.randint(config.vocab_size, (batch, 128 if gpu else 16)).tolist()
 
     def run() -> float:
         start = time.perf_counter()
-        m.generate(prompts, NEW)
+        m.generate(prompts, 256 if gpu else 32, compile=True if gpu else None)
         return time.perf_counter() - start
 
     return run
 
 
-def train_job(device: str) -> Callable[[], float]:
-    """Seconds for `STEPS` steps of `ch.train`: 10.7M parameters, 8 rows of 256 characters."""
+def train_job(batch: int, device: str) -> Callable[[], float]:
+    """Seconds of a few steps of `ch.train` on characters: 10.7M parameters on a CPU, the 124M shape on a GPU."""
     import torch
 
     import clearhead as ch
 
+    gpu = device == "cuda"
     folder = Path(tempfile.mkdtemp())
     text = folder / "text.txt"
-    text.write_text(Path(torch.__file__).parent.joinpath("functional.py").read_text())
-    model = {"d_model": 384, "n_layers": 6, "n_heads": 6, "max_positions": 256, "dropout": 0.0}
+    text.write_text(Path(torch.__file__).parent.joinpath("functional.py").read_text() * (20 if gpu else 1))
+    sizes = (
+        {"d_model": 768, "n_layers": 12, "n_heads": 12}
+        if gpu
+        else {"d_model": 384, "n_layers": 6, "n_heads": 6}
+    )
+    model = {**sizes, "max_positions": 1024 if gpu else 256, "dropout": 0.0}
+    warm, steps = (20, 60) if gpu else (2, 8)
     settings = [f"model.{name}={value}" for name, value in model.items()]
-    settings += ["tokens.kind=char", "data.batch_size=8", f"train.steps={STEPS + 2}", f"train.device={device}"]
-    settings += ["train.validate_every=1000", "train.save_every=1000"]
+    settings += [
+        "tokens.kind=char",
+        f"data.batch_size={batch}",
+        f"train.steps={steps}",
+        f"train.device={device}",
+    ]
+    settings += ["train.validate_every=1000", "train.save_every=1000", f"train.compile={str(gpu).lower()}"]
     count = 0
 
     def run() -> float:
@@ -71,14 +93,15 @@ def train_job(device: str) -> Callable[[], float]:
                 times.append(time.perf_counter())
 
         ch.train(str(text), out=str(folder / str(count)), settings=settings, on_event=on_event)
-        return times[-1] - times[1]
+        return times[-1] - times[warm - 1]
 
     return run
 
 
 def worker(job: str, device: str) -> None:
     """Run the job once for each line that comes in, and answer with its seconds."""
-    run = train_job(device) if job == "train" else decode_job(JOBS[job], device)
+    make = train_job if job == "train" else decode_job
+    run = make(JOBS[device][job], device)
     for _ in sys.stdin:
         print(f"seconds {run()}", flush=True)
 
@@ -90,14 +113,14 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS))
+    parser.add_argument("--jobs", nargs="+")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options.worker, options.device)
     results: list[dict[str, object]] = []
-    for job in options.jobs:
+    for job in options.jobs or JOBS[options.device]:
         command = [sys.executable, __file__, str(options.before), "--device", options.device, "--worker", job]
         workers = {
             name: subprocess.Popen(
