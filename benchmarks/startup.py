@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--rounds 9] [--save]
 
-Each measurement is a process of its own, and the cases take turns. Processor time is user plus system time, so
-that neighbours on the machine count for little. Each figure is the median over the rounds.
+Each measurement is a process of its own, and the cases take turns. Processor time is user plus system time,
+so that neighbours on the machine count for little. Each figure is the median over the rounds.
 """
 
 from __future__ import annotations

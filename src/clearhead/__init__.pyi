@@ -28,8 +28,8 @@ from clearhead.inside.checks import check as check
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
 from clearhead.model.cache import Cache as Cache
-from clearhead.model.cache import FixedCache as FixedCache
 from clearhead.model.experts import balance_loss as balance_loss
+from clearhead.model.fixed_cache import FixedCache as FixedCache
 from clearhead.model.taps import Recording as Recording
 from clearhead.model.taps import edit as edit
 from clearhead.model.taps import record as record

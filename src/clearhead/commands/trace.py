@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.inside.trace import Prediction, Row, TraceStep
+    from clearhead.inside.trace import Prediction, TraceRow, TraceStep
 
 WIDTH = 190  # columns, where the output is no terminal
 DETAILS = {  # headings, and the width of the terminal that each needs
@@ -84,7 +84,7 @@ def trace(
     show_result(seen.to_dict(), json, parts(), width)
 
 
-def steps_table(seen: ch.Trace, rows: tuple[Row, ...], width: int, why: bool = False) -> Table:
+def steps_table(seen: ch.Trace, rows: tuple[TraceRow, ...], width: int, why: bool = False) -> Table:
     """Show each row of the tree, groups with their sums; a narrow terminal gets fewer columns."""
     from rich.text import Text
 
