@@ -1,5 +1,6 @@
-"""Checks of the inputs of a model, before any compute: on a GPU, an id outside the table ends the process.
+"""Checks of the inputs of a model, before any compute.
 
+On a GPU, an id outside the table makes every later call of the process fail, so ids are checked here.
 Each error is one line that says what was given, what is allowed and the way out.
 """
 

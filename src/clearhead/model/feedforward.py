@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """down(activation(up x)), or, gated, down(activation(gate x) * up x)."""
+    """down(activation(up(x))) or, if gated, down(activation(gate(x)) * up(x))."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()

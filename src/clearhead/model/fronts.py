@@ -1,4 +1,4 @@
-"""Fronts turn an input, ids, image patches, vectors or frames, into vectors; the embedding adds the rest.
+"""Fronts turn ids, image patches, vectors or frames into vectors; the embedding adds types and positions.
 
 Shapes: B batch, T length, D model, C channels.
 """

@@ -99,7 +99,7 @@ class Pooled(Head):
         """Yield the pooler and, for a classifier, the output layer."""
         B, D = run.batch, spec.d_model
         copied = spec.pooling == "mean" or (spec.dropout and spec.pooler == "none")
-        read = (B if copied else B * tokens) * D * run.size  # one token's state is a view of all of them
+        read = (B if copied else B * tokens) * D * run.size  # the state of one token is a view: all are kept
         if spec.pooler != "none":
             yield linear_step("head.pooler", "head", B, D, D, True, kept=read)
             read = B * D * run.size

@@ -84,7 +84,7 @@ def rope_frequencies(
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
-    # longrope: one divisor per pair, by length
+    # longrope: each pair has a divisor within the trained length, and one beyond it.
     stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
     usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
     short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
