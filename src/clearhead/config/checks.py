@@ -140,7 +140,8 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
         )
     _refuse(
         config.pruned_heads and config.qk_norm == "full",
-        "pruned_heads would change the norm over all heads that qk_norm full is: choose qk_norm head or none",
+        "pruned_heads would change the norm that qk_norm full takes over all heads: "
+        "choose qk_norm head or none",
     )
     for stack, part in itertools.product(stacks if config.pruned_heads else (), ("attention", "cross")):
         for layer, block in enumerate(stack.block_of):
@@ -148,8 +149,8 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
             one, other = (stack.heads_of(f"{stack.prefix}blocks.{n}.{part}") for n in (first, layer))
             _refuse(
                 one != other,
-                f"pruned_heads differ in layers {first} and {layer}, which layer_groups lets share weights: "
-                "name the same heads for both",
+                f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between "
+                "them: name the same heads for both",
             )
 
 
