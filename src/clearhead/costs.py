@@ -196,8 +196,9 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     if spec.input == "patches":
         tokens = spec.n_tokens(0)
         if length not in (None, tokens):
-            given = f"{name} {length} was given for an image, which has {tokens} tokens"
-            raise InputError(f"{given}: leave it out")
+            raise InputError(
+                f"{name} {length} was given for an image, which has {tokens} tokens: leave it out"
+            )
         return tokens, tokens
     if length is None:
         length = spec.max_positions * (spec.conv_stride if spec.input == "frames" else 1)
@@ -205,8 +206,10 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
         raise InputError(f"{name} {length} must be 1 or more")
     tokens = spec.n_tokens(length)
     if spec.positions == "learned" and tokens > spec.max_positions:
-        limit = f"the model has {spec.max_positions}"
-        raise InputError(f"{name} {length} makes {tokens} positions and {limit}: raise max_positions")
+        raise InputError(
+            f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
+            "raise max_positions"
+        )
     return length, tokens
 
 

@@ -43,8 +43,9 @@ def check_given(config: Fields) -> None:
     wrong = groups is not None and not 1 <= groups <= layers
     _refuse(wrong, f"layer_groups {groups} must lie between 1 and n_layers {layers}")
     for name in given.keys() & set(TWO_STACKS) if config.family != "encoder-decoder" else ():
-        family = f"family encoder-decoder, and this is {config.family}"
-        raise ConfigError(f"{name} belongs to {family}: leave it out")
+        raise ConfigError(
+            f"{name} belongs to family encoder-decoder, and this is {config.family}: leave it out"
+        )
     if config.parallel:
         _refuse(
             config.family == "encoder-decoder",

@@ -135,8 +135,9 @@ class Cache:
 
     def _check_crop(self, length: int) -> None:
         if not 0 <= length <= self.length:
-            allowed = f"choose 0 to {self.length}"
-            raise InputError(f"cannot crop a cache of {self.length} tokens to {length}: {allowed}")
+            raise InputError(
+                f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}"
+            )
 
 
 class GrowingKeys(LayerKeys):

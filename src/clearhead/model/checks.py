@@ -31,8 +31,10 @@ def check_call(
     check_tokens(spec, ids, mask, positions, documents, "ids")
     batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
     if types is not None and not spec.n_types:
-        way_out = "leave them out, or build it with n_types"
-        raise InputError(f"types were given and the model has no segment embeddings: {way_out}")
+        raise InputError(
+            "types were given and the model has no segment embeddings: "
+            "leave them out, or build it with n_types"
+        )
     check_integers(types, batch, length, "types", spec.n_types, "n_types")
     check_prefix(prefix, batch, length, cache, spec.causal)
     if cache is None:
@@ -42,8 +44,10 @@ def check_call(
             "a cache was given to a model without a decoder: its tokens see each other, so call it without"
         )
     if cache.rows not in (None, batch):
-        way_out = "go on with the same rows, or reorder the cache"
-        raise InputError(f"the cache holds {cache.rows} rows and ids have {batch}: {way_out}")
+        raise InputError(
+            f"the cache holds {cache.rows} rows and ids have {batch}: "
+            "go on with the same rows, or reorder the cache"
+        )
     if cache.packed and documents is None:
         raise InputError(
             "the cache holds packed documents and this call names none: give documents, to say which goes on"
@@ -154,11 +158,15 @@ def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | 
             f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)"
         )
     if cache is not None and int(prefix.max()) > length:
-        passed = f"prefix {int(prefix.max())} passes the {length} tokens of this call"
-        raise InputError(f"{passed}: a cache needs all of the prefix in one call")
+        raise InputError(
+            f"prefix {int(prefix.max())} passes the {length} tokens of this call: "
+            "a cache needs all of the prefix in one call"
+        )
     if cache is not None and cache.length:
-        way_out = "hand it in with the call that holds the whole prefix"
-        raise InputError(f"prefix came after {cache.length} tokens were cached: {way_out}")
+        raise InputError(
+            f"prefix came after {cache.length} tokens were cached: "
+            "hand it in with the call that holds the whole prefix"
+        )
 
 
 def _shape(x: Tensor, wanted: tuple[str | int, ...], name: str, what: str) -> None:

@@ -86,8 +86,10 @@ class FixedCache(Cache):
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
         if not torch.compiler.is_compiling() and self.length + tokens.length > self.capacity:
-            has = f"has {self.length} and was given {tokens.length} more"
-            raise InputError(f"the fixed cache holds {self.capacity} tokens, {has}: make a larger one")
+            raise InputError(
+                f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given "
+                f"{tokens.length} more: make a larger one"
+            )
         self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
         new = (tokens.order, tokens.positions, tokens.real_mask(), tokens.document_ids())
         for buffer, values in zip(self.tokens.tensors(), new):

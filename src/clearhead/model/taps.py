@@ -241,8 +241,9 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
     if not found:
-        unknown = f'no activation is called "{pattern}"{nearest(pattern, names)}'
-        raise InputError(f"{unknown}: tap_names(config) lists them all")
+        raise InputError(
+            f'no activation is called "{pattern}"{nearest(pattern, names)}: tap_names(config) lists them all'
+        )
     return found
 
 

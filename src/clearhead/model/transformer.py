@@ -144,8 +144,9 @@ class Transformer(nn.Module):
         if not torch.compiler.is_compiling():
             checks.check_tokens(spec, source, mask, None, documents, "source")
             if source.shape[0] != batch:
-                rows = f"source has {source.shape[0]} rows and ids {batch}"
-                raise InputError(f"{rows}: give one source per row")
+                raise InputError(
+                    f"source has {source.shape[0]} rows and ids {batch}: give one source per row"
+                )
         input_mask, mask = _masks(spec, mask)
         tokens = tokens_from(batch, spec.n_tokens(source.shape[1]), source.device, mask, None, documents)
         if not torch.compiler.is_compiling():

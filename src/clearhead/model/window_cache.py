@@ -81,8 +81,10 @@ class WindowCache(Cache):
         """Forget all but the first `length` slots, as long as no window has begun to forget."""
         for window in self.rings:
             if self.length > window and length < self.length:
-                lost = f"a window cache of {window} has forgotten what a crop to {length} needs"
-                raise InputError(f"{lost}: use Cache() to step back")
+                raise InputError(
+                    f"a window cache of {window} has forgotten what a crop to {length} needs: "
+                    "use Cache() to step back"
+                )
         super().crop(length)
         for window, ring in self.rings.items():
             kept = ring.order < self._real_count(length, ring.order.device)

@@ -61,8 +61,9 @@ class Trace(Sums):
         """Return the step of this name."""
         known = {step.name: step for step in self.steps}
         if name not in known:
-            unknown = f'there is no step "{name}"{nearest(name, known)}'
-            raise InputError(f"{unknown}: steps are called as {self.steps[-1].name}")
+            raise InputError(
+                f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}'
+            )
         return known[name]
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:

@@ -29,8 +29,9 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
         if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:
             given = given[0]
         if pair is not None and (kind != "tokens" or both or not isinstance(given, str)):
-            reads_pairs = "a model of one stack that reads text"
-            raise InputError(f"pair is the second text of two, for {reads_pairs}: leave it out")
+            raise InputError(
+                "pair is the second text of two, for a model of one stack that reads text: leave it out"
+            )
         return prepare(m, given, target, pair)
     if pair is not None or (target is not None and not both):
         name = "pair" if pair is not None else "target"
@@ -39,8 +40,9 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
     if not both:
         return Prepared(m, rows, _numbered(m.config, rows))
     if target is None:
-        written = "what the decoder has written so far, as text or ids"
-        raise InputError(f"the encoder reads {kind}: give target, {written}")
+        raise InputError(
+            f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
+        )
     ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
     tokens = Tokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), tokens, rows, _numbered(m.config, rows))
