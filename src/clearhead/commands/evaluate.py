@@ -10,7 +10,6 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from clearhead.commands.common import Folder, Json, progress, show_result
 from clearhead.commands.inputs import check_apart, writing
-from clearhead.data.columns import SHAPES
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,9 +64,11 @@ def evaluate(
     """
     from clearhead.bundle import load
     from clearhead.data.corpora import CORPORA
+    from clearhead.data.examples import TEXT
     from clearhead.data.files import expand
     from clearhead.evaluation.evaluate import data_plan, task_for
     from clearhead.evaluation.evaluate import evaluate as run
+    from clearhead.tasks.table import task_named
     from clearhead.training.precision import best_device
 
     if not data:
@@ -89,7 +90,7 @@ def evaluate(
     loaded = load(folder, getattr(torch, dtype) if dtype else None, str(best_device(device)))
     plan = data_plan(folder, data, recipe, set)
     task = task_for(loaded, plan.task)
-    if output is not None and SHAPES[task] == "text":
+    if output is not None and task_named(task).shape is TEXT:
         raise InputError(
             f"--output {output}: a model judged by {task} gives no answers to write: leave it out"
         )

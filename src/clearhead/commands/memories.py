@@ -119,10 +119,10 @@ def _pair(text: str) -> Given:
 
 def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
     """The examples of a data set, whatever its format."""
-    from clearhead.data.corpus import open_data
-    from clearhead.data.examples import Chunk, Images, Labelled, Pair, Question, Tagged
+    from clearhead.data.examples import Images, Pair, Question
     from clearhead.data.plan import DataPlan
     from clearhead.errors import InputError
+    from clearhead.tasks.corpus import open_data
 
     rows = open_data(
         DataPlan(paths=(corpus,), task="image" if images else "seq2seq" if both else None), split=False
@@ -133,14 +133,10 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
         yield from rows.pixels
         return
     for row in rows:
-        if isinstance(row, Pair):
-            yield (row.source, row.target) if both else row.source
-        elif isinstance(row, Tagged):
-            yield " ".join(row.words)
-        elif isinstance(row, Question):
-            yield row.context
-        elif isinstance(row, Chunk | Labelled):
-            yield row.text
+        if isinstance(row, Pair) and both:
+            yield row.source, row.target
+        else:
+            yield row.context if isinstance(row, Question) else row.texts()[0]
 
 
 def _show(console: Any, listed: list[Memory], found: Memories, whole: bool) -> None:

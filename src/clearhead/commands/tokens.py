@@ -56,7 +56,7 @@ def tokens(
 def _tokenizer(text: str, model: Path | None, kind: TokenKind | None) -> tuple[Tokenizer, str]:
     """The tokenizer asked for, and in words which it is."""
     from clearhead.hub.tokenizer import load_tokenizer
-    from clearhead.tokens.training import byte_tokenizer, train_tokenizer
+    from clearhead.tokens.training import GENERATOR, byte_tokenizer, train_tokenizer
 
     if model is not None:
         if kind is not None:
@@ -76,7 +76,7 @@ def _tokenizer(text: str, model: Path | None, kind: TokenKind | None) -> tuple[T
     if kind in (None, "byte"):
         return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
     return train_tokenizer(
-        [text], TokensPlan(kind=kind), "lm", len(text.encode("utf-8", "replace"))
+        [text], TokensPlan(kind=kind), GENERATOR, len(text.encode("utf-8", "replace"))
     ), f"kind {kind}, trained on this text alone"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,10 +29,19 @@ from clearhead.model.experts import balance_loss
 from clearhead.model.heads import Head, LanguageHead
 from clearhead.model.transformer import Transformer
 
+Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: what the model says, and what is right
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 PIECE = 2**24  # scores that are made at once, at most; on a GPU more, see `default_chunk`
 LARGE = 2**13  # words of a vocabulary from which on a kernel of our own is quicker than the compiler's
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a head without a vocabulary learns."""
+
+    loss: Callable[[Tensor, Batch, float], Tensor]  # logits, batch, smoothing -> [], summed over the targets
+    answers: Callable[[Tensor, Batch], Answered]
 
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
@@ -43,7 +53,12 @@ def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
 
 
 def batch_loss(
-    model: Transformer, batch: Batch, smoothing: float = 0.0, chunk: int | None = None, balance: float = 0.01
+    model: Transformer,
+    batch: Batch,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    balance: float = 0.01,
+    objective: Objective | None = None,
 ) -> tuple[Tensor, int]:
     """The loss summed over the targets of `batch`, and how many they are.
 
@@ -53,20 +68,16 @@ def batch_loss(
         smoothing: share of each target that is spread evenly over all classes; padding has no part in it.
         chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the vocabulary.
         balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has them.
+        objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
-    elif config.head in ("classifier", "tagger"):
-        loss = summed(model(**arguments).logits, batch.targets, smoothing)
-    elif config.head == "span":
-        loss = span_loss(model(**arguments).logits, batch.targets, batch.mask, smoothing)
     else:
-        raise InputError(
-            f'a model with head "{config.head}" has no loss: train one with lm, mlm, classifier, tagger or span'
-        )
+        objective = objective or objective_of(config.head)
+        loss = objective.loss(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         loss = loss + balance * batch.n_targets * _balance(
             model, batch
@@ -109,6 +120,51 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
     chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
     even = log_p.masked_fill(~real, 0).sum(-1) / real.sum(-1)
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
+
+
+def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of classes or tags: see `summed`."""
+    return summed(logits, batch.targets, smoothing)
+
+
+def class_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best class of each row, and the right one."""
+    return logits.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
+
+
+def tag_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best tags of each row's words, and the right ones."""
+    asked = batch.targets != IGNORE
+    best, right = (
+        [row[where].tolist() for row, where in zip(rows, asked)] for rows in (logits.argmax(-1), batch.targets)
+    )
+    return best, right
+
+
+def answer_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of an answer's first and last token: see `span_loss`."""
+    return span_loss(logits, batch.targets, batch.mask, smoothing)
+
+
+def span_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best first and last token of each row's answer, and the right ones."""
+    scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
+    return scores.argmax(1).tolist(), batch.targets.tolist()
+
+
+CLASSES = Objective(class_loss, class_answers)
+TAGGED = Objective(class_loss, tag_answers)
+SPANS = Objective(answer_loss, span_answers)
+
+
+def objective_of(head: str | None) -> Objective:
+    """Return the usual objective of a head without a vocabulary."""
+    usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
+    if head not in usual:
+        raise InputError(
+            f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span'
+        )
+    return usual[head]
 
 
 def vocabulary_loss(
