@@ -123,7 +123,7 @@ def test_a_target_that_is_cut_does_not_learn_to_stop(tmp_path):
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             source, target = (
-                tokenizer.encode(text, add_special_tokens=False).ids for text in corpus.train[number]
+                tokenizer.encode(text, add_special_tokens=False).ids for text in corpus.train[number].texts()
             )
             expect(batch.source[row], [*source[:19], special["eos"]], special["pad"])
             expect(batch.targets[row], [*target, special["eos"]][:20], IGNORE)
@@ -187,7 +187,9 @@ def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             ids, targets = [], []
-            for word, tag in zip(corpus.train[number].words, corpus.train[number].tags):  # word by word: the slow way
+            for word, tag in zip(
+                corpus.train[number].words, corpus.train[number].tags
+            ):  # word by word: the slow way
                 pieces = tokenizer.encode([word], is_pretokenized=True, add_special_tokens=False).ids
                 several += len(pieces) > 1
                 ids += pieces

@@ -195,7 +195,9 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
         models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0")
     )
     corpus = corpus_of("seq2seq", 4)
-    rare = dataclasses.replace(corpus, train=[dataclasses.replace(row, target="w69999") for row in corpus.train])
+    rare = dataclasses.replace(
+        corpus, train=[dataclasses.replace(row, target="w69999") for row in corpus.train]
+    )
     encoded = encode_corpus(rare, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
     assert encoded["target"].dtype == np.uint32 and set(encoded["target"].tolist()) == {69_999}
 

@@ -103,7 +103,9 @@ def tokenizer_for(task: str, kind: str = "wordpiece"):
         size += 110
     rng = random.Random(1)
     texts = [sentence(rng, 5, 40) for _ in range(200)]
-    return train_tokenizer(texts, TokensPlan(kind=kind, vocab_size=size), TASKS[task].specials, sum(map(len, texts)))
+    return train_tokenizer(
+        texts, TokensPlan(kind=kind, vocab_size=size), TASKS[task].specials, sum(map(len, texts))
+    )
 
 
 def special_of(task: str, kind: str = "wordpiece") -> dict[str, int]:

@@ -369,7 +369,7 @@ def test_texts_and_tags_from_files(tmp_path: Path) -> None:
         "text\tlabel\n" + "".join(f"{' '.join(r.words)}\t{r.tags[0]}\n" for r in sentences(40))
     )
     (tmp_path / "tags.conll").write_text(
-        "\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20))
+        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
     )
     m = loaded(family="encoder")
     texts = probe(m, tmp_path / "labels.tsv")
@@ -465,7 +465,7 @@ def test_without_scikit_learn_one_line_names_the_extra(monkeypatch) -> None:
 def test_the_command(tmp_path: Path, capsys) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
-    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20)))
+    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20)))
     main(
         [
             "probe",

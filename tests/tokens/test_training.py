@@ -146,7 +146,9 @@ def test_the_same_text_gives_the_same_file() -> None:
 
 
 def test_the_choice_follows_task_and_size() -> None:
-    kinds = {size: choose(TokensPlan(), GENERATOR, size)[0] for size in (1000, SMALL - 1, SMALL, 10**8, 10**10)}
+    kinds = {
+        size: choose(TokensPlan(), GENERATOR, size)[0] for size in (1000, SMALL - 1, SMALL, 10**8, 10**10)
+    }
     assert [plan.kind for plan in kinds.values()] == ["char", "char", "bpe", "bpe", "bpe"]
     sizes = [plan.vocab_size for plan in kinds.values()]
     assert sizes[:2] == [None, None] and sizes[2] < sizes[3] < sizes[4] == 32768
@@ -158,7 +160,9 @@ def test_the_choice_follows_task_and_size() -> None:
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
     assert "as 9 bytes of text is little" in choose(TokensPlan(), GENERATOR, 9)[1]
     assert (
-        train_tokenizer(LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000).get_vocab_size()
+        train_tokenizer(
+            LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000
+        ).get_vocab_size()
         < 1024
     )  # chosen: a limit
 

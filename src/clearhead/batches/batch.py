@@ -1,4 +1,5 @@
-"""`Batch`: the tensors of one forward pass and its targets; `Batches`: a data set as a numbered sequence of them.
+"""`Batch`: the tensors of one forward pass and its targets; `Batches`: a data set as a numbered sequence of
+them.
 
 Shapes: B rows, T tokens of a row, S tokens of the source.
 """
@@ -23,7 +24,8 @@ class Batch:
     """Rows of examples."""
 
     ids: Tensor  # B T; images: pixels B C H W, float32
-    # B T with IGNORE where there is no target; classes B, or shares of classes B C; numbers B, as floats; first and
+    # B T with IGNORE where there is no target; classes B, or shares of classes B C; numbers B, as floats;
+    # first and
     # last token of an answer B 2
     targets: Tensor
     mask: Tensor | None = None  # B T, True = real; None: no padding
@@ -81,7 +83,10 @@ class Batch:
 
 
 class Batches(ABC):
-    """A data set as numbered batches: `at(7)` is always the same, so a run can be stopped and resumed anywhere."""
+    """A data set as numbered batches.
+
+    `at(7)` is always the same, so a run can be stopped and resumed anywhere.
+    """
 
     per_epoch: int  # batches in which every example comes once
     waste: float = 0.0  # share of padding in an epoch

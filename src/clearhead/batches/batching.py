@@ -1,7 +1,7 @@
 """`Batching`: how examples become batches; `make_batches` makes them.
 
-A task brings its `Batching`: the function that encodes its examples and the class of its batches. Whatever a class of
-batches needs comes to it as one `Setting`.
+A task brings its `Batching`: the function that encodes its examples and the class of its batches. Whatever a
+class of batches needs comes to it as one `Setting`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def make_batches(
     seed: int,
     training: bool,
 ) -> Batches:
-    """Make the batches of one side; the arguments are those of `Setting`, and the plan may ask for shorter rows."""
+    """Make the batches of one side.
+
+    The arguments are those of `Setting`, and the plan may ask for shorter rows.
+    """
     setting = Setting(encoded, plan, special, min(length, plan.max_length or length), seed, training)
     sizes = {name: len(array) for name, array in encoded.arrays.items() if name not in ("mean", "std")}
     if not any(size - 1 if name.endswith("_offsets") else size for name, size in sizes.items()):

@@ -129,7 +129,9 @@ class LabelBatches(Bucketed):
                 Stretches(self.encoded["first"], self.first_starts[some], self.first_lengths[some]),
                 Stretches(self.encoded["second"], self.second_starts[some], self.second_lengths[some]),
             ]
-            frame_rows(frame, parts if frame is self.frames[1] else parts[:1], ids, types, np.flatnonzero(chosen))
+            frame_rows(
+                frame, parts if frame is self.frames[1] else parts[:1], ids, types, np.flatnonzero(chosen)
+            )
         if types is not None:
             more["types"] = tensor(types)
         return Batch(tensor(ids), tensor(self.encoded["labels"][numbers]), numbers=tensor(numbers), **more)
@@ -161,10 +163,11 @@ class TagBatches(Bucketed):
 
 
 class AnswerBatches(Bucketed):
-    """A question and a window of its context, framed; the targets are the answer's first and last token, or 0 and 0.
+    """A question and a window of its context, framed; the targets are the answer's first and last token, or 0
+    and 0.
 
-    A long context makes several windows, which overlap by the plan's stride. `numbers` of a batch are those of windows;
-    `found` says what they mean.
+    A long context makes several windows, which overlap by the plan's stride. `numbers` of a batch are those
+    of windows; `found` says what they mean.
     """
 
     example: Ints
@@ -178,7 +181,9 @@ class AnswerBatches(Bucketed):
         self.notes = cut_note(question > self.question_lengths, "questions", room // 2)
         rooms = np.maximum(1, room - self.question_lengths)
         steps = rooms - np.minimum(setting.plan.stride, rooms // 2)
-        self.example, window = ragged(1 + np.maximum(0, (context - rooms + steps - 1) // steps))  # of each window
+        self.example, window = ragged(
+            1 + np.maximum(0, (context - rooms + steps - 1) // steps)
+        )  # of each window
         self.begin = window * steps[self.example]  # its first token of the context
         self.count = np.minimum(rooms[self.example], context[self.example] - self.begin)
         answers = np.asarray(encoded["answer"])
@@ -190,7 +195,9 @@ class AnswerBatches(Bucketed):
             more = "are in no window as a whole, and count as none: raise data.stride or data.max_length"
             self.notes += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
         # The column of a row at which the context begins.
-        self.text_begin = self.question_lengths[self.example] + len(self.frame.before) + len(self.frame.between)
+        self.text_begin = (
+            self.question_lengths[self.example] + len(self.frame.before) + len(self.frame.between)
+        )
         self.targets = np.where(inside[:, None], places + self.text_begin[:, None], 0)
         self.lengths = self.question_lengths[self.example] + self.count + self.frame.size
         super().__init__(setting, self.lengths)
@@ -211,7 +218,8 @@ class AnswerBatches(Bucketed):
         return Batch(tensor(ids), tensor(self.targets[numbers]), numbers=tensor(numbers), **more)
 
     def found(self, window: int, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
-        """Return the example of a window, and the characters of its context from token `first` to `last` of the row.
+        """Return the example of a window, and the characters of its context from token `first` to `last` of
+        the row.
 
         None stands for tokens that are not in the context.
         """

@@ -1,7 +1,8 @@
 """Examples as ids on disk: encoded once, memory-mapped from then on.
 
-A cache is a folder of flat arrays and a `meta.json` that lists them with their sizes and checksums. It is written under
-a temporary name and renamed when complete. A cache that disagrees with its `meta.json` is written again.
+A cache is a folder of flat arrays and a `meta.json` that lists them with their sizes and checksums. It is
+written under a temporary name and renamed when complete. A cache that disagrees with its `meta.json` is
+written again.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def encode_corpus(
     *,
     special: Mapping[str, int],
 ) -> Encoded:
-    """Return the examples of one side as ids, from the cache in `folder`, which is written first where it is missing.
+    """Return the examples of one side as ids, from the cache in `folder`, which is written first where it is
+    missing.
 
-    Rows keep their full length: batches cut them to what a model takes, so a cache serves models of any length.
+    Rows keep their full length: batches cut them to what a model takes, so a cache serves models of any
+    length.
 
     Args:
         corpus: the examples.
@@ -81,7 +84,8 @@ def encode_corpus(
         found = _open(place, key)
     if found is None:
         raise InputError(
-            f"the encoded data in {place} cannot be read back: check the disk, or set data.cache to another folder"
+            f"the encoded data in {place} cannot be read back: "
+            "check the disk, or set data.cache to another folder"
         )
     return found
 
@@ -123,7 +127,9 @@ def _encode(rows: Any, batching: Batching, encoder: Encoder, files: _Files, key:
 
 
 def _images(task: str, train: Images, images: Images) -> Encoded:
-    """Return pictures as they are, with the mean and deviation of each channel of the training side, scaled to 0-1."""
+    """Return pictures as they are, with the mean and deviation of each channel of the training side, scaled
+    to 0-1.
+    """
     levels = np.arange(256) / 255
     channels = np.moveaxis(train.pixels, -1, 0).reshape(train.pixels.shape[-1], -1)
     counts = np.stack([np.bincount(channel, minlength=256) for channel in channels])
@@ -143,7 +149,9 @@ class _Files:
     """Arrays that grow at their end, each in a file of its own."""
 
     folder: Path
-    table: dict[str, dict[str, Any]] = field(default_factory=dict)  # dtype, shape, bytes, checksum of each file
+    table: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # dtype, shape, bytes, checksum of each file
     totals: dict[str, int] = field(default_factory=dict)  # the last offset of each ragged column
 
     def append(self, columns: Columns, ids: type[np.unsignedinteger[Any]]) -> None:

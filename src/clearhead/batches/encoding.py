@@ -1,7 +1,7 @@
 """Encode examples as ids, many texts at a time.
 
-Each function yields `Columns`: arrays to be concatenated. A pair of arrays stands for rows of unequal length: their ids,
-flat, and the length of each row.
+Each function yields `Columns`: arrays to be concatenated. A pair of arrays stands for rows of unequal length:
+their ids, flat, and the length of each row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Encoder(NamedTuple):
         if name not in self.numbers:
             known = ", ".join(list(self.numbers)[:10]) + (", ..." if len(self.numbers) > 10 else "")
             raise InputError(
-                f'the {what} "{name}" is not among those of the training data ({known}){nearest(name, self.numbers)}'
+                f'the {what} "{name}" is not among those of the training data '
+                f"({known}){nearest(name, self.numbers)}"
             )
         return self.numbers[name]
 
@@ -160,7 +161,8 @@ def pieces(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 def _cut(text: str, low: int, high: int) -> int:
     """Return the last good place to cut between `low` and `high`.
 
-    That is before a single space between words, as words of many tokenizers begin with it; else before white space.
+    That is before a single space between words, as words of many tokenizers begin with it; else before white
+    space.
     """
     for pattern in (r"(?<=\w) (?=\w)", r"(?<=\S)\s"):
         for start in range(high - 256, low - 256, -256):
@@ -253,7 +255,10 @@ def _answer(row: Question, encoding: Encoding) -> tuple[int, int]:
     end = row.start + len(row.answer)
     if row.context[row.start : end] != row.answer:
         raise InputError(
-            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: correct its start'
+            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: '
+            "correct its start"
         )
-    inside = [place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start]
+    inside = [
+        place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start
+    ]
     return (inside[0], inside[-1]) if inside and row.answer else (-1, -1)

@@ -23,7 +23,7 @@ ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two pur
 
 
 def generator(seed: int, purpose: int, number: int) -> np.random.Generator:
-    """Return random numbers that follow from the seed, their purpose, and the number of the epoch or batch."""
+    """Return a generator that follows from the seed, its purpose, and the number of the epoch or batch."""
     return np.random.default_rng((seed % 2**64, purpose, number))
 
 
@@ -67,10 +67,11 @@ class EvenRows(Batches):
 class TextWindows(EvenRows):
     """Windows over a text, here for predicting the next token: each holds T tokens and the one that follows.
 
-    Training: the windows of an epoch lie side by side from a random offset below one window, in random order. So every
-    token is a target about once an epoch: those before the offset not at all, and those under the last window, which
-    is moved back to end with the text, perhaps twice. Windows drawn with replacement would miss more than a third.
-    Validation: side by side from the first token on. Every token but the first is a target once. The last row is padded.
+    Training: the windows of an epoch lie side by side from a random offset below one window, in random order.
+    So every token is a target about once an epoch: those before the offset not at all, and those under the
+    last window, which is moved back to end with the text, perhaps twice. Windows drawn with replacement would
+    miss more than a third. Validation: side by side from the first token on. Every token but the first is a
+    target once. The last row is padded.
     """
 
     overlap = 1  # tokens that a window shares with the next
@@ -135,7 +136,8 @@ class MaskedWindows(TextWindows):
         starts = range(0, len(self.ids), CHECKED)
         if not any(self.hideable[self.ids[start : start + CHECKED]].any() for start in starts):
             raise InputError(
-                f"every word of the {setting.side} text is unknown to the tokenizer, so there is nothing to guess: "
+                f"every word of the {setting.side} text is unknown to the tokenizer, so there is nothing to "
+                "guess: "
                 "give more text"
             )
 
@@ -153,7 +155,10 @@ class MaskedWindows(TextWindows):
 
 
 class NoisyWindows(TextWindows):
-    """Windows over a text with spans taken out: the encoder reads the rest, the decoder writes what is missing."""
+    """Windows over a text with spans taken out.
+
+    The encoder reads the rest, the decoder writes what is missing.
+    """
 
     overlap = 0
 
@@ -164,7 +169,8 @@ class NoisyWindows(TextWindows):
         self.bos, self.eos = setting.need("bos"), setting.need("eos")
         if not len(self.sentinels):
             raise InputError(
-                f"{setting.encoded.task} needs sentinels, <extra_id_0> and so on, and the tokenizer has none: "
+                f"{setting.encoded.task} needs sentinels, <extra_id_0> and so on, and the tokenizer has "
+                "none: "
                 "train one for this task"
             )
         step = 1
@@ -215,9 +221,11 @@ class NoisyWindows(TextWindows):
 
 
 class PackedDocuments(EvenRows):
-    """Whole documents packed into rows of T tokens, none of which sees another; longer ones are cut into windows.
+    """Whole documents packed into rows of T tokens, none of which sees another; longer ones are cut into
+    windows.
 
-    Each document begins with the bos token, so that its first token is a target too. No target crosses documents.
+    Each document begins with the bos token, so that its first token is a target too. No target crosses
+    documents.
     """
 
     def __init__(self, setting: Setting) -> None:

@@ -26,8 +26,9 @@ def mask_tokens(
 ) -> tuple[Ints, Ints]:
     """Mask a share of the tokens that may be masked -> what the model reads, and its targets, both [B, T].
 
-    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none. Of the
-    chosen, 80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: any token may be a wrong one.
+    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none.
+    Of the chosen, 80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: any token may be a
+    wrong one.
     """
     draw = np.where(hideable, random.random(ids.shape), np.inf)
     chosen = draw < share
@@ -51,9 +52,10 @@ def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -
 def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
     """Take spans out of rows [B, T] -> the source, and the target.
 
-    In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise` tokens of
-    each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length. Between two spans at
-    least one token stays. Lengths and places of the spans are uniform over all ways to choose them.
+    In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise`
+    tokens of each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length.
+    Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
+    choose them.
     """
     n, length = rows.shape
     spans = len(sentinels)

@@ -48,7 +48,8 @@ def erase(pixels: Pixels, random: np.random.Generator) -> Pixels:
 
 
 def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) -> tuple[Pixels, Pixels]:
-    """Paste a rectangle of another picture over half of them, each side a fifth to nine tenths of the picture's.
+    """Paste a rectangle of another picture over half of them, each side a fifth to nine tenths of the
+    picture's.
 
     Labels [B] become shares of classes [B, K]: the class of the pasted picture gets the share that it covers.
     """
@@ -63,7 +64,10 @@ def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) 
 
 
 def _rectangles(pixels: Pixels, largest: float, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Return a rectangle in each picture, each side a fifth to `largest` of the picture's: B H W, True inside."""
+    """Return a rectangle in each picture, each side a fifth to `largest` of the picture's.
+
+    B H W, True inside.
+    """
     n, _, height, width = pixels.shape
 
     def stretch(size: int) -> NDArray[np.bool_]:
@@ -93,7 +97,10 @@ def augment(pixels: Pixels, names: Iterable[str], random: np.random.Generator) -
 
 
 class PictureBatches(EvenRows):
-    """Pictures and their classes: pixels scaled to 0-1, less the mean of each channel, divided by its deviation."""
+    """Pictures and their classes.
+
+    Pixels scaled to 0-1, less the mean of each channel, divided by its deviation.
+    """
 
     def __init__(self, setting: Setting) -> None:
         encoded = setting.encoded

@@ -1,4 +1,5 @@
-"""Rows of unequal length: padded, framed by special tokens, grouped by length, packed; always as whole arrays.
+"""Rows of unequal length: padded, framed by special tokens, grouped by length, packed; always as whole
+arrays.
 
 Shapes: N examples, B rows of a batch, T tokens of a row.
 """
@@ -107,9 +108,9 @@ def rounded(lengths: Ints) -> Ints:
 class Buckets:
     """Examples of similar length grouped into batches.
 
-    Examples whose rounded lengths agree form a class. Batches are cut from the sorted classes, so each epoch has the
-    same number of batches of the same size. The place of an example in its class and the order of the batches are
-    drawn for each epoch.
+    Examples whose rounded lengths agree form a class. Batches are cut from the sorted classes, so each epoch
+    has the same number of batches of the same size. The place of an example in its class and the order of the
+    batches are drawn for each epoch.
     """
 
     def __init__(self, sizes: Ints, rows: int, tokens: int | None) -> None:
@@ -127,7 +128,9 @@ class Buckets:
         return len(self.cuts) - 1
 
     def order(self, random: np.random.Generator | None) -> tuple[Ints, Ints]:
-        """Return the examples in the order of their batches, and the order of the batches, shuffled by `random`."""
+        """Return the examples in the order of their batches, and the order of the batches, shuffled by
+        `random`.
+        """
         if random is None:
             return np.argsort(self.class_of, kind="stable"), np.arange(len(self))
         return np.argsort(self.class_of + random.random(len(self.class_of))), random.permutation(len(self))
@@ -165,8 +168,8 @@ def _cut(bounds: Ints, counts: Ints, rows: int, tokens: int | None) -> Ints:
 def pack(lengths: Ints, room: int) -> tuple[Ints, int]:
     """Pack pieces of the given lengths, none above `room`, into few rows of `room` tokens.
 
-    Returns the row of each piece and the number of rows. The longest come first, each into the fullest row that still
-    has room for it (best fit, decreasing).
+    Returns the row of each piece and the number of rows. The longest come first, each into the fullest row
+    that still has room for it (best fit, decreasing).
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room they have left
     open_rooms = 0  # bit r is set when some row has r tokens left

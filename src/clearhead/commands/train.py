@@ -88,22 +88,14 @@ def train(
 
 def summary(body: dict[str, Any], loaded: Any) -> str:
     """The last words of a run: what came out and what to try."""
-    head, family, folder = loaded.config.head, loaded.config.family, quote(body["folder"])
+    from clearhead.evaluation.evaluate import task_for
+    from clearhead.tasks.table import task_named
+
+    folder = quote(body["folder"])
     figures = "  ".join(f"{name} {value:.4f}" for name, value in body["metrics"].items() if name != "step")
-    writes = (
-        f"translate {folder} TEXT"
-        if family == "encoder-decoder"
-        else f"generate {folder} TEXT --temperature 0.8"
-    )
-    use = {
-        "lm": f"clearhead {writes}",
-        "mlm": f"clearhead fill {folder} TEXT",
-        "classifier": f"clearhead classify {folder} {'TEXT' if loaded.tokenizer is not None else 'IMAGE'}",
-        "tagger": f"clearhead tag {folder} TEXT",
-        "span": f"clearhead answer {folder} QUESTION CONTEXT",
-    }[head]
+    use = task_named(task_for(loaded, None)).command.format(folder=folder)
     best = f"best at step {body['metrics']['step']}: {figures}" if body["metrics"] else ""
-    return f"{best}\nsaved {folder}\ntry   {use}\n      clearhead check {folder}"
+    return f"{best}\nsaved {folder}\ntry   clearhead {use}\n      clearhead check {folder}"
 
 
 def _list(json: bool) -> None:

@@ -102,10 +102,11 @@ def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool
 
 
 def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Return True if a column holds labels that all repeat, except its first cell, and the first text is unlike the rest.
+    """Return True if a column holds labels that all repeat, except its first cell, and the first text is
+    unlike the rest.
 
-    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than half as
-    long as usual.
+    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
+    half as long as usual.
     """
     counts = [Counter(cells) for cells in below]
     labels = any(
@@ -209,7 +210,8 @@ def _by_content(
 ) -> dict[str, str]:
     """Find columns without names.
 
-    The label is the column with few values, the text the longest of the others. Pairs are the first two texts.
+    The label is the column with few values, the text the longest of the others. Pairs are the first two
+    texts.
     """
     roles = dict(given)
     left = [name for name in names if name not in roles.values()]

@@ -1,4 +1,7 @@
-"""Read tagged sentences in CoNLL format: one word and its columns per line, an empty line between sentences."""
+"""Read tagged sentences in CoNLL format.
+
+One word and its columns per line, an empty line between sentences.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
 
 
 def cells(line: str, tabs: bool) -> list[str]:
-    """Split a line at tabs, or at blanks; other white space, such as a no-break space, may stand in a word."""
+    """Split a line at tabs, or at blanks.
+
+    Other white space, such as a no-break space, may stand in a word.
+    """
     return [cell.strip() for cell in line.split("\t")] if tabs else re.split("[ \t]+", line.strip())
 
 

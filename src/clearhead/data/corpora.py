@@ -1,4 +1,7 @@
-"""Corpora that every machine has: made from the Python installation, the same each time for a given version."""
+"""Corpora that every machine has.
+
+Made from the Python installation, the same each time for a given version.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,9 @@ def _digits() -> Pictures:
 
 
 _ALL = (
-    Embedded("stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs),
+    Embedded(
+        "stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs
+    ),
     Embedded("stdlib-code", "Python: the source of the standard library", TEXT, _library_code),
     Embedded("unicode-names", "names of characters and their general category", LABELS, _character_names),
     Embedded("dates", "dates in many written forms, to be written as ISO 8601", PAIRS, _dates),

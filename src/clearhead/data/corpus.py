@@ -1,6 +1,7 @@
 """`open_data`: from a plan to its `Corpus`, the examples to train on and to validate on.
 
-Files are found (`formats`), laid out (`layout`), read and split. Whatever the plan leaves open is guessed, with a note.
+Files are found (`formats`), laid out (`layout`), read and split. Whatever the plan leaves open is guessed,
+with a note.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
     Args:
         plan: formats, columns and the split are guessed where it leaves them open, each with a note.
         wanted: the shape of examples that the task needs; None: guessed.
-        split: False: all examples are to validate on, none to train on; of pictures with a validation part, that part.
+        split: False: all examples are to validate on, none to train on; of pictures with a validation part,
+            that part.
     """
     if not plan.paths:
         raise InputError(
@@ -347,7 +349,10 @@ def _pictures_finished(
 
 @listing()
 def _embedded(plan: DataPlan) -> Embedded | None:
-    """Return the embedded corpus a plan names; a file or folder of that name comes first, unless the plan differs."""
+    """Return the embedded corpus a plan names.
+
+    A file or folder of that name comes first, unless the plan differs.
+    """
     name = plan.paths[0]
     if plan.format == "corpus" and name not in CORPORA:
         raise InputError(

@@ -1,7 +1,7 @@
 """Examples: what files become before any token is counted.
 
-Each class of examples knows how it is read from a record, its texts, its key and its labels, so that no caller has to
-ask which class it holds. A `Shape` names the class and the columns it is read from.
+Each class of examples knows how it is read from a record, its texts, its key and its labels, so that no
+caller has to ask which class it holds. A `Shape` names the class and the columns it is read from.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _lower(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
 
 
 class Chunk(NamedTuple):
-    """A piece of a document, at most a million characters, cut after a line or before a space where possible."""
+    """A piece of a document, at most a million characters, cut after a line or before a space if possible."""
 
     text: str
     ends: bool  # whether this is the last piece of its document
@@ -123,7 +123,8 @@ class Labelled(Example):
         number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
         if not (number or (isinstance(value, str) and value.strip())):
             raise InputError(
-                f"{record.place}: the label in `{roles['label']}` must be text or a number, not {shorten(str(value))}"
+                f"{record.place}: the label in `{roles['label']}` must be text or a number, not "
+                f"{shorten(str(value))}"
             )
         label = str(value).lower() if number else value.strip()
         label = label.partition(".")[0] if _WHOLE.fullmatch(label) else label
@@ -194,7 +195,10 @@ class Question(Example):
 
 
 def _answers(record: Record, roles: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
-    """Yield the answers of a record, with their starts where given; a cell may hold one, a list or objects."""
+    """Yield the answers of a record, with their starts where given.
+
+    A cell may hold one, a list or objects.
+    """
     answers = record.cells.get(roles["answer"])
     starts = record.cells.get(roles.get("start", ""))
     for number, answer in enumerate(answers if isinstance(answers, list) else [answers]):

@@ -1,4 +1,7 @@
-"""Find files, open them through gzip where needed, read them as UTF-8 in bounded memory; errors name the file."""
+"""Find files, open them through gzip where needed, read them as UTF-8 in bounded memory.
+
+Errors name the file.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def listing() -> Iterator[None]:
 def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
     """Return the files behind files, folders and globs, each once.
 
-    Those of a folder or a glob are sorted by name, without hidden files and training runs. `known` are names that may
-    have been meant where there is no such file.
+    Those of a folder or a glob are sorted by name, without hidden files and training runs. `known` are names
+    that may have been meant where there is no such file.
     """
     found: dict[Path, None] = {}
     for name in paths:
@@ -171,7 +174,8 @@ def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int
     """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took."""
     if (position := data.find(0)) >= 0:
         raise InputError(
-            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: convert it to UTF-8)"
+            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: "
+            "convert it to UTF-8)"
         )
     try:
         return codecs.utf_8_decode(data, "strict", final)

@@ -1,4 +1,7 @@
-"""Decide how the files of a source are read, from the first that is not blank; tables may differ in having a header."""
+"""Decide how the files of a source are read, from the first that is not blank.
+
+Tables may differ in having a header.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,9 @@ class Layout:
                 yield record
 
     def unlike(self, path: Path) -> bool:
-        """Return True if a table surely has no header where the first has one, or has one where the first has none."""
+        """Return True if a table surely has no header where the first has one, or has one where the first has
+        none.
+        """
         if not self.names:
             return False
         rows = _sample(path, self.format, 1 if self.header else SAMPLE)
@@ -94,7 +99,7 @@ class Layout:
 def lay_out(
     plan: DataPlan, source: Source, wanted: Shape | None = None, validation: Sequence[Path] = ()
 ) -> tuple[Layout, list[str]]:
-    """Decide how files are read -> the layout, and a note for each guess, also about the `validation` files."""
+    """Decide how files are read -> the layout, and a note for each guess, also about `validation` files."""
     notes, format = list(source.notes), source.format
     first = next((path for path in source.files if not blank(path)), source.files[0])
     if format in _FIXED:

@@ -16,7 +16,14 @@ from clearhead.data.formats import IDX, PICTURES, Source
 from clearhead.data.split import key_of
 from clearhead.errors import InputError, MissingExtraError
 
-VALIDATION = ("validation", "valid", "val", "dev", "test", "t10k")  # names of validation parts, the best first
+VALIDATION = (
+    "validation",
+    "valid",
+    "val",
+    "dev",
+    "test",
+    "t10k",
+)  # names of validation parts, the best first
 _PIXELS_NAMES = ("x", "images", "image", "data", "pixels", "arr_0")
 _LABELS_NAMES = ("y", "labels", "label", "target", "targets", "arr_1")
 
@@ -31,7 +38,9 @@ class Pictures(NamedTuple):
     def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Pictures:
         """Return the pictures with these numbers."""
         places = np.asarray(chosen, np.int64)
-        return Pictures(self.pixels[places], *([every[i] for i in places] for every in (self.names, self.places)))
+        return Pictures(
+            self.pixels[places], *([every[i] for i in places] for every in (self.names, self.places))
+        )
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
@@ -42,7 +51,9 @@ Parts = tuple[Pictures, Pictures | None, list[str]]
 
 
 def read_pictures(source: Source, limit: int | None) -> Parts:
-    """Read pictures -> those to train on, those to validate on if the files hold such a part, and notes on guesses."""
+    """Read pictures -> those to train on, those to validate on if the files hold such a part, and notes on
+    guesses.
+    """
     readers = {"folders": _read_folders, "idx": _read_idx, "npz": _read_npz}
     return readers[source.format](source.files, limit)
 
@@ -158,7 +169,8 @@ def _load_idx(part: dict[str, Path], limit: int | None) -> Pictures:
         data = read_bytes(path)
         if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
             raise InputError(
-                f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}, not with 000008"
+                f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}, not with "
+                "000008"
             )
         shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(data[3]))
         body = data[4 + 4 * data[3] :]
@@ -189,7 +201,8 @@ def _read_npz(files: Sequence[Path], limit: int | None) -> Parts:
     if train is None:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
         raise InputError(
-            f"{path} must hold arrays named like x and y, or x_train, y_train, x_test, y_test; it holds {shapes}"
+            f"{path} must hold arrays named like x and y, or x_train, y_train, x_test, y_test; "
+            f"it holds {shapes}"
         )
 
     def part(x: str, y: str) -> Pictures:
@@ -224,7 +237,8 @@ def _pictures(
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
     if pixels.ndim != 4 or 0 in pixels.shape or pixels.shape[3] not in (1, 3):
         raise InputError(
-            f"{where} has the shape {pixels.shape}: pictures are N x height x width, with or without 1 or 3 channels"
+            f"{where} has the shape {pixels.shape}: "
+            "pictures are N x height x width, with or without 1 or 3 channels"
         )
     labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if labels.dtype.kind == "f" and (labels == np.rint(labels)).all():

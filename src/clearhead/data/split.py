@@ -1,4 +1,7 @@
-"""Split training from validation by the content of examples, never by their order: equal examples are on one side."""
+"""Split training from validation by the content of examples, never by their order.
+
+Equal examples are on one side.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ def percent(share: float) -> str:
 def bound(low: int, high: int, share: float) -> int:
     """Return the key below which examples validate: about `share` of them, and at least one on either side.
 
-    `low` and `high` are the smallest and the largest key. An example keeps its side when others are added, unless it
-    was alone on it.
+    `low` and `high` are the smallest and the largest key. An example keeps its side when others are added,
+    unless it was alone on it.
     """
     if low == high:
         raise InputError(
@@ -42,9 +45,9 @@ def bound(low: int, high: int, share: float) -> int:
 def split_keys(keys: Sequence[int], share: float, names: Sequence[Sequence[str]] = ()) -> list[bool]:
     """Return for each example whether it validates.
 
-    `names` are the labels or tags of each example: those of validation must occur in training. Where chance put all
-    examples of a label among those to validate, they go back, with all that have the same key. If none is left then,
-    those with the lowest key whose labels others have too take their place.
+    `names` are the labels or tags of each example: those of validation must occur in training. Where chance
+    put all examples of a label among those to validate, they go back, with all that have the same key. If
+    none is left then, those with the lowest key whose labels others have too take their place.
     """
     limit = bound(min(keys), max(keys), share)
     validates = [key < limit for key in keys]

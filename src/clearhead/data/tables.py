@@ -1,7 +1,8 @@
-"""Read TSV, CSV, JSON, matched lines and parallel files as records: rows of named cells, with their place for messages.
+"""Read TSV, CSV, JSON, matched lines and parallel files as records: rows of named cells, with their place for
+messages.
 
-TSV is split at tabs and has no quoting, as benchmark data sets are written. CSV follows the quoting of the `csv` module,
-with a comma, semicolon or tab between cells.
+TSV is split at tabs and has no quoting, as benchmark data sets are written. CSV follows the quoting of the
+`csv` module, with a comma, semicolon or tab between cells.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ())
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSONL file, or of a JSON file with a list of objects or with questions as in SQuAD."""
+    """Yield the objects of a JSONL file, or of a JSON file with a list of objects or with questions as in
+    SQuAD.
+    """
     if bare(path).suffix.lower() == ".json":
         text = "".join(read_pieces(path))
         try:
@@ -213,7 +216,8 @@ def read_parallel(files: Sequence[Path]) -> Iterator[Record]:
         if left is None or right is None:
             counts = [sum(1 for _ in read_lines(path)) for path in files]
             raise InputError(
-                f"{source} has {counted(counts[0], 'line')} and {target} has {counts[1]:,}: parallel files need a "
+                f"{source} has {counted(counts[0], 'line')} and {target} has {counts[1]:,}: "
+                "parallel files need a "
                 "line for each line of the other; to read each as a text, --set data.format=text"
             )
         yield Record(f"{source}, line {number}", {"source": left[1], "target": right[1]})

@@ -1,4 +1,7 @@
-"""Plain text as a stream of chunks: read again at each pass, never whole in memory, split for validation on the way."""
+"""Plain text as a stream of chunks.
+
+Read again at each pass, never whole in memory, split for validation on the way.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
     for piece in pieces:
         rest += piece
         while len(rest) > CHUNK:
-            # Words of many tokenizers begin with the space before them: so cut after a line, else before a space.
+            # Words of many tokenizers begin with the space before them: so cut after a line, else before a
+            # space.
             end = rest.rfind("\n", 0, CHUNK) + 1 or max(rest.rfind(" ", 0, CHUNK), 0) or CHUNK
             yield Chunk(rest[:end], False)
             rest, begun = rest[end:], True
@@ -69,7 +73,10 @@ class Seen:
 
 
 def look(source: Stream, empty: str) -> Seen:
-    """Read a text once, so that every fault of its files is found now; `empty` is the error where it has no text."""
+    """Read a text once, so that every fault of its files is found now.
+
+    `empty` is the error where it has no text.
+    """
     seen, begins, length = Seen(), True, 0
     for chunk in source:
         if begins:
@@ -110,7 +117,8 @@ def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream
 def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
     """Yield whole documents of one side.
 
-    The first chunk decides, so that a document need not be held in memory: equal ones begin with equal chunks.
+    The first chunk decides, so that a document need not be held in memory: equal ones begin with equal
+    chunks.
     """
     begins, wanted = True, False
     for chunk in source:

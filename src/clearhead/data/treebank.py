@@ -1,8 +1,8 @@
 """Read treebanks in CoNLL-U: sentences whose words each name their head, the word that governs them.
 
-A tree is made of syntactic words. Most are one stretch of the text. French "du" is one stretch and two words, and an
-empty node, a word that was left out, has no stretch and no place in the tree. `spans` are the characters of the
-sentence's text that belong to each word.
+A tree is made of syntactic words. Most are one stretch of the text. French "du" is one stretch and two words,
+and an empty node, a word that was left out, has no stretch and no place in the tree. `spans` are the
+characters of the sentence's text that belong to each word.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
     place = f"{path}, line {number}"
     if len(cells) != len(CONLLU):
         raise InputError(
-            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: {shorten(line)}"
+            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: "
+            f"{shorten(line)}"
         )
     name, form, lemma, upos, xpos, feats, head, deprel, _, misc = cells
     space = "SpaceAfter=No" not in misc.split("|")
@@ -135,7 +136,8 @@ def _closed(path: Path, now: _Open) -> Sentence:
         last, form, space, line = now.joined.get(start + 1, (start + 1, word.form, word.space_after, 0))
         if last > count:
             raise InputError(
-                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has {counted(count, 'word')}"
+                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has "
+                f"{counted(count, 'word')}"
             )
         forms.append(form)
         spaces.append(space)
@@ -158,7 +160,10 @@ def _closed(path: Path, now: _Open) -> Sentence:
 
 
 def locate(words: Iterable[str], text: str) -> tuple[Span, ...] | None:
-    """Return the characters of each word in a text made of these words and white space; None for another text."""
+    """Return the characters of each word in a text made of these words and white space.
+
+    None for another text.
+    """
     spans, start = [], 0
     for word in words:
         while start < len(text) and text[start].isspace() and not text.startswith(word, start):

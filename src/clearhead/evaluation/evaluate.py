@@ -71,9 +71,10 @@ def evaluate(
 ) -> Evaluation:
     """Judge a model on every example of some files, on the device that it is on.
 
-    The model's head decides what is measured: for text, loss, perplexity and bits per byte; for pairs also exact
-    match, edits per token, BLEU and chrF of what the model writes; for classes, tags and answers, accuracy and F1.
-    Rows with the same source, or the same question and context, are one example with several right answers.
+    The model's head decides what is measured: for text, loss, perplexity and bits per byte; for pairs also
+    exact match, edits per token, BLEU and chrF of what the model writes; for classes, tags and answers,
+    accuracy and F1. Rows with the same source, or the same question and context, are one example with several
+    right answers.
 
     Args:
         loaded: the model.
@@ -92,7 +93,8 @@ def evaluate(
     spec = task_named(task)
     if generation and not spec.writes:
         raise InputError(
-            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: leave it out"
+            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: "
+            "leave it out"
         )
     if spec.writes:
         _check_tokenize(tokenize)
@@ -127,7 +129,10 @@ def data_plan(
     """
     settings = list(settings)
     if recipe is None and folder is not None:
-        places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)  # of a run, and of its checkpoints
+        places = (
+            folder / RECIPE,
+            folder.resolve().parent.parent / RECIPE,
+        )  # of a run, and of its checkpoints
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
@@ -144,10 +149,13 @@ def task_for(loaded: Model, wanted: str | None) -> str:
     config, wanted_name = loaded.config, None if wanted is None else task_named(wanted).name
     theirs = loaded.description.theirs if loaded.description is not None else {}
     problem = theirs.get("problem_type") if config.head == "classifier" else None
-    alike = [spec for spec in TASKS.values() if spec.head == config.head and config.family in spec.fitting_families]
+    alike = [
+        spec for spec in TASKS.values() if spec.head == config.head and config.family in spec.fitting_families
+    ]
     if not alike:
         raise InputError(
-            f"a model of family {config.family} with head {config.head} cannot be judged on data: {fitting(loaded)}"
+            f"a model of family {config.family} with head {config.head} cannot be judged on data: "
+            f"{fitting(loaded)}"
         )
     fits = sorted((spec for spec in alike if spec.judges(config, problem)), key=lambda spec: not spec.guessed)
     names = [spec.name for spec in fits]
@@ -238,7 +246,10 @@ def _evaluation(
 
 
 def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
-    """Return loss and number of targets of every row in the order of the data; keep what the model said of each."""
+    """Return loss and number of targets of every row in the order of the data.
+
+    Keep what the model said of each.
+    """
     model, seen = judgement.loaded.model, []
     device = next(model.parameters()).device
     for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):

@@ -1,4 +1,7 @@
-"""The data of an evaluation as the model knows it: its names of classes, its way to begin a text, its pictures."""
+"""The data of an evaluation as the model knows it.
+
+Its names of classes, its way to begin a text, its pictures.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
 
 
 def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
-    """Return rows and special ids so that a decoder begins in training as in generation: `bos` is its first input."""
+    """Return rows and special ids so that a decoder begins in training as in generation.
+
+    `bos` is its first input.
+    """
     if loaded.config.family != "encoder-decoder":
         return encoded, loaded.special
     start, *forced = loaded._start()
@@ -73,7 +79,9 @@ def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:
-    """Return the distinct questions with their places, in the order of the data, and all right answers to each."""
+    """Return the distinct questions with their places, in the order of the data, and all right answers to
+    each.
+    """
     places: dict[tuple[str, ...], int] = {}
     references: list[list[str]] = []
     for row in rows:
@@ -98,21 +106,26 @@ def names_in(loaded: Model) -> tuple[str, ...]:
 
 
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> Corpus:
-    """Return the examples with the model's labels: numbers stand for classes that the model has no names for."""
+    """Return the examples with the model's labels.
+
+    Numbers stand for classes that the model has no names for.
+    """
     labels = names_in(loaded)
     theirs = {label: label for label in labels}
     if all(LABEL.fullmatch(label) for label in labels):
         theirs |= {str(number): label for number, label in enumerate(labels)}
         if any(name in theirs and name not in labels for name in corpus.labels):
             notes.append(
-                f"the model's classes have no names: labels 0 to {len(labels) - 1} of the data are their numbers"
+                "the model's classes have no names: "
+                f"labels 0 to {len(labels) - 1} of the data are their numbers"
             )
     unknown = next((name for name in corpus.labels if name not in theirs), None)
     if unknown is not None:
         place = place_of(plan, shape_of(plan.task), unknown)
         listed = ", ".join(labels[:12]) + (" and more" if len(labels) > 12 else "")
         raise InputError(
-            f"{place}{': ' if place else ''}the {'tag' if corpus.shape == TAGS.name else 'label'} {unknown!r} "
+            f"{place}{': ' if place else ''}the {'tag' if corpus.shape == TAGS.name else 'label'} "
+            f"{unknown!r} "
             f"is none of the model's{nearest(unknown, theirs)}: {listed}"
         )
     if isinstance(corpus.validation, Images):

@@ -41,7 +41,10 @@ class Texts:
 
 
 def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:
-    """Open the data that a plan names -> the examples and the task; `texts_only` turns rows into plain text."""
+    """Open the data that a plan names -> the examples and the task.
+
+    `texts_only` turns rows into plain text.
+    """
     if not plan.texts_only:
         corpus = open_data(plan, split)
         return corpus, task_of(plan, corpus)

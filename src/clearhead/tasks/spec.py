@@ -1,6 +1,7 @@
 """`TaskSpec`: everything that makes up a task, from the rows it reads to the figures it is judged by.
 
-`tasks.table` collects the entries. Data, tokens and batches are below this folder: they take from an entry what they need.
+`tasks.table` collects the entries. Data, tokens and batches are below this folder: they take from an entry
+what they need.
 """
 
 from __future__ import annotations
@@ -107,13 +108,17 @@ class TaskSpec:
     objective: Objective | None = None  # None: cross-entropy over the vocabulary
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
-    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = no_scores  # answers, targets, labels
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = (
+        no_scores  # answers, targets, labels
+    )
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use
     writes: bool = False  # whether the answers are generated
     command: str  # what to try after training
-    sample: Callable[..., str]  # (model, example, generation plan, seed) -> what the model says of the example
+    sample: Callable[
+        ..., str
+    ]  # (model, example, generation plan, seed) -> what the model says of the example
     figures: Callable[..., list[str]]  # (judgement) -> what the model says of each example; adds its figures
 
     @property

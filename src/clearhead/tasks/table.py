@@ -1,7 +1,7 @@
 """`TASKS`: the table of tasks, one entry each.
 
-The entries are the `TASKS` of the modules in `tasks/entries`: a new module there is a new task. From outside the package,
-`TASKS[spec.name] = spec` adds one.
+The entries are the `TASKS` of the modules in `tasks/entries`: a new module there is a new task. From outside
+the package, `TASKS[spec.name] = spec` adds one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from clearhead.errors import ConfigError, nearest
 from clearhead.tasks import entries
 from clearhead.tasks.spec import TaskSpec
 
-_MODULES = [importlib.import_module(f"{entries.__name__}.{one.name}") for one in pkgutil.iter_modules(entries.__path__)]
+_MODULES = [
+    importlib.import_module(f"{entries.__name__}.{one.name}")
+    for one in pkgutil.iter_modules(entries.__path__)
+]
 TASKS: dict[str, TaskSpec] = {spec.name: spec for module in _MODULES for spec in module.TASKS}
 
 

@@ -1,4 +1,7 @@
-"""Tokens as people read them: a space, a line's end and a byte shown as such, whatever the tokenizer writes in their place."""
+"""Tokens as people read them.
+
+A space, a line's end and a byte shown as such, whatever the tokenizer writes in their place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
 
 
 def visible(text: str) -> str:
-    """Text with its white space and control characters shown: · for a space, ↵ for a line's end, → for a tab."""
+    """Text with its white space and control characters shown.
+
+    · for a space, ↵ for a line's end, → for a tab.
+    """
     return "".join(
         VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text
     )

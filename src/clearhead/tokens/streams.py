@@ -1,4 +1,4 @@
-"""Text read in pieces of bounded size, so that a tokenizer is trained on any amount of it in little memory."""
+"""Read text in pieces of bounded size, so that a tokenizer is trained on any amount in little memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ PARTS = re.compile(r"\s+|\S+")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of files, in pieces that end before white space where they can; may be read again and again."""
+    """The text of files, in pieces that end before white space where they can.
+
+    May be read again and again.
+    """
 
     paths: tuple[Path, ...]
 
@@ -34,7 +37,8 @@ class TextFiles:
 
 
 def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Texts in the same order, those longer than `size` characters cut before white space, or anywhere where there is none.
+    """Texts in the same order, those longer than `size` characters cut before white space, or anywhere where
+    there is none.
 
     Joined again they are the text they were, but for broken surrogates, which become U+FFFD.
     """
@@ -58,10 +62,11 @@ def clean(text: str) -> str:
 
 
 def known_words(texts: Iterable[str], room: int) -> Iterator[str]:
-    """Texts as they are until their distinct words fill `room` bytes; from there on without the words that are new.
+    """Texts as they are until their distinct words fill `room` bytes; from there on without the words that
+    are new.
 
-    A trainer keeps each distinct word, and text may hold any number of them. Those that first appear so late are rare:
-    they hardly move a vocabulary.
+    A trainer keeps each distinct word, and text may hold any number of them. Those that first appear so late
+    are rare: they hardly move a vocabulary.
     """
     seen: set[str] = set()
     for text in texts:

@@ -1,4 +1,7 @@
-"""Train tokenizers on the user's text: choose kind and size, add special tokens, set the template around a text."""
+"""Train tokenizers on the user's text.
+
+Choose kind and size, add special tokens, set the template around a text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from clearhead.errors import InputError
 from clearhead.tokens.kinds import KINDS, Order
 from clearhead.tokens.plan import TokenKind, TokensPlan
 
-SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # each stands for a span that was taken out
+SENTINELS = tuple(
+    f"<extra_id_{number}>" for number in range(100)
+)  # each stands for a span that was taken out
 SPELLS_ALL = ("byte", "bpe")  # kinds that can spell any text, and need no token for what is unknown
 SMALL = 1_500_000  # bytes: below this, a text that is to be written is best learned character by character
 SCALE = {"bpe": 2, "wordpiece": 2, "unigram": 2, "word": 8}  # vocabularies grow with the text's square root
@@ -22,7 +27,10 @@ LIMIT = 1 << 20  # no vocabulary is larger, and trainers reserve memory for it
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens of a task, and the template around a text and around two; `:1` marks the second text."""
+    """The special tokens of a task, and the template around a text and around two.
+
+    `:1` marks the second text.
+    """
 
     tokens: Mapping[str, str]  # by role: pad, bos, eos, unk, cls, sep, mask
     single: str = ""
@@ -39,7 +47,9 @@ class SpecialTokens:
         return [*dict.fromkeys(self.roles(kind).values()), *self.sentinels]
 
 
-GENERATOR = SpecialTokens({"eos": "<|endoftext|>", "bos": "<|endoftext|>", "pad": "<|pad|>", "unk": "<|unk|>"})
+GENERATOR = SpecialTokens(
+    {"eos": "<|endoftext|>", "bos": "<|endoftext|>", "pad": "<|pad|>", "unk": "<|unk|>"}
+)
 READER = SpecialTokens(
     {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
     "[CLS] $A [SEP]",
@@ -53,7 +63,8 @@ DENOISER = replace(TRANSLATOR, sentinels=SENTINELS)
 
 
 def choose(plan: TokensPlan, specials: SpecialTokens, size: int) -> tuple[TokensPlan, str]:
-    """Fill in kind and vocab_size for `size` bytes of text -> the plan, and a note that says what was chosen and why.
+    """Fill in kind and vocab_size for `size` bytes of text -> the plan, and a note that says what was chosen
+    and why.
 
     `vocab_size` stays None for characters and bytes, whose number is given.
     """
@@ -84,8 +95,9 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
 
     Args:
         texts: documents, lines or pieces of any length; read once or more, never held in memory.
-        plan: kind and vocab_size where they are None are chosen as `choose` does. A vocab_size that was asked for is
-            met exactly or is an error; one that was chosen is a limit, and the vocabulary may come out smaller.
+        plan: kind and vocab_size where they are None are chosen as `choose` does. A vocab_size that was asked
+            for is met exactly or is an error; one that was chosen is a limit, and the vocabulary may come out
+            smaller.
         specials: the special tokens, and the template around a text.
         size: bytes of the texts, about.
 
@@ -95,7 +107,8 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
     chosen, _ = choose(plan, specials, size)
     assert chosen.kind is not None
     usual, _ = choose(replace(plan, vocab_size=None), specials, size)
-    # A size equal to the usual one is no demand, so that a plan filled in by `choose` gives the same tokenizer.
+    # A size equal to the usual one is no demand, so that a plan filled in by `choose` gives the same
+    # tokenizer.
     asked = plan.vocab_size is not None and plan.vocab_size != usual.vocab_size
     special, unk = specials.all(chosen.kind), specials.roles(chosen.kind).get("unk")
     order = Order(texts, special, unk, chosen.vocab_size, asked, plan.lowercase, plan.pattern)
@@ -103,7 +116,8 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
     reached = tokenizer.get_vocab_size()
     if asked and chosen.vocab_size is not None and reached < chosen.vocab_size:
         raise InputError(
-            f"vocab_size {chosen.vocab_size} is more than the data allows: kind {chosen.kind} finds {reached} tokens "
+            f"vocab_size {chosen.vocab_size} is more than the data allows: "
+            f"kind {chosen.kind} finds {reached} tokens "
             f"in it, special ones included: set it to {reached} or less, or leave it out"
             + ("" if chosen.kind in SCALE else ", or set tokens.kind to bpe")
         )
@@ -131,7 +145,8 @@ def _framed(tokenizer: Tokenizer, special: list[str], specials: SpecialTokens) -
 def _check(texts: Iterable[str], plan: TokensPlan) -> None:
     if plan.pattern is not None and plan.kind not in (None, "word"):
         raise InputError(
-            f"tokens.pattern says what a word is, and kind is {plan.kind}: set kind to word, or leave pattern out"
+            f"tokens.pattern says what a word is, and kind is {plan.kind}: "
+            "set kind to word, or leave pattern out"
         )
     if plan.vocab_size is not None and not 0 < plan.vocab_size <= LIMIT:
         raise InputError(f"vocab_size {plan.vocab_size} must lie between 1 and {LIMIT}")

@@ -1,7 +1,8 @@
-"""From a recipe to a model: the task's usual sizes where the recipe is silent, a new head where a base has another.
+"""From a recipe to a model: the task's usual sizes where the recipe is silent, a new head where a base has
+another.
 
-Defaults are such that what is trained has an exact Hugging Face architecture: GPT-2 for language models, BERT for
-encoders, mBART for pairs, ViT for images.
+Defaults are such that what is trained has an exact Hugging Face architecture: GPT-2 for language models, BERT
+for encoders, mBART for pairs, ViT for images.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) ->
     if family not in fits or read != usual.input:
         what = f"[model] base {model[BASE]}" if BASE in model else "[model]"
         raise ConfigError(
-            f"{what} has family {family} and reads {read}, and task {task.name} needs family {' or '.join(fits)} "
+            f"{what} has family {family} and reads {read}, and task {task.name} needs family "
+            f"{' or '.join(fits)} "
             f"and {usual.input}: one such as {task.usual.preset} fits"
         )
 
@@ -119,7 +121,8 @@ def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | No
     if image is not None and old.image_size is not None and image != (*old.image_size, old.n_channels):
         theirs, ours = (" x ".join(map(str, size)) for size in ((*old.image_size, old.n_channels), image))
         raise ConfigError(
-            f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are {ours}: "
+            f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are "
+            f"{ours}: "
             "convert them, or leave model.base out"
         )
     if (
@@ -268,7 +271,8 @@ def _generation(
 ) -> dict[str, Any]:
     """Return generation_config.json: special token ids, unless `known`, and how text is generated.
 
-    An output has no more tokens than the decoder has positions, `longest`: transformers would run past them and fail.
+    An output has no more tokens than the decoder has positions, `longest`: transformers would run past them
+    and fail.
     """
     if task.head != "lm":
         return {}

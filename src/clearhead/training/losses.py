@@ -1,10 +1,11 @@
 """The loss of a batch: a sum over its targets and their number, whatever the model's head is for.
 
-Sums, because batches are joined: the caller divides by the number of targets of everything that makes up one step, so
-that a step of several small batches is the same as a step of one large batch.
+Sums, because batches are joined: the caller divides by the number of targets of everything that makes up one
+step, so that a step of several small batches is the same as a step of one large batch.
 
-The scores of a large vocabulary are the largest tensor of training. They are made for positions that have a target only
-and, where there are many, for a piece of the positions at a time; the gradient of a piece is taken before the next is begun.
+The scores of a large vocabulary are the largest tensor of training. They are made for positions that have a
+target only and, where there are many, for a piece of the positions at a time; the gradient of a piece is
+taken before the next is begun.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
 """
@@ -66,8 +67,10 @@ def batch_loss(
         model: compiled or not; the loss of a compiled model is compiled too.
         batch: on the model's device.
         smoothing: share of each target that is spread evenly over all classes; padding has no part in it.
-        chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the vocabulary.
-        balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has them.
+        chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the
+            vocabulary.
+        balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has
+            them.
         objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
@@ -86,7 +89,8 @@ def batch_loss(
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
-    """How many positions to score at a time: on a GPU so many that, as float32, they take a sixteenth of its memory.
+    """How many positions to score at a time: on a GPU so many that, as float32, they take a sixteenth of its
+    memory.
 
     Fewer are slower there: each piece adds to the gradient of the whole table.
     """
@@ -97,7 +101,8 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy, summed over targets that are not IGNORE: scores [..., C] and classes [...] -> [].
 
-    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no share.
+    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no
+    share.
     """
     flat = wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
@@ -136,7 +141,8 @@ def tag_answers(logits: Tensor, batch: Batch) -> Answered:
     """Return the best tags of each row's words, and the right ones."""
     asked = batch.targets != IGNORE
     best, right = (
-        [row[where].tolist() for row, where in zip(rows, asked)] for rows in (logits.argmax(-1), batch.targets)
+        [row[where].tolist() for row, where in zip(rows, asked)]
+        for rows in (logits.argmax(-1), batch.targets)
     )
     return best, right
 
@@ -170,7 +176,9 @@ def objective_of(head: str | None) -> Objective:
 def vocabulary_loss(
     head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
 ) -> Tensor:
-    """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a time -> []."""
+    """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a
+    time -> [].
+    """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
@@ -222,7 +230,9 @@ def _pieces(head: Head, rows: Tensor, targets: Tensor, smoothing: float, size: i
 
 
 class _InPieces(torch.autograd.Function):
-    """A loss whose gradient is taken piece by piece in the forward pass, so that nothing is kept or computed twice."""
+    """A loss whose gradient is taken piece by piece in the forward pass, so that nothing is kept or computed
+    twice.
+    """
 
     @staticmethod
     def forward(

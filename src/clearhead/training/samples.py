@@ -16,7 +16,7 @@ from clearhead.training.plan import GeneratePlan
 def sampler(
     task: TaskSpec, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
 ) -> Callable[[Model], tuple[str, ...]]:
-    """Return a function from a model to what it says of a few validation examples, the same ones each time."""
+    """Return a function from a model to what it says of some validation examples, the same each time."""
     given: Any = corpus.validation
     if isinstance(given, Images):
         given = zip(itertools.count(), given.pixels, given.labels.tolist())

@@ -28,7 +28,10 @@ def _scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[
 
 
 def _figures(judgement: Judgement) -> list[str]:
-    """Add exact match and F1 over words; the model may find no answer where that is right for some questions."""
+    """Add exact match and F1 over words.
+
+    The model may find no answer where that is right for some questions.
+    """
     questions, contexts = zip(*judgement.asked)
     none = any("" in given for given in judgement.references)
     made: Any = judgement.loaded.answer(list(questions), list(contexts), none=none)

@@ -48,7 +48,8 @@ def _bits(judgement: Judgement) -> list[str]:
     tokens, unknown = judgement.tokens, judgement.unknown
     if unknown:
         judgement.figures.said.append(
-            f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted"
+            f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not "
+            "predicted"
         )
         return []
     chunks = cast(Iterable[Chunk], judgement.rows)
