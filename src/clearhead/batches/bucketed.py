@@ -43,10 +43,10 @@ class Bucketed(Batches):
         epoch, number = divmod(index, self.per_epoch)
         examples, batches = self.order(epoch if self.training else 0)
         batch = batches[number]
-        return self.build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
+        return self._build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
 
     @abstractmethod
-    def build(self, numbers: Ints) -> Batch:
+    def _build(self, numbers: Ints) -> Batch:
         """Make the batch of the examples with these numbers."""
 
     def blank(self, lengths: Ints) -> tuple[NDArray[np.int64], dict[str, Any]]:
@@ -80,8 +80,7 @@ class PairBatches(Bucketed):
         self.notes = cut_note(source > room, "sources", length) + cut_note(~self.whole, "targets", length)
         super().__init__(setting, self.source_lengths + self.frame.size, self.target_lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         lengths = self.source_lengths[numbers]
         source, mask = self.blank(lengths + self.frame.size)
         part = Stretches(self.encoded["source"], self.source_starts[numbers], lengths)
@@ -119,8 +118,7 @@ class LabelBatches(Bucketed):
         self.lengths = texts + np.where(self.paired, pair_frame.size, single_frame.size)
         super().__init__(setting, self.lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         ids, more = self.blank(self.lengths[numbers])
         types = np.zeros_like(ids) if self.typed else None
         for frame, chosen in zip(self.frames, (~self.paired[numbers], self.paired[numbers])):
@@ -152,8 +150,7 @@ class TagBatches(Bucketed):
         self.notes = cut_note(longer, "sentences", setting.length, f": {lost:,} words have no tag")
         super().__init__(setting, self.lengths + self.frame.size)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         starts, lengths = self.starts[numbers], self.lengths[numbers]
         ids, more = self.blank(lengths + self.frame.size)
         targets = np.full_like(ids, IGNORE)
@@ -202,8 +199,7 @@ class AnswerBatches(Bucketed):
         self.lengths = self.question_lengths[self.example] + self.count + self.frame.size
         super().__init__(setting, self.lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         example, encoded = self.example[numbers], self.encoded
         ids, more = self.blank(self.lengths[numbers])
         types = np.zeros_like(ids) if self.frame.typed else None

@@ -48,19 +48,19 @@ class EvenRows(Batches):
         random = generator(self.seed, BATCH, index)
         if not self.training:
             start = index % self.per_epoch * self.rows
-            return self.build(self.places(0, np.arange(start, min(start + self.rows, self.n_rows))), random)
+            return self._build(self.places(0, np.arange(start, min(start + self.rows, self.n_rows))), random)
         epoch, start = divmod(index * self.rows, self.n_rows)
         places = self.places(epoch, self.order(epoch)[start : start + self.rows])
         if missing := self.rows - len(places):
             places = np.append(places, self.places(epoch + 1, self.order(epoch + 1)[:missing]))
-        return self.build(places, random)
+        return self._build(places, random)
 
     def places(self, epoch: int, numbers: Ints) -> Ints:
         """Return where the rows with these numbers are in this epoch."""
         return numbers
 
     @abstractmethod
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         """Make the batch of the rows at these places."""
 
 
@@ -110,8 +110,7 @@ class TextWindows(EvenRows):
         lay(rows, np.zeros_like(starts), Stretches(self.ids, starts, lengths))
         return rows, lengths
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         rows, lengths = self.read(places)
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         mask = None if real.all() else tensor(real)
@@ -141,8 +140,7 @@ class MaskedWindows(TextWindows):
                 "give more text"
             )
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         lengths = np.minimum(self.width, len(self.ids) - places)
         total = lengths + self.frame.size
         real = np.arange(total.max()) < total[:, None]
@@ -191,8 +189,7 @@ class NoisyWindows(TextWindows):
         noise, spans = self._noise(length)
         return length - noise + spans + self.frame.size, noise + spans + 1
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         rows, lengths = self.read(places)
         sizes = np.array([self._sizes(length) for length in lengths.tolist()])  # B 2
         width, target_width = sizes.max(0)
@@ -243,8 +240,7 @@ class PackedDocuments(EvenRows):
         super().__init__(n_rows, setting.rows(length), setting.seed, setting.training)
         self.waste = 1 - len(self.ids) / (n_rows * length)
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         counts = self.row_starts[places + 1] - self.row_starts[places]  # documents of each row
         row, number = ragged(counts)
         piece = self.members[self.row_starts[places][row] + number]

@@ -110,8 +110,7 @@ class PictureBatches(EvenRows):
         self.changes = setting.plan.augment if setting.training else ()
         super().__init__(len(self.labels), setting.plan.batch_size, setting.seed, setting.training)
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         pixels = np.ascontiguousarray(self.pixels[places].transpose(0, 3, 1, 2)).astype(np.float32)  # B C H W
         pixels *= self.scale
         pixels -= self.shift

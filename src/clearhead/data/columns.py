@@ -198,7 +198,8 @@ def _by_name(
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
         roles = dict(zip(shape.needed, languages)) if len(languages) == 2 else {}
     telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
-    if shape is LABELS and set(roles) == {"text"} and len(telling) == 1 and _few_values(records, telling[0]):
+    alone = set(roles) == {"text"} and len(telling) == 1
+    if "label" in shape.needed and alone and _like_labels(shape, records, telling[0]):
         roles["label"] = telling[0]
     if shape is TEXT and not roles and len(left) == 1:
         roles["text"] = left[0]
@@ -210,13 +211,13 @@ def _by_content(
 ) -> dict[str, str]:
     """Find columns without names.
 
-    The label is the column with few values, the text the longest of the others. Pairs are the first two
+    The label is the column that looks like one, the text the longest of the others. Pairs are the first two
     texts.
     """
     roles = dict(given)
     left = [name for name in names if name not in roles.values()]
-    if shape is LABELS and len(left) > 1 and "label" not in roles:
-        few = [name for name in reversed(left) if _few_values(records, name)]
+    if "label" in shape.needed and len(left) > 1 and "label" not in roles:
+        few = [name for name in reversed(left) if _like_labels(shape, records, name)]
         if few:
             roles["label"] = min(few, key=lambda name: _gaps_and_values(records, name))
             left.remove(roles["label"])
@@ -224,18 +225,21 @@ def _by_content(
         lengths = {name: sum(len(str(record.cells.get(name))) for record in records) for name in left}
         roles["text"] = max(left, key=lengths.__getitem__)
     if shape is PAIRS and not roles:
-        cells = {name: [str(record.cells.get(name)) for record in records] for name in left}
-        texts = [name for name in left if not all(map(_NUMBER.fullmatch, cells[name]))]
-        roles = dict(zip(shape.needed, texts))
+        roles = dict(zip(shape.needed, (name for name in left if not _numeric(records, name))))
     if shape is TEXT and not roles and len(left) == 1:
         roles["text"] = left[0]
     return roles
 
 
-def _few_values(records: Sequence[Record], name: str) -> bool:
-    """Return True if a column looks like labels: some values, most of them more than once."""
+def _like_labels(shape: Shape, records: Sequence[Record], name: str) -> bool:
+    """Return True if a column looks like labels: some values, most of them more than once; or numbers."""
     values = {str(record.cells.get(name)) for record in records}
-    return 2 <= len(values) <= min(MOST_CLASSES, (len(records) + 1) // 2)
+    few = 2 <= len(values) <= min(MOST_CLASSES, (len(records) + 1) // 2)
+    return few if shape is LABELS else _numeric(records, name)
+
+
+def _numeric(records: Sequence[Record], name: str) -> bool:
+    return all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)
 
 
 def _gaps_and_values(records: Sequence[Record], name: str) -> tuple[bool, int]:

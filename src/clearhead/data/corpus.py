@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
-
-import numpy as np
 
 from clearhead.data.columns import check_roles
 from clearhead.data.corpora import CORPORA, Embedded
@@ -24,11 +21,9 @@ from clearhead.data.examples import (
     IMAGES,
     LABELS,
     PAIRS,
-    TAGS,
     TEXT,
     Corpus,
     Example,
-    Images,
     Labelled,
     Shape,
 )
@@ -37,9 +32,9 @@ from clearhead.data.formats import Source, find_source, same_way
 from clearhead.data.layout import Layout, lay_out
 from clearhead.data.pictures import Pictures, read_pictures, spaced
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of, percent, split_keys
-from clearhead.data.tables import counted, listed
-from clearhead.data.text import Stream, look, split_text, stream
+from clearhead.data.sides import given_corpus, pictures_corpus, rows_corpus, text_corpus
+from clearhead.data.tables import counted
+from clearhead.data.text import look, stream
 from clearhead.errors import InputError, nearest
 
 VERSION = 4  # of the readers: raised when the same files would give other examples
@@ -76,7 +71,7 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
             test = read_pictures(validation, plan.max_examples)[0]
         names = [*train.names, *(test.names if test else ())]  # folders name the classes: no file holds them
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
-        return _pictures_corpus(plan, train, test, fingerprint, [*source.notes, *notes], split)
+        return pictures_corpus(plan, train, test, fingerprint, [*source.notes, *notes], split)
     layout, notes = lay_out(plan, source, wanted, others)
     _check_shape(plan, layout.shape, wanted, str(first))
     if layout.shape is not TEXT:
@@ -86,7 +81,7 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
         for files in (source.files, others)
     )
     if validation is None:
-        return _text_corpus(plan, whole, fingerprint, notes, _empty(source), split)
+        return text_corpus(plan, whole, fingerprint, notes, _empty(source), split)
     look(whole, _empty(source))
     look(test_text, _empty(validation))
     return Corpus("text", whole, test_text, (), fingerprint, tuple(notes), whole.size())
@@ -144,16 +139,6 @@ def _empty(source: Source) -> str:
     return one if len(source.files) == 1 else "all files are empty: there is no text in them"
 
 
-def _text_corpus(
-    plan: DataPlan, whole: Stream, fingerprint: str, notes: Sequence[str], empty: str, split: bool
-) -> Corpus:
-    if not split:
-        look(whole, empty)
-        return Corpus("text", [], whole, (), fingerprint, tuple(notes), 0)
-    train, validation, note = split_text(whole, plan.validation_share, empty)
-    return Corpus("text", train, validation, (), fingerprint, (*notes, note), train.size())
-
-
 # Rows ------------------------------------------------------------------------------------------------------
 
 
@@ -176,21 +161,9 @@ def _open_rows(
                 "if that is a header, --set data.header=true"
             )
     if validation is None:
-        return _rows_corpus(plan, layout.shape, rows, fingerprint, notes, split)
+        return rows_corpus(plan, layout.shape, rows, fingerprint, notes, split)
     test, places = _read(plan, layout, validation, notes, "to validate on with an empty text")
-    known = _names(layout.shape, rows)
-    if layout.shape is LABELS:
-        _check_labels([name for row in rows for name in row.names()])
-    for row, place in zip(test, places):
-        unknown = next((name for name in row.names() if name not in known), None)
-        if unknown is not None:
-            noun = "tag" if layout.shape is TAGS else "label"
-            raise InputError(
-                f"{place}: the {noun} {unknown!r} "
-                f"does not occur in the training data, which has {listed(known)}"
-            )
-    notes += _shared(_keys(rows), _keys(test))
-    return _finished(layout.shape, rows, test, fingerprint, notes)
+    return given_corpus(layout.shape, rows, test, places, fingerprint, notes)
 
 
 def _read(
@@ -210,138 +183,6 @@ def _read(
         notes.append(f"{counted(len(read) - len(found), 'row')} {what} left out")
     rows = [row.lowered(plan.lowercase) if plan.lowercase else row for row, _ in found]
     return rows, [place for _, place in found]
-
-
-def _keys(rows: Iterable[Example]) -> list[int]:
-    return [key_of(*row.key()) for row in rows]
-
-
-def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
-    """Return a note on examples that are on both sides, by their keys."""
-    shared = sum(map(set(train).__contains__, validation))
-    both = f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too"
-    return [both] if shared else []
-
-
-def _rows_corpus(
-    plan: DataPlan, shape: Shape, rows: Sequence[Example], fingerprint: str, notes: list[str], split: bool
-) -> Corpus:
-    """Set a share of the rows apart for validation."""
-    if not split:
-        return _finished(shape, [], rows, fingerprint, notes)
-    names = [row.names() for row in rows]
-    if shape is LABELS:
-        _check_labels([name for own in names for name in own])
-    validates = split_keys(_keys(rows), plan.validation_share, names if any(names) else ())
-    notes.append(f"{percent(plan.validation_share)} of the examples for validation, chosen by their content")
-    train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
-    return _finished(shape, train, test, fingerprint, notes)
-
-
-def _check_labels(names: Sequence[str]) -> None:
-    """Refuse labels that say nothing."""
-    classes, way_out = len(set(names)), "choose another column with --set data.columns=..."
-    if classes == 1 < len(names):
-        raise InputError(
-            f"every example has the label {names[0]!r}: there is nothing to tell apart; {way_out}"
-        )
-    if classes == len(names) > 1:
-        raise InputError(
-            f"the {len(names):,} examples have as many labels: {way_out}, "
-            "or --set data.task=seq2seq to write the target out"
-        )
-
-
-def _finished(
-    shape: Shape, rows: Sequence[Example], validation: Sequence[Example], fingerprint: str, notes: list[str]
-) -> Corpus:
-    names = _names(shape, [*rows, *validation])
-    if names:
-        count = counted(len(names), "tag") if shape is TAGS else _classes(len(names))
-        notes.append(f"{count}: {listed(names)}")
-    if rows and shape is LABELS and len(names) * 2 > len(rows):
-        notes.append(f"{len(names):,} classes for {len(rows):,} examples: is this a label?")
-    sides = f"{counted(len(rows), 'example')} to train on, {len(validation):,} to validate on"
-    notes.append(sides if rows else counted(len(validation), "example"))
-    size = sum(row.size() for row in rows)
-    return Corpus(shape.name, rows, validation, names, fingerprint, tuple(notes), size)
-
-
-def _classes(count: int) -> str:
-    return "1 class" if count == 1 else f"{count:,} classes"
-
-
-def _names(shape: Shape, rows: Iterable[Example]) -> tuple[str, ...]:
-    names = sort_names({name for row in rows for name in row.names()})
-    return ("O", *(name for name in names if name != "O")) if "O" in names and shape is TAGS else names
-
-
-def sort_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Sort the names of classes: as numbers if all are numbers, else by letters."""
-    names = set(names)
-    numbers = all(re.fullmatch("0|[1-9][0-9]{0,8}", name) for name in names)
-    return tuple(sorted(names, key=int) if numbers else sorted(names))
-
-
-# Pictures --------------------------------------------------------------------------------------------------
-
-
-def _pictures_corpus(
-    plan: DataPlan,
-    train: Pictures,
-    validation: Pictures | None,
-    fingerprint: str,
-    notes: list[str],
-    split: bool,
-) -> Corpus:
-    if not split:
-        validation, train = validation or train, train.take([])
-        return _pictures_finished(train, validation, sort_names(validation.names), fingerprint, notes)
-    way_out = "lay out a folder for each class, several pictures in each"
-    if len(set(train.names)) == 1:
-        raise InputError(
-            f"every picture is of the class {train.names[0]!r}: there is nothing to tell apart; {way_out}"
-        )
-    if len(set(train.names)) == len(train.names):
-        raise InputError(
-            f"each of the {len(train.names):,} pictures is of a class of its own"
-            f": there is nothing to learn a class from; {way_out}"
-        )
-    if validation is None:
-        names = [(name,) for name in train.names]
-        validates = np.array(split_keys(train.keys(), plan.validation_share, names))
-        notes.append(
-            f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content"
-        )
-        train, validation = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
-    else:
-        notes += _shared(train.keys(), validation.keys())
-    size, other = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, validation))
-    if size != other:
-        raise InputError(
-            f"the pictures to train on are {size} and those to validate on {other}"
-            ": bring all to one size first"
-        )
-    known = sort_names(train.names)
-    for name, place in zip(validation.names, validation.places):
-        if name not in known:
-            raise InputError(
-                f"{place}: the label {name!r} does not occur in the training data, which has {listed(known)}"
-            )
-    counts = f"{len(train.names):,} to train on, {len(validation.names):,} to validate on"
-    notes += [f"{_classes(len(known))}: {listed(known)}", f"pictures of {size}: {counts}"]
-    return _pictures_finished(train, validation, known, fingerprint, notes)
-
-
-def _pictures_finished(
-    train: Pictures, validation: Pictures, names: tuple[str, ...], fingerprint: str, notes: Sequence[str]
-) -> Corpus:
-    numbers = {name: number for number, name in enumerate(names)}
-    first, second = (
-        Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64))
-        for part in (train, validation)
-    )
-    return Corpus("images", first, second, names, fingerprint, tuple(notes), 0)
 
 
 # Embedded corpora ------------------------------------------------------------------------------------------
@@ -372,15 +213,15 @@ def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, spl
     if isinstance(content, Pictures):
         content = content.take(spaced(len(content.names), plan.max_examples))
         fingerprint = _hash(plan, [content.pixels.tobytes(), *(name.encode() for name in content.names)])
-        return _pictures_corpus(plan, content, None, fingerprint, notes, split)
+        return pictures_corpus(plan, content, None, fingerprint, notes, split)
     if isinstance(content, list):
         some: Sequence[Example] = content[: plan.max_examples]
         rows = [row.lowered(plan.lowercase) if plan.lowercase else row for row in some]
         fingerprint = _hash(plan, (repr(dataclasses.astuple(cast(Labelled, row))).encode() for row in rows))
-        return _rows_corpus(plan, embedded.shape, rows, fingerprint, notes, split)
+        return rows_corpus(plan, embedded.shape, rows, fingerprint, notes, split)
     whole = stream(content, bool(plan.lowercase), plan.max_examples)
     fingerprint = _hash(plan, (chunk.text.encode() for chunk in whole))
-    return _text_corpus(plan, whole, fingerprint, notes, "the standard library has no sources here", split)
+    return text_corpus(plan, whole, fingerprint, notes, "the standard library has no sources here", split)
 
 
 def _hash(plan: DataPlan, parts: Iterable[bytes]) -> str:

@@ -166,8 +166,8 @@ def task_for(loaded: Model, wanted: str | None) -> str:
         )
     if not names:
         raise InputError(
-            "this model gives a number, or several labels at once: "
-            "only models that choose one of several classes are judged"
+            f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
+            "only models that choose one of several classes, or give one number, are judged"
         )
     return wanted_name or names[0]
 

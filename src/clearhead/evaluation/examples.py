@@ -37,8 +37,7 @@ class SeenPictures(EvenRows):
         self.loaded, self.images = loaded, images
         super().__init__(len(images), rows, seed=0, training=False)
 
-    def build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """See `EvenRows.build`."""
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         made = [
             to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places
         ]

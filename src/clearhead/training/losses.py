@@ -113,11 +113,13 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     )
 
 
-def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: float = 0.0) -> Tensor:
-    """Where the answer begins and where it ends, among real tokens: scores [B, T, 2] and places [B, 2] -> [].
+def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of an answer's first and last token: scores [B, T, 2] -> [].
 
-    The two ends of a row count half each, so that a row weighs as much as a label does elsewhere.
+    Only real tokens take part. The two ends of a row count half each, so that a row weighs as much as a label
+    does elsewhere.
     """
+    targets, mask = batch.targets, batch.mask
     scores = wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
@@ -147,11 +149,6 @@ def tag_answers(logits: Tensor, batch: Batch) -> Answered:
     return best, right
 
 
-def answer_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of an answer's first and last token: see `span_loss`."""
-    return span_loss(logits, batch.targets, batch.mask, smoothing)
-
-
 def span_answers(logits: Tensor, batch: Batch) -> Answered:
     """Return the best first and last token of each row's answer, and the right ones."""
     scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
@@ -160,7 +157,7 @@ def span_answers(logits: Tensor, batch: Batch) -> Answered:
 
 CLASSES = Objective(class_loss, class_answers)
 TAGGED = Objective(class_loss, tag_answers)
-SPANS = Objective(answer_loss, span_answers)
+SPANS = Objective(span_loss, span_answers)
 
 
 def objective_of(head: str | None) -> Objective:

@@ -1,4 +1,4 @@
-"""Tasks on plain text: the next token, masked tokens, and text with spans taken out."""
+"""Tasks whose targets are text: the next token, masked tokens, spans that were taken out, a translation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, cast
 import numpy as np
 
 from clearhead.batches.batching import Batching
-from clearhead.batches.encoding import encode_text
+from clearhead.batches.bucketed import PairBatches
+from clearhead.batches.encoding import encode_pairs, encode_text
 from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.bundle import Model
-from clearhead.data.examples import TEXT, Chunk
+from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
-from clearhead.tokens.training import DENOISER, GENERATOR, READER
+from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
 from clearhead.training.plan import GeneratePlan
 
 PROMPT = 32  # characters of the validation text that a language model continues
@@ -62,6 +63,20 @@ def _loss_alone(judgement: Judgement) -> list[str]:
     return []
 
 
+def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
+    ids = loaded.encode([row.source], loaded.max_length)[0]
+    room = max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2))
+    made: Any = loaded.generate(ids, room)
+    return f"{row.source} -> {made.text}  ({row.target})"
+
+
+def _texts(judgement: Judgement) -> list[str]:
+    """Add exact match, edits per token, BLEU and chrF."""
+    written, options = judgement.written, judgement.options
+    judgement.figures.texts(written, judgement.references, options.tokenize, options.lowercase)
+    return written
+
+
 TASKS = (
     TaskSpec(
         name="lm",
@@ -96,5 +111,17 @@ TASKS = (
         command="translate {folder} TEXT",
         sample=_nothing,
         figures=_loss_alone,
+    ),
+    TaskSpec(
+        name="seq2seq",
+        batching=Batching("seq2seq", PAIRS, encode_pairs, PairBatches),
+        tokens=TRANSLATOR,
+        head="lm",
+        usual=ENCODER_DECODER,
+        metrics=("loss", "exact", "bleu", "chrf"),
+        writes=True,
+        command="translate {folder} TEXT",
+        sample=_translated,
+        figures=_texts,
     ),
 )
