@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clearhead.batches.batching import Batching
-from clearhead.config import HeadName, ModelConfig
+from clearhead.config import ModelConfig
+from clearhead.config.fields import HeadName
 from clearhead.data.examples import Shape
 from clearhead.errors import ConfigError, InputError
 from clearhead.presets import preset
