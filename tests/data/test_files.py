@@ -88,7 +88,7 @@ def test_a_fault_of_the_disk_is_one_line(monkeypatch, capsys):
     def fail() -> None:
         raise PermissionError(13, "Permission denied", "out/log.json")
 
-    monkeypatch.setitem(cli.COMMANDS, "demo", fail)
+    monkeypatch.setattr("clearhead.commands.models.demo", fail)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["demo"])
     assert stopped.value.code == 2
