@@ -43,15 +43,15 @@ class Order:
     pattern: str | None = None
 
     def stream(self, room: int) -> Iterator[str]:
-        """The texts as trainers can bear them."""
+        """Yield the texts in pieces that fit into a trainer's memory."""
         return known_words(pieces(self.texts, LONGEST), room)
 
     def marks(self) -> list[AddedToken]:
-        """Special tokens as the library wants them: never split, found before text is normalised."""
+        """Return the special tokens as the library takes them: never split, found before normalisation."""
         return [AddedToken(text, special=True, normalized=False) for text in self.special]
 
     def need(self, least: int, parts: str) -> int:
-        """The size to train for, given the least that the alphabet and the special tokens take."""
+        """Return the size to train for, given the least that the alphabet and the special tokens take."""
         size = self.vocab_size if self.vocab_size is not None else least
         if size < least and self.exact:
             raise InputError(
@@ -63,7 +63,7 @@ class Order:
 
 
 def char(order: Order) -> Tokenizer:
-    """A token for each character of the text; the characters themselves, as no merge joins any two."""
+    """Make a token of each character of the text; no merge joins any two."""
     seen: set[str] = set()
     for piece in pieces(order.texts):
         seen.update(piece)
@@ -82,7 +82,7 @@ def char(order: Order) -> Tokenizer:
 
 
 def byte(order: Order) -> Tokenizer:
-    """A token for each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
+    """Make a token of each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
     order.need(len(order.special) + 256, "256 bytes")
     vocabulary = {token: index for index, token in enumerate([*order.special, *_byte_letters()])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -93,9 +93,9 @@ def byte(order: Order) -> Tokenizer:
 
 
 def word(order: Order) -> Tokenizer:
-    """The most frequent words.
+    """Make tokens of the most frequent words.
 
-    `pattern` says what a word is. Text comes back with one space between words.
+    `pattern` says what a word is. Decoded text has one space between words.
     """
     try:
         words = Regex(order.pattern or WORDS)
@@ -118,7 +118,7 @@ def word(order: Order) -> Tokenizer:
 
 
 def bpe(order: Order) -> Tokenizer:
-    """Byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
+    """Train byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = _lower(order)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,10 +135,9 @@ def bpe(order: Order) -> Tokenizer:
 
 
 def wordpiece(order: Order) -> Tokenizer:
-    """BERT's.
+    """Train BERT's WordPiece: words are cut into pieces, and those that continue a word begin with ##.
 
-    Words cut into pieces, those that go on a word written with ##. Two readings: the alphabet, then the
-    pieces.
+    The text is read twice: for the alphabet, then for the pieces.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token=order.unk))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=order.lowercase)
@@ -170,9 +169,9 @@ def wordpiece(order: Order) -> Tokenizer:
 
 
 def unigram(order: Order) -> Tokenizer:
-    """SentencePiece's.
+    """Train SentencePiece's Unigram model: words begin with ▁, and the likeliest split wins.
 
-    Words begin with ▁, the likeliest cut wins, and what no piece spells falls back on its bytes.
+    What no piece spells falls back on its bytes.
     """
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = _lower(order)
@@ -245,9 +244,9 @@ def _lower(order: Order) -> normalizers.Normalizer | None:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary.
+    """Return the letter that stands for each byte in a byte-level vocabulary.
 
-    Itself where it can be seen, else one from 256 on.
+    A visible byte stands for itself, another for a letter from 256 on.
     """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in seen]

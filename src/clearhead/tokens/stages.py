@@ -71,12 +71,12 @@ class Stages:
     final: tuple[Final, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain values, as JSON has them."""
         return asdict(self)
 
 
 def stages(tokenizer: Tokenizer, text: str, pair: str | None = None) -> Stages:
-    """What each stage makes of a text, or of two that belong together."""
+    """Return what each stage makes of a text, or of two that belong together."""
     text, pair = clean(text), None if pair is None else clean(pair)
     whole = tokenizer.encode(text, pair)
     rows = zip(whole.tokens, whole.ids, whole.offsets, whole.type_ids, whole.sequence_ids)
@@ -113,7 +113,7 @@ def _of_text(tokenizer: Tokenizer, text: str) -> TextStages:
 
 
 def _normalised(tokenizer: Tokenizer, text: str, start: int, end: int) -> PreTokenizedString:
-    """A part of the text after the first stage; it knows where in the whole text it stands."""
+    """Return a part of the text after the first stage, with its place in the whole text."""
     work = PreTokenizedString(text)
     work.split(lambda _, string: [string.slice((start, end))])
     if tokenizer.normalizer is not None:
@@ -122,9 +122,9 @@ def _normalised(tokenizer: Tokenizer, text: str, start: int, end: int) -> PreTok
 
 
 def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
-    """The text cut at the special and other added tokens that it holds.
+    """Split the text at the special and other added tokens that it holds.
 
-    Spans, and the token's id where a span is one.
+    Returns spans, and the token's id where a span is one.
     """
     known = tokenizer.get_added_tokens_decoder()
     encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -140,9 +140,9 @@ def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
 
 
 def _spells(tokenizer: Tokenizer, text: str, token: AddedToken) -> bool:
-    """Whether a part of the text is an added token, written out.
+    """Return True if a part of the text is an added token, written out.
 
-    The token may take in white space, or be found after normalising.
+    The token may include white space, or be found after normalising.
     """
     read = (
         tokenizer.normalizer.normalize_str if token.normalized and tokenizer.normalizer is not None else str

@@ -46,7 +46,7 @@ class Objective:
 
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """What the model takes of a batch: a tokenizer may tell two texts apart where the model does not."""
+    """Return what the model takes of a batch: types are left out where the model has none."""
     arguments = batch.arguments()
     if model.config.n_types < 2:
         arguments.pop("types", None)
@@ -201,7 +201,7 @@ def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -
 
 
 def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """The same, by a kernel that never holds the scores in float32."""
+    """Compute `row_loss` by a kernel that never holds the scores in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
     return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
@@ -264,13 +264,13 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that the forward pass took, scaled."""
+        """Return the gradients that the forward pass took, scaled."""
         scaled = ((wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
         return (None, None, None, None, *scaled)
 
 
 def _balance(model: Transformer, batch: Batch) -> Tensor:
-    """The mean of the balance losses of the stacks that have experts."""
+    """Return the mean of the balance losses of the stacks that have experts."""
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
