@@ -25,6 +25,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "generate": Command("use:generate", "continue a text"),
         "translate": Command("use:translate", "translate a text, with an encoder-decoder"),
         "classify": Command("read:classify", "find the class of a text, a pair of texts or an image"),
+        "predict": Command("read:predict", "predict a number for a text or a pair of texts"),
         "tag": Command("read:tag", "tag each word of a text, and find the spans"),
         "fill": Command("read:fill", "fill in the masked words of a text"),
         "answer": Command("read:answer", "find the answer to a question in a text"),

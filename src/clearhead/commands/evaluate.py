@@ -72,10 +72,11 @@ def evaluate(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
     )
     refuse(nowhere, f"{output} cannot be written: name a file in a folder that is there")
-    from clearhead.data.columns import SHAPES
     from clearhead.data.corpora import CORPORA
+    from clearhead.data.examples import TEXT
     from clearhead.data.files import expand
     from clearhead.evaluation.evaluate import data_plan, task_for
+    from clearhead.tasks.table import task_named
 
     if output is not None:
         recipes = [Path(recipe)] if recipe is not None else []
@@ -83,7 +84,7 @@ def evaluate(
     model = load_model(folder, device=device, dtype=dtype)
     plan = data_plan(folder, data, recipe, set)
     task = task_for(model, plan.task)
-    silent = output is not None and SHAPES[task] == "text"
+    silent = output is not None and task_named(task).shape is TEXT
     refuse(silent, f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with progress() as on_progress:

@@ -127,11 +127,11 @@ def _pair(text: str) -> Given:
 
 def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
     """Read the examples of a data set, whatever its format."""
-    from clearhead.data.corpus import open_data
-    from clearhead.data.examples import Chunk, Images, Labelled, Pair, Question, Tagged
-    from clearhead.data.plan import DataPlan, Task
+    from clearhead.data.examples import Images, Pair, Question
+    from clearhead.data.plan import DataPlan
+    from clearhead.tasks.corpus import open_data
 
-    task: Task | None = "seq2seq" if both else None
+    task = "seq2seq" if both else None
     plan = DataPlan(paths=(corpus,), task="image" if images else task)
     rows = open_data(plan, split=False).validation
     if isinstance(rows, Images):
@@ -139,15 +139,10 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
         yield from rows.pixels
         return
     for row in rows:
-        match row:
-            case Pair():
-                yield (row.source, row.target) if both else row.source
-            case Tagged():
-                yield " ".join(row.words)
-            case Question():
-                yield row.context
-            case Chunk() | Labelled():
-                yield row.text
+        if isinstance(row, Pair) and both:
+            yield row.source, row.target
+        else:
+            yield row.context if isinstance(row, Question) else row.texts()[0]
 
 
 def _list_table(listed: list[Memory]) -> Table:

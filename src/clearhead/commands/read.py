@@ -1,4 +1,4 @@
-"""Commands for models that read: classify, tag, fill, answer, embed."""
+"""Commands for models that read: classify, predict, tag, fill, answer, embed."""
 
 from __future__ import annotations
 
@@ -40,6 +40,34 @@ def classify(
         return f"{made.label}\t{made.probability:.4f}"
 
     options.run({"text": text}, work, _body, line, class_table, {"pair": pair})
+
+
+def predict(
+    folder: Folder,
+    text: Text = None,
+    pair: Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")] = None,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Predict a number for a text or a pair of texts, with a model of task regress.
+
+    For example:
+      clearhead predict my-model/ "A film to see twice."
+      clearhead predict my-model/ --file reviews.txt --json
+    """
+    model = options.load(folder)
+
+    def work(batch: list[Input]) -> list[Any]:
+        from clearhead.tasks.entries.regression import predict
+
+        pairs = [item.fields.get("pair") for item in batch]
+        texts = [(text, pair) if pair is not None else text for text, pair in zip(_texts(batch), pairs)]
+        made: Any = predict(model, texts, options.batch_size)
+        return list(made)
+
+    def body(item: Input, made: Any) -> dict[str, Any]:
+        return {**item.fields, "number": made}
+
+    options.run({"text": text}, work, body, lambda item, made: f"{made:.6g}", more={"pair": pair})
 
 
 def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008

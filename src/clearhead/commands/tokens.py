@@ -80,12 +80,12 @@ def _read(model: Path) -> Tokenizer:
 
 def _make(text: str, kind: TokenKind | None) -> tuple[Tokenizer, str]:
     """Return a tokenizer of bytes, or one trained on the text, and in words which it is."""
-    from clearhead.tokens.training import byte_tokenizer, train_tokenizer
+    from clearhead.tokens.training import GENERATOR, byte_tokenizer, train_tokenizer
 
     if kind in (None, "byte"):
         return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
     length = len(text.encode("utf-8", "replace"))
-    made = train_tokenizer([text], TokensPlan(kind=kind), "lm", length)
+    made = train_tokenizer([text], TokensPlan(kind=kind), GENERATOR, length)
     return made, f"kind {kind}, trained on this text alone"
 
 

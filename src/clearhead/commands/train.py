@@ -84,15 +84,11 @@ def train(
 
 def _next_steps(model: ch.Model, folder: str) -> list[str]:
     """Return commands to try on a model that has just been trained."""
-    writes = {"encoder-decoder": f"translate {folder} TEXT"}
-    uses = {
-        "lm": writes.get(model.config.family, f"generate {folder} TEXT --temperature 0.8"),
-        "mlm": f"fill {folder} TEXT",
-        "classifier": f"classify {folder} {'TEXT' if model.tokenizer is not None else 'IMAGE'}",
-        "tagger": f"tag {folder} TEXT",
-        "span": f"answer {folder} QUESTION CONTEXT",
-    }
-    return [f"try   clearhead {uses[str(model.config.head)]}", f"      clearhead check {folder}"]
+    from clearhead.evaluation.evaluate import task_for
+    from clearhead.tasks.table import task_named
+
+    use = task_named(task_for(model, None)).command.format(folder=folder)
+    return [f"try   clearhead {use}", f"      clearhead check {folder}"]
 
 
 def _figures(metrics: dict[str, Any]) -> str:
