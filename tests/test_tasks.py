@@ -22,7 +22,8 @@ from tokenizers import (
 )
 
 import clearhead as ch
-from clearhead.tasks import Word, spans_of, tag_all
+from clearhead.tasks.results import Word
+from clearhead.tasks.words import spans_of, tag
 
 transformers.logging.set_verbosity_error()
 
@@ -254,7 +255,7 @@ def test_words_and_batches(tagger):
     ]
     assert [(word.start, word.end) for word in m.tag(words).words] == [(0, 5), (6, 12), (13, 23), (24, 31)]
     assert [word.label for word in m.tag(["Peter", "\u200b\x00", "writes"]).words][1] == "O"
-    for together, text in zip(tag_all(m, TEXTS, batch_size=3), TEXTS):
+    for together, text in zip(tag(m, TEXTS, batch_size=3), TEXTS):
         alone = m.tag(text)
         assert [word.label for word in together.words] == [word.label for word in alone.words]
         assert [word.score for word in together.words] == pytest.approx(

@@ -1,6 +1,6 @@
 """clearhead: a Transformer you can see through."""
 
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.costs import Cost, cost
 from clearhead.errors import (
@@ -13,8 +13,7 @@ from clearhead.errors import (
 )
 from clearhead.evaluation.evaluate import Evaluation, evaluate
 from clearhead.explorer.notebook import Shown, show
-from clearhead.generate.sampling import Sampling
-from clearhead.generate.text import Generation, Score
+from clearhead.generate.request import Sampling
 from clearhead.inside.checks import Check, check
 from clearhead.inside.trace import Trace, trace
 from clearhead.model.cache import Cache, FixedCache
@@ -23,7 +22,7 @@ from clearhead.model.taps import Recording, edit, record, tap_names
 from clearhead.model.transformer import Output, Transformer, attending
 from clearhead.model.window_cache import WindowCache
 from clearhead.presets import PRESETS, preset
-from clearhead.tasks import Answer, Candidate, Classification, Span, Tags, Word
+from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Span, Tags, Word
 from clearhead.training.recipe import Recipe, read_recipe
 from clearhead.training.run import Trained, train
 

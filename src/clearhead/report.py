@@ -9,9 +9,8 @@ from rich.text import Text
 from torch import Tensor
 
 from clearhead.costs import Cost
-from clearhead.generate.text import Score
 from clearhead.inside.checks.row import Check
-from clearhead.tasks import Candidate, Classification, Tags
+from clearhead.tasks.results import Candidate, Classification, Score, Tags
 
 SHADES = " .:-=+*#%@"
 

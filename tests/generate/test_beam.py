@@ -10,11 +10,13 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.generate.beam import Beams, beam_search
-from clearhead.generate.decode import decode
+from clearhead.generate.beam import beam_search
+from clearhead.generate.decode import Ends, Prompts, decode
+from clearhead.generate.request import Request
 from tests.parity import harness, seq2seq
 
 EOS = 2
+ENDS_AT_EOS = Ends(frozenset([EOS]))
 SIZE = {
     "vocab_size": 13,
     "hidden_size": 16,
@@ -123,8 +125,10 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
     wanted = exhaustive(model, prompt, 4, penalty, **source)
     assert len(wanted) == 1 + 4 + 16 + 64 + 256
     for early in (False, "never"):
-        beams = Beams(num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early)
-        found = beam_search(model, [prompt], 4, beams, stop_ids=(EOS,), **source)[0]
+        request = Request(
+            max_new_tokens=4, num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early
+        )
+        found = beam_search(model, request, Prompts([prompt], **source), ENDS_AT_EOS)[0]
         assert [one.score for one in found] == pytest.approx(
             [score for score, _ in wanted[:320]], abs=1e-5, rel=1e-6
         )
@@ -139,13 +143,8 @@ def test_stopping_early_loses_nothing(penalty):
     """`never` gives what the same beams give when they run on to the last token; 12 models, narrow beams, ends that come often."""
     for seed in range(12):
         model = model_of("decoder", seed)
-        short = beam_search(
-            model,
-            [[1, 3]],
-            10,
-            Beams(num_beams=2, length_penalty=penalty, early_stopping="never"),
-            stop_ids=(EOS,),
-        )
+        request = Request(max_new_tokens=10, num_beams=2, length_penalty=penalty, early_stopping="never")
+        short = beam_search(model, request, Prompts([[1, 3]]), ENDS_AT_EOS)
         assert short[0][0].score == pytest.approx(
             slow_groups(model, [1, 3], 10, 2, 1, 0.0, penalty)[0][0], rel=1e-6
         )
@@ -157,8 +156,9 @@ def test_one_beam_is_greedy(family):
     for seed in range(10):
         model = model_of(family, seed)
         prompt, source = asked(family)
-        wanted = decode(model, [prompt], 12, stop_ids=(EOS,), **source)[0]
-        found = beam_search(model, [prompt], 12, Beams(), stop_ids=(EOS,), **source)[0][0]
+        request, prompts = Request(max_new_tokens=12), Prompts([prompt], **source)
+        wanted = decode(model, request, prompts, ENDS_AT_EOS)[0]
+        found = beam_search(model, request, prompts, ENDS_AT_EOS)[0][0]
         assert (found.ids, found.stop_reason) == (wanted.ids, wanted.stop_reason)
         m = ch.Model(model, special={"eos": EOS, "decoder_start": 1})
         given = source["source"][0] if source else prompt
@@ -322,7 +322,8 @@ def test_diverse_groups(diversity):
     """Against the slow reference; so wide a rule that no search ends before its time."""
     for seed in range(4):
         model = model_of("decoder", seed, vocab_size=9)
-        options = Beams(
+        request = Request(
+            max_new_tokens=7,
             num_beams=6,
             num_return=6,
             num_beam_groups=3,
@@ -330,7 +331,7 @@ def test_diverse_groups(diversity):
             early_stopping="never",
             length_penalty=3.0,
         )
-        found = beam_search(model, [[1, 4]], 7, options, stop_ids=(EOS,))[0]
+        found = beam_search(model, request, Prompts([[1, 4]]), ENDS_AT_EOS)[0]
         wanted = slow_groups(model, [1, 4], 7, 6, 3, diversity, 3.0)
         assert [one.score for one in found] == pytest.approx([score for score, _ in wanted], abs=1e-5)
         if diversity:

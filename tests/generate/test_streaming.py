@@ -212,7 +212,7 @@ def test_a_model_that_says_anything(kind):
             "the café", 60, temperature=1.5, seed=seed, on_text=lambda _, new, seen=seen: seen.append(new)
         )
         plain = m.generate("the café", 60, temperature=1.5, seed=seed)
-        prompt = m._prompt("the café")
+        prompt = m.prompt_ids("the café")
         assert "".join(seen) == made.text == plain.text == whole(kind, plain.ids, prompt)
 
 

@@ -50,7 +50,7 @@ def attention(
       clearhead attention my-model/ "The cat sat on the mat." --head 3.2 --plot head.png
       clearhead attention my-model/ "Ein Hund" --kind cross --plot cross.svg --output cross.npz
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
     from clearhead.inside.attention import attention as record
     from clearhead.inside.attention_maps import checked_ending

@@ -63,7 +63,7 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.data.corpora import CORPORA
     from clearhead.data.files import expand
     from clearhead.evaluation.evaluate import data_plan, task_for

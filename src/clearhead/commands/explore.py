@@ -39,7 +39,7 @@ def explore(
       clearhead explore my-model/ --text "The cat sat on the mat" --export cat.html
       clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.explorer.record import export as write
     from clearhead.explorer.record import record
 
@@ -74,7 +74,7 @@ def _serve(
         raise MissingExtraError(
             "the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'"
         ) from None
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.explorer.session import Opened, Session, starting_example
     from clearhead.hub.checkpoint import describe
 

@@ -14,7 +14,7 @@ from clearhead.commands.common import Folder, Json, show_result
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.bundle import Model
+    from clearhead.api import Model
     from clearhead.inside.geometry import Nearest, Projection, SameWord
     from clearhead.inside.position_maps import PositionMap
 
@@ -64,7 +64,7 @@ def geometry(
       clearhead geometry my-model/ positions --length 40 --plot positions.png
       clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
 
     least, most, takes = TAKES[what]

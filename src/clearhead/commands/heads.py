@@ -58,7 +58,7 @@ def heads(
       clearhead heads my-model/ "The cat sat on the mat." "The dog saw the cat."
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
     from clearhead.inside.heads import head_roles
     from clearhead.inside.heads.alignments import agreement, read_alignments

@@ -21,7 +21,7 @@ from tyro.conf import Positional, arg
 from clearhead.errors import ClearheadError, InputError
 
 if TYPE_CHECKING:
-    from clearhead.bundle import Model
+    from clearhead.api import Model
 
 Text = Annotated[
     Positional[str | None], arg(metavar="TEXT", help="the text; - or nothing: stdin, one text per line")
@@ -84,7 +84,7 @@ class Reading:
         """The model of a directory, as these options want it."""
         import torch
 
-        from clearhead.bundle import load
+        from clearhead.api import load
 
         return load(
             folder, getattr(torch, self.dtype) if self.dtype else None, self.device, tokenizer=self.tokenizer

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 from clearhead.commands.common import Folder, Json, show_result
 
 if TYPE_CHECKING:
-    from clearhead.bundle import Model
+    from clearhead.api import Model
     from clearhead.inside.contributions import Contributions
     from clearhead.inside.lens import Lens
 
@@ -48,7 +48,7 @@ def lens(
       clearhead lens my-model/ "The cat sat on the" --contributions --token " mat" --against " floor"
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
 
     if not contributions and (token is not None or against is not None):

@@ -14,7 +14,7 @@ from clearhead.commands.common import Folder, Json, show_result
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.bundle import Model
+    from clearhead.api import Model
     from clearhead.inside.memories import Found, Memories, Memory
     from clearhead.inside.memories.passages import Given
 
@@ -63,7 +63,7 @@ def memories(
       clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation --json
       clearhead memories my-model/ --token the
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
     from clearhead.inside.memories import memories as read
 

@@ -79,7 +79,7 @@ def check(
       clearhead check my-model/ --device cuda --compile
       clearhead check my-model/ --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.inside.checks import check as run
     from clearhead.report import check_table
     from clearhead.training.precision import best_device
@@ -151,7 +151,7 @@ def convert(
     """
     import torch
 
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import CheckpointError
     from clearhead.hub.checkpoint import explain_export
 

@@ -56,7 +56,7 @@ def patch(
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France" --wrong " Italy" --part residual heads
       clearhead patch my-model/ "Paris is in" "Rome is in" --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
     from clearhead.inside.patch import patch as run
 

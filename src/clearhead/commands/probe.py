@@ -58,7 +58,7 @@ def probe(
       clearhead probe my-model/ train.conllu --column feats.Number --words 5000
       clearhead probe my-model/ reviews.tsv --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.commands.common import progress
     from clearhead.errors import InputError
     from clearhead.inside.probe import probe as run

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from clearhead.bundle import Model
+    from clearhead.api import Model
     from clearhead.inside.parts.ablate import Ablation, HeadMap
     from clearhead.inside.parts.curve import PruneCurve
     from clearhead.inside.parts.effect import Effect
@@ -68,7 +68,7 @@ def ablate(
       clearhead ablate my-model/ test.txt --each --plot heads.png
       clearhead ablate my-model/ --text "The cat sat on the" --layers 2
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.inside.parts.examples import examples_from
 
     _drawable(plot)
@@ -142,7 +142,7 @@ def prune(
       clearhead prune my-model/ half/ --keep 0.5 --data valid.txt
       clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.commands.common import progress
     from clearhead.inside.parts.curve import prune_curve
 

@@ -40,9 +40,7 @@ def classify(
         pairs = [
             (text, item.fields["pair"]) if "pair" in item.fields else text for text, item in zip(texts, batch)
         ]
-        made = loaded.classify(pairs, batch_size=options.batch_size)
-        assert isinstance(made, list)
-        return made
+        return loaded.classify(pairs, batch_size=options.batch_size)
 
     options.run(
         {"text": text},
@@ -62,12 +60,12 @@ def tag(folder: Folder, text: Text = None, options: Options = Reading()) -> None
       clearhead tag my-model/ --file sentences.txt --json
     """
     from clearhead.report import tag_table
-    from clearhead.tasks import tag_all
+    from clearhead.tasks.words import tag as tag_words
 
     loaded = options.load(folder)
 
     def work(batch: list[Item]) -> list[Any]:
-        return tag_all(loaded, [item.fields["text"] for item in batch], options.batch_size)
+        return tag_words(loaded, [item.fields["text"] for item in batch], options.batch_size)
 
     def line(item: Item, made: Any) -> str:
         return " ".join(f"{word.text}/{word.label}" for word in made.words)
@@ -88,12 +86,12 @@ def fill(
       clearhead fill my-model/ --file texts.txt --k 1
     """
     from clearhead.report import fill_table
+    from clearhead.tasks.blanks import fill as fill_masks
 
     loaded = options.load(folder)
 
     def work(batch: list[Item]) -> list[Any]:
-        made = loaded.fill([item.fields["text"] for item in batch], k, options.batch_size)
-        return [found if isinstance(found[0], list) else [found] for found in made]
+        return fill_masks(loaded, [item.fields["text"] for item in batch], k, options.batch_size)
 
     def body(item: Item, made: Any) -> dict[str, Any]:
         return {"text": item.fields["text"], "masks": [[asdict(one) for one in mask] for mask in made]}
@@ -126,11 +124,9 @@ def answer(
 
     def work(batch: list[Item]) -> list[Any]:
         asked, given = ([item.fields[name] for item in batch] for name in ("question", "context"))
-        made = loaded.answer(
+        return loaded.answer(
             asked, given, none=none, max_tokens=max_tokens, stride=stride, batch_size=options.batch_size
         )
-        assert isinstance(made, list)
-        return made
 
     def body(item: Item, made: Any) -> dict[str, Any]:
         return {"question": item.fields["question"], **asdict(made)}

@@ -57,7 +57,7 @@ def trace(
       clearhead trace my-translator/ "Ein Hund schläft" --target "A dog" --depth 3
       clearhead trace my-vit/ photo.png --json
     """
-    from clearhead.bundle import load
+    from clearhead.api import load
     from clearhead.errors import InputError
     from clearhead.inside.trace import trace as run
 

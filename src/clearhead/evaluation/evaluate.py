@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from clearhead.api import Model
 from clearhead.batches.bucketed import Answers
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.make import Batches, make_batches
-from clearhead.bundle import Model
 from clearhead.data.examples import Chunk, Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.data.guess import way_for
@@ -26,14 +26,13 @@ from clearhead.evaluation.examples import (
     examples,
     key,
     led,
-    names_in,
     renamed,
     summed_by,
 )
 from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.metrics import Counts, bleu
-from clearhead.tasks import tag_all
 from clearhead.tasks.run import fitting
+from clearhead.tasks.words import tag
 from clearhead.training.plan import GeneratePlan
 from clearhead.training.recipe import read_recipe
 from clearhead.training.run import open_examples
@@ -206,7 +205,7 @@ def judged_batches(
     if task == "image":
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
     encoded = encode_corpus(
-        corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special
+        corpus, "validation", task, loaded.text_tokenizer, loaded.class_names, folder, special=loaded.special
     )
     tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if corpus.shape == "text" and plan.max_length is None and length > WINDOW:
@@ -267,7 +266,7 @@ class _Judge:
             case "tag":
                 tags = [
                     [word.label for word in one.words]
-                    for one in tag_all(self.loaded, [row.words for row in rows])
+                    for one in tag(self.loaded, [row.words for row in rows])
                 ]
                 figures.tags(tags, [row.tags for row in rows])
                 outputs = [" ".join(row) for row in tags]
@@ -280,7 +279,7 @@ class _Judge:
 
     @property
     def _labels(self) -> tuple[str, ...]:
-        return names_in(self.loaded)
+        return self.loaded.class_names
 
     def _examined(self, batches: Batches) -> tuple[Counts, list[int], list[int]]:
         """Loss and targets of every row in the order of the data; of a classifier, what it said and what was meant."""
@@ -314,7 +313,7 @@ class _Judge:
         loaded, made = self.loaded, [""] * len(sources)
         ids = loaded.encode([source for (source,) in sources], self.loaded.max_length)
         if options.get("max_new_tokens") is None:
-            stated, room = loaded.generation, loaded.config.max_positions - len(loaded._start())
+            stated, room = loaded.generation, loaded.config.max_positions - len(loaded.start_ids)
             limit = stated.get("max_new_tokens") or stated.get("max_length", 257) - 1
             options = {**options, "max_new_tokens": max(1, min(limit, room))}
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clearhead.api import Model
 from clearhead.batches.batch import Batch
 from clearhead.batches.encoded import Encoded
 from clearhead.batches.even import EvenRows, tensor
 from clearhead.batches.rows import Ints
-from clearhead.bundle import Model
 from clearhead.data.cells import Row, names_of
 from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
@@ -65,7 +65,7 @@ def begun(encoded: Encoded, task: Task, loaded: Model) -> tuple[Encoded, dict[st
     """The rows and special ids such that a decoder begins in training as it does when it writes: `bos` is what it is given first."""
     if loaded.config.family != "encoder-decoder":
         return encoded, loaded.special
-    start, *forced = loaded._start()
+    start, *forced = loaded.start_ids
     rows = led(encoded, "target", tuple(forced) or encoded.frame.before) if task == "seq2seq" else encoded
     return rows, {**loaded.special, "bos": start}
 
@@ -99,14 +99,9 @@ def summed_by(rows: Counts, places: NDArray[np.int64], count: int) -> Counts:
     return sums
 
 
-def names_in(loaded: Model) -> tuple[str, ...]:
-    """The names of the model's classes."""
-    return loaded.labels or tuple(f"LABEL_{number}" for number in range(loaded.config.n_classes))
-
-
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, said: list[str]) -> Corpus:
     """The examples with labels as the model has them: numbers stand for classes that the model has no names for."""
-    labels = names_in(loaded)
+    labels = loaded.class_names
     theirs = {label: label for label in labels}
     if all(LABEL.fullmatch(label) for label in labels):
         theirs |= {str(number): label for number, label in enumerate(labels)}

@@ -9,8 +9,9 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from clearhead.generate.decode import (
     Chooser,
+    Continuation,
     Ends,
-    OnToken,
-    Row,
+    Prompts,
     check_request,
     decode,
     prefill,
     turns_by_length,
 )
-from clearhead.generate.sampling import Sampling
+from clearhead.generate.request import Request
 from clearhead.model.cache import Cache, FixedCache
 from clearhead.model.transformer import Transformer
 
@@ -39,7 +40,7 @@ OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs
 
 def rows_bucket(rows: int) -> int:
     """1, 2, 4, 8, and then multiples of 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
 
 
 def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
@@ -58,9 +59,8 @@ class CompiledStep:
         self.model = model
         self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
-        self.made = torch.zeros(
-            rows, slots, dtype=torch.long, device=device
-        )  # by slot: the most probable token after it
+        # By slot: the most probable token after it.
+        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
         self._forward()  # what parts of the model make at first use, they make now, and not under the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
@@ -89,9 +89,8 @@ class CompiledStep:
         start = self.cache.length
         for _ in range(count):
             self.replay()
-        self.cache.length = (
-            start + count
-        )  # which a step that runs uncompiled, because someone watches, counts by itself
+        # A step that runs uncompiled, because someone watches, counts by itself.
+        self.cache.length = start + count
         return self.made[:, start : start + count]
 
 
@@ -150,9 +149,7 @@ class Steps:
         if size not in self.made and may_make and self.unfit is None:
             try:
                 self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
-            except (
-                Exception
-            ) as error:  # compilers fail in many ways, and none of them is a reason not to generate
+            except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
                 self.unfit = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 warn_uncompiled(self.unfit)
         return self.made.get(size)
@@ -166,53 +163,41 @@ def warn_uncompiled(reason: str) -> None:
 @torch.inference_mode()
 def decode_compiled(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
-    seeds: Sequence[int] | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    alternatives: int = 0,
-    logprobs: bool = False,
-    on_token: OnToken | None = None,
-    deadline: float | None = None,
-    cancel: Callable[[], bool] | None = None,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends | None = None,
     cache: Cache | None = None,
     *,
     steps: Steps,
-    asked: bool = False,
-) -> list[Row]:
-    """As `decode`, through one of `steps` where there is one for these sizes, or `asked` says to make it, or it would pay."""
-    sampling = sampling or Sampling()
-    check_request(model, prompts, max_new_tokens, sampling, alternatives, stop_ids)
-    room = max(map(len, prompts)) + max_new_tokens
-    step = None
+) -> list[Continuation]:
+    """`decode` through one of `steps`: where it is made already, where the request asks for it, or where it would pay."""
+    ends = ends or Ends()
+    check_request(model, request, prompts, ends)
+    asked, source = bool(request.compile), prompts.source
     if asked and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
+    step = None
     if cache is None:
-        step = steps.find(
-            len(prompts), room, 0 if source is None else source.shape[1], asked or max_new_tokens >= WORTH
-        )
-    more = (source, source_mask, alternatives, logprobs, on_token, deadline, cancel)
+        room = prompts.longest + request.max_new_tokens
+        may_make = asked or request.max_new_tokens >= WORTH
+        step = steps.find(len(prompts.ids), room, 0 if source is None else source.shape[1], may_make)
     if step is None:
-        return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, cache)
-    handover = Handover(max(map(len, prompts)))
-    watched = on_token is not None or cancel is not None or logprobs or alternatives
-    if watched or sampling.temperature > 0 or sampling.looks_back or sampling.restricts:
-        return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, handover, step)
-    rows = [Row(list(prompt)) for prompt in prompts]
-    first = Chooser(sampling, rows, None, model).choose(
-        prefill(model, prompts, handover, source, source_mask), list(range(len(rows)))
-    )
-    _follow(step, handover, first, rows, max_new_tokens, Ends(frozenset(stop_ids), None, deadline, None))
+        return decode(model, request, prompts, ends, cache)
+    handover = Handover(prompts.longest)
+    watched = ends.on_token is not None or ends.cancel is not None or request.reports
+    if watched or request.temperature > 0 or request.looks_back or request.restricts:
+        return decode(model, request, prompts, ends, handover, step)
+    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
+    logits = prefill(model, prompts.ids, handover, *prompts.sources)
+    first = Chooser(request, rows, None, model).choose(logits, list(range(len(rows))))
+    _follow(step, handover, first, rows, request.max_new_tokens, ends)
     return rows
 
 
 def _follow(
-    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Row], most: int, ends: Ends
+    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Continuation], most: int, ends: Ends
 ) -> None:
-    """Greedy rows from their first token [B] on: tokens feed one another on the device, and are looked at a piece later."""
+    """Continue greedy rows from their first token [B]: tokens feed one another on the device and are read a piece later."""
     running, launched, seen = list(range(len(rows))), 1, 0
     unread = [OnHost(first[:, None])]
     step.ids[cache.settle(step.cache), 0] = first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clearhead.generate.decode import Row, turns_by_length
+from clearhead.generate.decode import Continuation, turns_by_length
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 
@@ -18,14 +18,14 @@ class Prefix:
         self.tokens: list[int] = []
 
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
-        """A cache for `prompt` that holds what it has in common with the tokens read before; its last token is left to read."""
+        """Return a cache that holds what `prompt` has in common with the tokens read before, all but its last token."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
         common = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
         self.cache.crop(common)
         self.cache.reserve = room
         return self.cache
 
-    def end(self, row: Row) -> None:
+    def end(self, row: Continuation) -> None:
         """Remember what the cache holds now."""
         self.tokens = (row.prompt + row.ids)[: self.cache.length]
 

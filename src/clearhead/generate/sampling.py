@@ -13,77 +13,17 @@ Shapes: B rows, V vocabulary, N tokens so far.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.generate.request import Sampling
 from clearhead.model.dtypes import precise, wide
 
 REMOVED = float("-inf")
 GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. The defaults are greedy and change nothing."""
-
-    temperature: float = 0.0  # 0: the best token; 1: the model's own distribution
-    top_k: int = 0  # keep the k best; 0: all
-    top_p: float = 1.0  # keep the best until they hold this much probability; 1: all
-    min_p: float = 0.0  # keep what has at least this share of the best one's probability; 0: all
-    typical_p: float = (
-        1.0  # keep what is nearest to the expected surprise until this much probability; 1: all
-    )
-    repetition_penalty: float = (
-        1.0  # divide (multiply, if negative) the logits of tokens seen, prompt included
-    )
-    presence_penalty: float = 0.0  # subtract from the logits of tokens generated at least once
-    frequency_penalty: float = 0.0  # subtract for each time a token was generated
-    no_repeat_ngram: int = 0  # never complete an n-gram that the row holds already; 0: off
-    allowed: tuple[int, ...] | None = None  # nothing but these tokens
-    banned: tuple[int, ...] = ()  # never these tokens
-
-    def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(entry.default, int | float) and (
-                not isinstance(value, int | float) or not math.isfinite(value)
-            ):
-                raise InputError(f"{entry.name} {value!r} is not a number: {entry.default} is its default")
-        for name, low, high in (("top_p", 0.0, 1.0), ("typical_p", 0.0, 1.0)):
-            if not low < getattr(self, name) <= high:
-                raise InputError(f"{name} {getattr(self, name)} is outside (0, 1]: 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p {self.min_p} is outside [0, 1]: 0 keeps every token")
-        if not self.temperature >= 0:
-            raise InputError(
-                f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution"
-            )
-        if self.top_k < 0 or self.no_repeat_ngram < 0:
-            raise InputError(
-                f"top_k {self.top_k} and no_repeat_ngram {self.no_repeat_ngram} must be 0 (off) or more"
-            )
-        if self.repetition_penalty <= 0:
-            raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
-        if self.allowed is not None and not set(self.allowed) - set(self.banned):
-            raise InputError("allowed minus banned leaves no token to choose from")
-
-    @property
-    def restricts(self) -> bool:
-        """May a row be left without any token?"""
-        return self.allowed is not None or bool(self.banned or self.no_repeat_ngram)
-
-    @property
-    def looks_back(self) -> bool:
-        """Does any rule depend on the tokens so far?"""
-        return self.repetition_penalty != 1 or bool(
-            self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
-        )
 
 
 def adjust(

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
+from clearhead.api import Model, load
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.even import EvenRows
 from clearhead.batches.make import Batches, make_batches
-from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.corpora import CORPORA

@@ -17,9 +17,9 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.batches.make import Batches
-from clearhead.bundle import Model
 from clearhead.data.plan import Task
 from clearhead.errors import InputError
 from clearhead.evaluation import metrics

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig, StackPlan
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
@@ -60,7 +60,7 @@ def prune(m: Model | Transformer, heads: Heads, whole_groups: bool = False) -> M
     model.load_state_dict(_weights(loaded.model, gone), assign=True)
     model.tie()
     model.train(loaded.model.training)
-    return dataclasses.replace(loaded, model=model, folder=None, _copy=None, _steps=None, _prefix=None)
+    return dataclasses.replace(loaded, model=model, folder=None)
 
 
 # Which heads go -------------------------------------------------------------------------------------------------------
