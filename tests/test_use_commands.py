@@ -1,4 +1,4 @@
-"""The commands that use a model: what they print is what the methods give; batches, streams, files; one line for a mistake."""
+"""The commands that use a model: what they print is what the methods give; batches, streams, files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def readers(tmp_path_factory) -> dict[str, pathlib.Path]:
     return {**made, "embed": made["fill"]}
 
 
-# Generate, translate, score -----------------------------------------------------------------------------------------------
+# Generate, translate, score ---------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G1")
@@ -280,7 +280,7 @@ def test_the_golden_story(shared, capsys):
     assert out == text + "\n"
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1")
@@ -332,7 +332,7 @@ def test_plain_output(name, readers, capsys, stdin):
     assert len(out.splitlines()) == 3
 
 
-# Mistakes ---------------------------------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

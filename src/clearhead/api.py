@@ -1,4 +1,4 @@
-"""A model ready to use: `Model`, a bundle with the tasks as its methods, and `load`, which opens a directory."""
+"""A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.hub.files import read_json
 from clearhead.hub.pixels import PREPROCESSOR, Image
 from clearhead.hub.sentences import read_sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.tasks.answers import STRIDE, answer
+from clearhead.tasks.answers import AnswerOptions, answer
 from clearhead.tasks.blanks import fill
 from clearhead.tasks.classes import classify
 from clearhead.tasks.embeddings import embed
@@ -81,18 +81,19 @@ class Model(Bundle):
         draft: Bundle | None = None,
         **options: Any,
     ) -> Generation | list[Generation] | list[list[Generation]]:
-        """Continue a prompt, or, with an encoder, answer it; with `num_return` above 1, give a list, best first.
+        """Continue a prompt, or, with an encoder, answer it.
 
-        In a batch each row comes out as it would alone.
+        With `num_return` above 1, each prompt gives a list, best first. In a batch each row comes out as it
+        would alone.
 
         Args:
             prompt: text, or ids; or a list of either.
             max_new_tokens: new tokens of each row at most.
             num_return: how many of the best beams to give.
             on_text: called with the row's number and its new text as soon as that is final.
-            cancel: an event, or a function asked after each token; once it is set, or returns True, every row ends.
-            draft: a smaller model with the same vocabulary that guesses tokens; the distribution stays the same.
-            options: further fields of `Request`: temperature (0, greedy, unless given), top_k, num_beams, stop, ...
+            cancel: an event, or a function asked after each token: once set, or True, every row ends.
+            draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
+            options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
         request = make_request({"max_new_tokens": max_new_tokens, "num_return": num_return, **options})
         single, prompts = _prompts(prompt)
@@ -149,8 +150,9 @@ class Model(Bundle):
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Return what an encoder-decoder makes of a text.
 
-        Beams, length penalty and length are generation_config.json's where it has them, else 4 beams and as many tokens
-        as the model has positions, 256 at most. Options are those of `generate`; a temperature replaces the beams.
+        Beams, length penalty and length are generation_config.json's where it has them, else 4 beams and as
+        many tokens as the model has positions, 256 at most. Options are those of `generate`; a temperature
+        replaces the beams.
         """
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
         single, prompts = _prompts(text)
@@ -159,7 +161,7 @@ class Model(Bundle):
         return _best(made, num_return, single)
 
     def score(self, text: One, source: One | None = None) -> Score:
-        """Return the log-probability of each token of a text, and its perplexity; an encoder needs a `source`."""
+        """Return the log-probability of each token of a text; with an encoder, given a `source`."""
         return score(self, text, source)
 
     @overload
@@ -171,8 +173,8 @@ class Model(Bundle):
     def classify(self, inputs: Any, batch_size: int = 32) -> Classification | list[Classification]:
         """Return the class of a text, of a pair of texts `("a", "b")`, or of an image.
 
-        Texts longer than the model takes are cut; of a pair, the longer one. Images are arrays, tensors or paths of
-        files; an array or tensor of several images is a list.
+        Texts longer than the model takes are cut; of a pair, the longer one. Images are arrays, tensors or
+        paths of files; an array or tensor of several images is a list.
         """
         single = not isinstance(inputs, list)
         if self.config.input == "patches":
@@ -188,8 +190,8 @@ class Model(Bundle):
     def tag(self, text: str | list[str] | list[list[str]], batch_size: int = 32) -> Tags | list[Tags]:
         """Tag each word of a text, or of a list of words, and join B- and I- tags into spans.
 
-        A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its first piece.
-        Long texts are read in overlapping windows.
+        A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its
+        first piece. Long texts are read in overlapping windows.
         """
         single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
         texts: Any = [text] if single else text
@@ -202,71 +204,38 @@ class Model(Bundle):
     def fill(self, text: list[str], k: int = ..., batch_size: int = ...) -> list[Filled]: ...
 
     def fill(self, text: str | list[str], k: int = 5, batch_size: int = 32) -> Filled | list[Filled]:
-        """Return the k best tokens for the mask in a text, with their probabilities; a list for each of several masks.
+        """Return the k best tokens for the mask in a text, with their probabilities.
 
-        Each mask is filled on its own, the others left standing.
+        Several masks give a list for each. Each mask is filled on its own, the others left standing.
         """
         found = fill(self, [text] if isinstance(text, str) else text, k, batch_size)
         made: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in found]
         return made[0] if isinstance(text, str) else made
 
     @overload
-    def answer(
-        self,
-        question: str,
-        context: str,
-        *,
-        none: bool = ...,
-        max_tokens: int = ...,
-        stride: int = ...,
-        batch_size: int = ...,
-    ) -> Answer: ...
+    def answer(self, question: str, context: str, **options: Unpack[AnswerOptions]) -> Answer: ...
 
     @overload
     def answer(
-        self,
-        question: list[str],
-        context: list[str],
-        *,
-        none: bool = ...,
-        max_tokens: int = ...,
-        stride: int = ...,
-        batch_size: int = ...,
+        self, question: list[str], context: list[str], **options: Unpack[AnswerOptions]
     ) -> list[Answer]: ...
 
-    def answer(
-        self,
-        question: str | list[str],
-        context: str | list[str],
-        *,
-        none: bool = False,
-        max_tokens: int = 30,
-        stride: int = STRIDE,
-        batch_size: int = 32,
-    ) -> Answer | list[Answer]:
+    def answer(self, question: Any, context: Any, **options: Unpack[AnswerOptions]) -> Answer | list[Answer]:
         """Return the part of the context that answers the question; a long context is read in windows.
 
-        Args:
-            question: what is asked.
-            context: where to look for the answer.
-            none: allow "no answer": an empty text where the model finds that likelier than any answer.
-            max_tokens: tokens of an answer at most.
-            stride: tokens that two windows share.
-            batch_size: windows at a time.
+        Options: `none` allows "no answer", an empty text where the model finds that likelier than any answer.
+        `max_tokens` is the longest answer, `stride` the tokens that two windows share, and `batch_size` the
+        windows at a time.
         """
-        single = isinstance(question, str)
-        questions: Any = [question] if single else question
-        contexts: Any = [context] if single else context
-        made = answer(
-            self, questions, contexts, none=none, max_tokens=max_tokens, stride=stride, batch_size=batch_size
-        )
-        return _unwrapped(made, single)
+        if isinstance(question, str):
+            return answer(self, [question], [context], **options)[0]
+        return answer(self, question, context, **options)
 
     def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
-        The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json), else by
-        their mean. Texts longer than the model takes are cut.
+        The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
+        else by their mean. Texts longer than the model takes are cut.
         """
         return embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
 
@@ -301,7 +270,8 @@ def load(
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
-    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin.
+    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model,
+    llama2.c's .bin.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -1,6 +1,7 @@
 """A model with all that belongs to it: tokenizer, special tokens, labels, generation defaults.
 
-`Bundle` is what tasks read and what is saved. `clearhead.api.Model` is a bundle with the tasks as its methods.
+`Bundle` is what tasks read and what is saved. `clearhead.api.Model` is a bundle with the tasks as its
+methods.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Bundle:
         return encode(self.text_tokenizer, texts, max_length)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the ids of a prompt, without the token that would end a whole text where the model continues it."""
+        """Return the ids of a prompt; where the model continues it, without the token that ends a text."""
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
             if not all(isinstance(token, int) for token in ids):
@@ -150,7 +151,7 @@ class Bundle:
                 write_sentences(work, self.sentences, self.config.d_model)
 
     def _named_ids(self, theirs: dict[str, Any]) -> dict[str, int]:
-        """Return special token ids as config.json names them; a padding id there belongs to the table of positions."""
+        """Return special token ids by their names in config.json, all but a padding id that is there."""
         roles = ["bos", "eos", *(["pad"] if theirs.get("pad_token_id") is None else [])]
         if self.config.family == "encoder-decoder":
             roles.append("decoder_start")

@@ -108,7 +108,7 @@ def log_probability(
 def exhaustive(
     model: ch.Transformer, prompt: list[int], length: int, penalty: float, **source: torch.Tensor
 ) -> list[tuple[float, list[int]]]:
-    """Every continuation with its score, best first: those that end with EOS, and those of full length that do not."""
+    """Every continuation with its score, best first: those that end with EOS, and those of full length."""
     others = [token for token in range(5) if token != EOS]
     made = [[*ids, EOS] for n in range(length) for ids in itertools.product(others, repeat=n)]
     made += [list(ids) for ids in itertools.product(others, repeat=length)]
@@ -140,7 +140,7 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
 
 @pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
 def test_stopping_early_loses_nothing(penalty):
-    """`never` gives what the same beams give when they run on to the last token; 12 models, narrow beams, ends that come often."""
+    """`never` gives what the same beams give when they run on to the last token: 12 models, narrow beams."""
     for seed in range(12):
         model = model_of("decoder", seed)
         request = Request(max_new_tokens=10, num_beams=2, length_penalty=penalty, early_stopping="never")
@@ -233,7 +233,7 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize("name", REFERENCES)
 def test_equal_to_transformers(name, tmp_path):
-    """Twenty random models: greedy, and three of four beams, with every rule of stopping and penalties of either sign."""
+    """Twenty random models: greedy, and three of four beams, with every stopping rule and either sign."""
     kind, config = REFERENCES[name]
     choices = itertools.cycle(itertools.product([1.0, 0.0, 2.0, -1.0], [False, True, "never"]))
     ended = 0
@@ -289,7 +289,7 @@ def test_a_forced_first_token_counts_as_written(tmp_path):
 
 
 def slow_groups(model, prompt, length, beams, groups, diversity, penalty):
-    """Diverse beam search spelled out, nothing cached or batched, and nothing stopped early: (score, ids) best first."""
+    """Diverse beam search spelled out, nothing cached, batched or stopped early: (score, ids) best first."""
     size = beams // groups
     live = [[(0.0, [])] for _ in range(groups)]
     found = [[] for _ in range(groups)]
@@ -355,7 +355,7 @@ def test_time_ends_a_search():
 
 
 def test_watched_keys_are_per_beam():
-    """The eager kernel, which shows patterns, gives what the fused one gives where beams share the keys of a source."""
+    """The eager kernel gives what the fused one gives where beams share the keys of a source."""
     m = ch.Model(model_of("encoder-decoder", 2, vocab_size=40), special={"decoder_start": 1})
     sources = [[5, 6, 7], [8, 9]]
     plain = m.generate(sources, 6, num_beams=3)

@@ -1,4 +1,4 @@
-"""The decode loop: batched = alone, cached = recomputed, streamed = not streamed, token for token in float32."""
+"""The decode loop: batched = alone, cached = recomputed, streamed = not streamed, token for token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate.decode import PREFILL_CHUNK, Continuation, Ends, Prompts, cache_for, decode, greedy
+from clearhead.generate.decode import (
+    LENGTH_ALONE,
+    PREFILL_CHUNK,
+    Continuation,
+    Ends,
+    Prompts,
+    cache_for,
+    decode,
+    greedy,
+)
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw
 from tests.harness import scramble
@@ -57,7 +66,7 @@ def prompts_of(lengths=LENGTHS) -> list[list[int]]:
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
 
 
-def decoded(model, prompts, count, ends=None, cache=None, step=None, **options) -> list[Continuation]:
+def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **options) -> list[Continuation]:
     """`decode`, by what its request and prompts are made of."""
     return decode(model, Request(max_new_tokens=count, **options), Prompts(prompts), ends, cache, step)
 
@@ -127,7 +136,7 @@ def test_tensors_may_be_padded_on_either_side(shape, side):
         assert row == (wanted + [STOP] * count)[: made.shape[1]]
 
 
-# Windows ----------------------------------------------------------------------------------------------------------------
+# Windows ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")
@@ -157,7 +166,7 @@ def recomputed_rows(model: ch.Transformer, prompt: list[int], count: int) -> lis
     return ids[len(prompt) :]
 
 
-# A prompt in pieces, a step of one's own ----------------------------------------------------------------------------------
+# A prompt in pieces, a step of one's own --------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")
@@ -183,7 +192,7 @@ def test_a_step_may_be_handed_in():
     assert called == [2] * 5
 
 
-# Cancelling, stopping, overflowing ---------------------------------------------------------------------------------------
+# Cancelling, stopping, overflowing --------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G4")
@@ -252,7 +261,7 @@ def test_a_prompt_too_long_is_refused_or_cut(shape):
             m.generate(prompt, 200, overflow="window")
 
 
-# Reading what was read before no second time -----------------------------------------------------------------------------
+# Reading what was read before no second time ----------------------------------------------------------------
 
 
 class Counting:

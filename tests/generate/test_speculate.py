@@ -1,4 +1,4 @@
-"""Speculation changes how fast tokens come, never which: the same tokens, or draws from the same distribution."""
+"""Speculation changes how fast tokens come, never which: the same tokens, or the same distribution."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lookup_gives_the_same_tokens(shape, options):
-    """Token for token, seed for seed, with log-probabilities, alternatives and stop reasons, in fewer runs of the model."""
+    """Token for token, with log-probabilities, alternatives and stop reasons, in fewer runs of the model."""
     runs = tokens = 0
     for seed in range(2):
         m = loaded(shape, seed)
@@ -143,7 +143,7 @@ class Fixed:
 
 
 class Bigrams(torch.nn.Module):
-    """A model that is quick enough to be asked thousands of times: a token's logits depend on the one before it alone."""
+    """A model quick enough to be asked thousands of times: logits depend on the last token alone."""
 
     config = build(vocab_size=6).config
 

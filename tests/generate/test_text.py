@@ -65,7 +65,7 @@ def model_of(name, seed=0, vocab_size=256):
 @pytest.mark.ledger("G3")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_is_its_rows(name):
-    """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone, greedy and sampled."""
+    """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone."""
     m = ch.Model(model_of(name))
     prompts = [
         torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[int]]
 
 
 def padded(rows: Rows, pad: int = 0, device: torch.device | None = None, left: bool = False) -> Tensor:
-    """Return rows as one tensor [B, T], padded on the right or the left to the longest, one token at least."""
+    """Return rows as one tensor [B, T], padded to the longest, and to one token at least."""
     length = _longest(rows)
     gaps = [[pad] * (length - len(row)) for row in rows]
     filled = [[*gap, *row] if left else [*row, *gap] for row, gap in zip(rows, gaps)]
@@ -22,7 +22,7 @@ def padded(rows: Rows, pad: int = 0, device: torch.device | None = None, left: b
 
 
 def real_tokens(rows: Rows, device: torch.device | None = None, left: bool = False) -> Tensor:
-    """Return the mask [B, T] of `padded` rows, True = real token; the padding of an empty row counts as one."""
+    """Return the mask [B, T] of padded rows, True = real token; an empty row has one."""
     length = _longest(rows)
     counts = torch.tensor([[max(1, len(row))] for row in rows], device=device)  # B 1
     slots = torch.arange(length, device=device)  # T

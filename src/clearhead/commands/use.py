@@ -27,10 +27,10 @@ Prompt = Annotated[
 class CommandRequest(Request):
     """A request as the command's options give it; the help of an option is the comment beside its field."""
 
-    num_beams: Annotated[int, arg(name="beams")] = (
-        1  # search for the best text with this many beams; 1: no search
-    )
-    stop_tokens: Annotated[tuple[str, ...], arg(name="stop-token")] = ()  # tokens that end the generation
+    num_beams: Annotated[int, arg(name="beams", help="search with this many beams; 1: no search")] = 1
+    stop_tokens: Annotated[
+        tuple[str, ...], arg(name="stop-token", help="further tokens that end the generation, by name")
+    ] = ()
     logprobs: SuppressFixed[Fixed[bool]] = False
     alternatives: SuppressFixed[Fixed[int]] = 0
     reuse: SuppressFixed[Fixed[bool]] = False  # between the calls of one process

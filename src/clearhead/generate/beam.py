@@ -1,12 +1,14 @@
-"""Beam search: of each prompt the best few continuations are carried on together, and the best that ended are returned.
+"""Beam search: carry on the best few continuations of each prompt together, and return the best that ended.
 
-A prompt is read once, and so is a source; its beams then share what they have in common. Of the cache only tokens
-written since the prompt move from beam to beam, and only to beams that change; keys of a source are not copied at all.
+A prompt is read once, and so is a source; its beams then share what they have in common. Of the cache only
+tokens written since the prompt move from beam to beam, and only to beams that change; keys of a source are
+not copied at all.
 
-A continuation of L tokens, the one that ended it included, has the score sum of log-probabilities / L ** length_penalty.
+A continuation of L tokens, the one that ended it included, has the score sum of log-probabilities / L **
+length_penalty.
 
-Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams of a group, C candidates, L tokens
-written, V vocabulary.
+Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams of a group, C candidates, L
+tokens written, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ import torch
 from torch import Tensor
 
 from clearhead.batches.padding import by_length
-from clearhead.generate.decode import RESERVE, Ends, Prompts, check_request, prefill
+from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, adjust
 from clearhead.model.cache import Cache, GrowingKeys, rows_of
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
-# Beams carried on together. Prompts are taken in the order of their length, so that less is padding, and on a CPU more rows
-# than this gain nothing.
+# Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU
+# more rows gain nothing.
 ROWS_CPU, ROWS = 64, 1024
 
 
@@ -57,12 +59,13 @@ class Search:
         self.found = sorted([*self.found, hypothesis], key=lambda one: -one.score)[: self.request.group_size]
 
     def done(self, best: float, length: int) -> bool:
-        """May the search end, when its best open beam has the sum `best` over `length` tokens?
+        """Return True where the search may end; its best open beam has the sum `best` over `length` tokens.
 
-        Not before it has as many hypotheses as beams, unless no beam is open. Then at once with `early_stopping` True,
-        else when the open beam can no more enter. Its sum can only fall, so the best score it may reach is its sum over
-        the greatest length if the penalty is above 0, and over the present one otherwise. "never" goes by that, and
-        misses nothing; False takes the present length in either case, which ends earlier and is the custom.
+        Not before it has as many hypotheses as beams, unless no beam is open. Then at once with
+        `early_stopping` True, else when the open beam can no more enter. Its sum can only fall, so the best
+        score it may reach is its sum over the greatest length if the penalty is above 0, and over the present
+        one otherwise. "never" goes by that, and misses nothing; False takes the present length in either
+        case, which ends earlier and is the custom.
         """
         if best == REMOVED or len(self.found) < self.request.group_size:
             return best == REMOVED
@@ -93,14 +96,14 @@ class Candidates(NamedTuple):
 
 @torch.inference_mode()
 def beam_search(
-    model: Transformer, request: Request, prompts: Prompts, ends: Ends | None = None
+    model: Transformer, request: Request, prompts: Prompts, ends: Ends = LENGTH_ALONE
 ) -> list[list[Hypothesis]]:
-    """Find the best `request.num_return` continuations of each prompt, best first; fewer where no more are possible.
+    """Find the `request.num_return` best continuations of each prompt, best first; all, if there are fewer.
 
-    Penalties, allowed and banned tokens change log-probabilities; nothing is drawn. Once the time of `ends` is over,
-    the open beams are taken as they are. With a source, what follows the first token of a prompt counts as written.
+    Penalties, allowed and banned tokens change log-probabilities; nothing is drawn. Once the time of `ends`
+    is over, the open beams are taken as they are. With a source, what follows the first token of a prompt
+    counts as written.
     """
-    ends = ends or Ends()
     check_request(model, request, prompts, ends)
     source, mask = prompts.sources
     lengths = list(map(len, prompts.ids)) if mask is None else mask.sum(1).tolist()
@@ -218,7 +221,7 @@ def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) ->
 def _collect(
     searches: list[Search], group: Candidates, written: Tensor, length: int, ending: str | None
 ) -> None:
-    """Keep those among each row's first M candidates that end here; where all do (`ending`), the others too."""
+    """Keep those of each row's first M candidates that end here; where all rows end (`ending`), all."""
     first = Candidates(*(x[:, : searches[0].request.group_size] for x in group))
     over = (first.totals > REMOVED) & (first.ended | (ending is not None))
     places = over.nonzero().tolist()

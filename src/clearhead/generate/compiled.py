@@ -1,8 +1,9 @@
-"""Compiled decoding: the step that is run for every token, made once for a size of batch and cache and then replayed.
+"""Compiled decoding: the step of a token, compiled once for a size of batch and cache and then replayed.
 
-Prompts are read by the model as it is, whatever their length; their keys then move into buffers of one size, and from
-there on one compiled step, on a GPU recorded as one CUDA graph, takes every row one token further. Sizes go by a few
-coarse buckets, so prompts of all lengths share a handful of steps. A row that has ended runs on unseen.
+Prompts are read by the model as it is, whatever their length; their keys then move into buffers of one size,
+and from there on one compiled step, on a GPU recorded as one CUDA graph, takes every row one token further.
+Sizes go by a few coarse buckets, so prompts of all lengths share a handful of steps. A row that has ended
+runs on unseen.
 
 Shapes: B rows, V vocabulary.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from clearhead.generate.decode import (
+    LENGTH_ALONE,
     Chooser,
     Continuation,
     Ends,
@@ -62,7 +64,7 @@ class CompiledStep:
         # By slot: the most probable token after it.
         self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
-        self._forward()  # what parts of the model make at first use, they make now, and not under the compiler
+        self._forward()  # parts of the model make now what they make at first use, before the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
         run = torch.compile(self._forward, fullgraph=True, dynamic=False, backend=backend, options=options)
         with torch._dynamo.config.patch(recompile_limit=64):  # one for each size
@@ -107,7 +109,7 @@ def _recorded(run: Callable[[], object]) -> Callable[[], object]:
 
 
 class Handover(Cache):
-    """A growing cache while prompts are read; after that only the list of rows that still run in a fixed one."""
+    """A growing cache while prompts are read; after that the list of rows that still run in a fixed one."""
 
     def __init__(self, reserve: int) -> None:
         super().__init__(reserve)
@@ -165,13 +167,12 @@ def decode_compiled(
     model: Transformer,
     request: Request,
     prompts: Prompts,
-    ends: Ends | None = None,
+    ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
     steps: Steps,
 ) -> list[Continuation]:
-    """`decode` through one of `steps`: where it is made already, where the request asks for it, or where it would pay."""
-    ends = ends or Ends()
+    """`decode` through one of `steps`, if it is there already, is asked for, or would pay."""
     check_request(model, request, prompts, ends)
     asked, source = bool(request.compile), prompts.source
     if asked and steps.unfit is not None:
@@ -197,7 +198,7 @@ def decode_compiled(
 def _follow(
     step: CompiledStep, cache: Handover, first: Tensor, rows: list[Continuation], most: int, ends: Ends
 ) -> None:
-    """Continue greedy rows from their first token [B]: tokens feed one another on the device and are read a piece later."""
+    """Continue greedy rows from their first token [B]; the host reads tokens some steps later."""
     running, launched, seen = list(range(len(rows))), 1, 0
     unread = [OnHost(first[:, None])]
     step.ids[cache.settle(step.cache), 0] = first

@@ -1,13 +1,15 @@
 """The decode loop: prompts in one pass, then one token at a time with the cache, each row until it ends.
 
-Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch comes out as
-it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the longest row of a call.
+Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch
+comes out as it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the
+longest row of a call.
 
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +88,7 @@ class Ends:
         return "time" if self.deadline is not None and time.monotonic() >= self.deadline else None
 
     def go_on(self, number: int, row: Continuation, token: int, steps: int, reason: str | None) -> bool:
-        """Add a token, which `steps` runs of the model led to; False when the row has ended, by it or for `reason`."""
+        """Add a token, chosen after `steps` runs of the model; return False when the row has ended."""
         row.steps = steps
         if token in self.stop_ids:
             row.stop_reason = "eos"
@@ -99,12 +101,15 @@ class Ends:
         return reason is None
 
 
+LENGTH_ALONE = Ends()
+
+
 @torch.inference_mode()
 def decode(
     model: Transformer,
     request: Request,
     prompts: Prompts,
-    ends: Ends | None = None,
+    ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     step: Step | None = None,
 ) -> list[Continuation]:
@@ -114,18 +119,17 @@ def decode(
         model: a decoder, or an encoder and decoder with a source.
         request: how tokens are chosen, and what is reported of them.
         prompts: what the model reads.
-        ends: what ends a row; None: its length alone.
+        ends: what ends a row before that.
         cache: of a single prompt, one that holds the first of its tokens already.
         step: what runs the model on one token; None: the model itself.
     """
-    ends = ends or Ends()
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running = list(range(len(rows)))
     chooser = Chooser(request, rows, prompts.seeds, model)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
-    step = step or _stepping(model)
+    step = step or functools.partial(_step, model)
     unread = [row.prompt[cache.length :] for row in rows]
     logits = prefill(model, unread, cache, *prompts.sources)
     for count in range(1, request.max_new_tokens + 1):
@@ -147,18 +151,14 @@ def decode(
     return rows
 
 
-def _stepping(model: Transformer) -> Step:
-    """Run the model itself, one token at a time."""
-
-    def step(chosen: Tensor, cache: Cache) -> Tensor:
-        logits: Tensor = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
-        return logits
-
-    return step
+def _step(model: Transformer, chosen: Tensor, cache: Cache) -> Tensor:
+    """Run the model itself on one token of each row: [B] -> [B, V]."""
+    logits: Tensor = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+    return logits
 
 
 def cache_for(model: Transformer, room: int) -> Cache:
-    """Make a cache for rows of up to `room` tokens, with rings in layers with a window where that halves it at least."""
+    """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
     windows = [window for window in model.main.plan.windows if window is not None]
     kind = WindowCache if windows and room > 2 * min(windows) else Cache
     return kind(min(room, RESERVE))
@@ -171,7 +171,7 @@ def prefill(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
 ) -> Tensor:
-    """Read the prompts, padded on the left, in pieces where they are long: the logits of what comes next, [B, V]."""
+    """Read the prompts, left-padded, long ones in pieces; return the logits of the next token [B, V]."""
     device = next(model.parameters()).device
     ids = padded(prompts, device=device, left=True)
     longest = ids.shape[1]
@@ -256,9 +256,9 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     needed = prompts.longest + request.max_new_tokens - 1
     if config.positions == "learned" and needed > config.max_positions:
         raise InputError(
-            f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} positions "
-            f"and the model has {config.max_positions}: shorten one of them, or keep the last tokens that fit "
-            'with overflow="window"'
+            f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
+            f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
+            'tokens that fit with overflow="window"'
         )
 
 
@@ -271,7 +271,7 @@ def greedy(
     source_mask: Tensor | None = None,
     stop: int | None = None,
 ) -> Tensor:
-    """The most probable tokens: prompts [B, T] (`mask` False: padding) -> new ids [B, N], ended rows filled up with `stop`."""
+    """Return the most probable tokens [B, N] after prompts [B, T]; ended rows are filled up with `stop`."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     prompts = Prompts([row[kept].tolist() for row, kept in zip(ids, real)], source, source_mask)
     ends = Ends(frozenset() if stop is None else frozenset([stop]))

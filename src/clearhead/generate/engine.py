@@ -1,4 +1,4 @@
-"""What generation keeps from one call to the next: a fast copy of the model, compiled steps, the prompt read last."""
+"""What generation keeps from call to call: a fast copy of the model, compiled steps, the prompt read last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clearhead.model.transformer import Transformer
 
 
 class Engine:
-    """The fast copy of one model with what belongs to it, each made when first needed and again when weights change."""
+    """The fast copy of one model and what belongs to it, made when needed and again when weights change."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -21,7 +21,7 @@ class Engine:
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
 
     def runner(self) -> Transformer:
-        """Return the fast copy; the model itself while somebody watches it, through taps, hooks or a chosen kernel."""
+        """Return the fast copy; the model itself while taps, hooks or a chosen kernel are set."""
         parts = list(self.model.modules())
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
         chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
@@ -45,7 +45,7 @@ class Engine:
         return self.steps
 
     def take_prefix(self, runner: Transformer) -> Prefix:
-        """Return what the last request has read, if the model is still the same, and let no other call have it."""
+        """Take what the last request has read, if the model is still the same; no other call has it then."""
         prefix, self.prefix = self.prefix, None
         if prefix is not None and prefix.model is runner and runner is not self.model:
             return prefix

@@ -1,4 +1,4 @@
-"""What one generation leaves for the next: a prompt that begins as the last one did is read from there on."""
+"""What one generation leaves for the next: a prompt is read from where it differs from the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prefix:
         self.tokens: list[int] = []
 
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
-        """Return a cache that holds what `prompt` has in common with the tokens read before, all but its last token."""
+        """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
         common = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
         self.cache.crop(common)

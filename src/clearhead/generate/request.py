@@ -6,6 +6,7 @@ The keywords of `Model.generate`, the options of the command and a JSON object a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -14,6 +15,27 @@ from clearhead.errors import ConfigError, InputError, nearest
 from clearhead.typed import check_types
 
 MAX_NEW_TOKENS = 50
+POSITIVE = math.ulp(0.0)  # the smallest number above 0
+FROM_0, FROM_1 = "must be a whole number, 0 or more", "must be a whole number, 1 or more"
+# Of each field the least and the greatest value, and what is allowed, in words.
+BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, math.inf, "is negative: 0 is greedy, 1 the model's own distribution"),
+    "top_k": (0, math.inf, FROM_0),
+    "top_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
+    "min_p": (0, 1, "is outside [0, 1]: 0 keeps every token"),
+    "typical_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
+    "repetition_penalty": (POSITIVE, math.inf, "must be above 0: 1 is off"),
+    "no_repeat_ngram": (0, math.inf, FROM_0),
+    "max_new_tokens": (1, math.inf, FROM_1),
+    "num_beams": (1, math.inf, FROM_1),
+    "num_return": (1, math.inf, FROM_1),
+    "num_beam_groups": (1, math.inf, FROM_1),
+    "length_penalty": (-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"),
+    "lookup": (0, math.inf, FROM_0),
+    "draft_tokens": (1, math.inf, FROM_1),
+}
+SEQUENCES = {"allowed", "banned", "stop", "stop_tokens"}  # fields that may be given as any sequence
+WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup")  # what needs a text before its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,37 +55,21 @@ class Sampling:
     banned: tuple[int, ...] = ()  # ids of tokens that are never chosen
 
     def __post_init__(self) -> None:
-        self._make_tuples("allowed", "banned")
+        for name in SEQUENCES & vars(self).keys():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif value is not None:
+                object.__setattr__(self, name, tuple(value.tolist() if hasattr(value, "tolist") else value))
         try:
             check_types(self)
         except ConfigError as error:
             raise InputError(str(error)) from None
-        for name in ("top_p", "typical_p"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(f"{name} {getattr(self, name)} is outside (0, 1]: 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p {self.min_p} is outside [0, 1]: 0 keeps every token")
-        if self.temperature < 0:
-            raise InputError(
-                f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution"
-            )
-        if self.repetition_penalty <= 0:
-            raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
+        for name, (least, most, allowed) in BOUNDS.items():
+            if not least <= getattr(self, name, least) <= most:
+                raise InputError(f"{name} {getattr(self, name)} {allowed}")
         if self.allowed is not None and not set(self.allowed) - set(self.banned):
             raise InputError("allowed minus banned leaves no token to choose from")
-        self._check_least(0, "top_k", "no_repeat_ngram")
-
-    def _make_tuples(self, *names: str) -> None:
-        """Let a field be given as any sequence; a single text is a sequence of one."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-
-    def _check_least(self, least: int, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < least:
-                raise InputError(f"{name} {getattr(self, name)} must be a whole number, {least} or more")
 
     @property
     def restricts(self) -> bool:
@@ -86,7 +92,7 @@ class Request(Sampling):
     num_beams: int = 1  # search for the best text with this many beams; 1: no search
     num_return: int = 1  # how many of the best beams to give
     length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
-    early_stopping: bool | Literal["never"] = False  # of beams: when a search ends; see `Search.done`
+    early_stopping: bool | Literal["never"] = False  # of beams: end once enough are found; never: no loss
     num_beam_groups: int = 1  # of beams: groups, each kept from the tokens of those before it
     diversity_penalty: float = 0.0  # of groups: subtract for each beam of an earlier group with the token
     stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
@@ -103,14 +109,7 @@ class Request(Sampling):
     def __post_init__(self) -> None:
         if self.overflow not in ("refuse", "window"):
             raise InputError(f'overflow "{self.overflow}" is not known: choose refuse or window')
-        self._make_tuples("stop", "stop_tokens")
         super().__post_init__()
-        self._check_least(1, "max_new_tokens", "num_beams", "num_return", "num_beam_groups", "draft_tokens")
-        self._check_least(0, "lookup")
-        if abs(self.length_penalty) > 20:
-            raise InputError(
-                f"length_penalty {self.length_penalty} is outside [-20, 20]: it is an exponent, 1 takes the mean"
-            )
         if self.num_return > self.num_beams:
             raise InputError(
                 f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams"
@@ -122,31 +121,27 @@ class Request(Sampling):
             )
         if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
             raise InputError(
-                f"diversity_penalty {self.diversity_penalty} must be 0 or more, and needs num_beam_groups above 1"
+                f"diversity_penalty {self.diversity_penalty} must be 0 or more, "
+                "and needs num_beam_groups above 1"
             )
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        """Refuse what a beam search cannot do: draw, or show a text before its end."""
         for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
             if self.num_beams > 1 and getattr(self, name) != getattr(Sampling, name):
                 raise InputError(
                     f"{name} {getattr(self, name)} with num_beams {self.num_beams}: "
                     "beam search draws nothing, so leave one of them out"
                 )
-        self.check_hooks(
-            **{name: getattr(self, name) for name in ("stop", "logprobs", "alternatives", "reuse", "lookup")}
-        )
+        self.check_hooks()
 
-    def check_hooks(self, **asked: object) -> None:
-        """Refuse what does not go with the request, such as a function that is called with each new text."""
-        for name, value in asked.items():
+    def check_hooks(self, **hooks: object) -> None:
+        """Refuse what does not go together; `hooks` are options that are not data, such as `on_text`."""
+        watched = {name: getattr(self, name) for name in WATCHED} | hooks
+        for name, value in watched.items():
             if self.num_beams > 1 and value not in (None, False, 0, ()):
                 raise InputError(
                     f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
                     "so leave one of them out"
                 )
-        if self.lookup and asked.get("draft") is not None:
+        if self.lookup and hooks.get("draft") is not None:
             raise InputError("lookup and draft both guess what comes next: choose one of them")
 
     @property
@@ -161,7 +156,7 @@ class Request(Sampling):
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of `Request` as keywords, with what each may be given as; `generate` and `translate` name the others."""
+    """Fields of `Request` as keywords, with what each may be given as."""
 
     temperature: float
     top_k: int

@@ -4,9 +4,10 @@
     2  no-repeat n-gram
     3  allowed and banned tokens
     4  temperature                                        0 means greedy
-    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; what is left is renormalised
+    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
 
-What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its best token.
+What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its
+best token.
 
 Shapes: B rows, V vocabulary, N tokens so far.
 """
@@ -29,7 +30,7 @@ GREEDY = 1e-6  # below this temperature the best token has all the probability t
 def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, prompt first; `prompt_lengths` says how many are prompt."""
+    """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, of which the first are its prompt."""
     if not options.looks_back:
         return adjust_by(logits, options)
     histories = []
@@ -56,7 +57,7 @@ def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = 
 
 
 class History:
-    """What one row has said, each token counted once, so that a step of a long row costs no more than one of a short row."""
+    """The tokens of one row, each counted once, so that a step costs no more in a long row."""
 
     def __init__(
         self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device
@@ -132,7 +133,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def typical(logits: Tensor, p: float) -> Tensor:
-    """Tokens whose surprise is nearest to the expected one, until they hold probability p: [B, V] -> [B, V]."""
+    """Tokens whose surprise is nearest to the expected one, up to probability p: [B, V] -> [B, V]."""
     if p >= 1:
         return logits
     log_probability = logits.double().log_softmax(-1)

@@ -1,9 +1,10 @@
-"""Speculation: tokens are guessed cheaply, the model reads all guesses in one run, and those that stand are kept.
+"""Speculation: guess tokens cheaply, let the model read all guesses in one run, and keep those that stand.
 
-The result is what plain decoding gives. Guesses from the row's own text (`Lookup`) are not drawn, so the model draws
-as it always would, by the same seed, and goes on for as long as it draws what was guessed: the tokens themselves are
-the same. Guesses of a second model (`Draft`) are drawn from its distribution q; each is kept with probability
-min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the distribution is the same.
+The result is what plain decoding gives. Guesses from the row's own text (`Lookup`) are not drawn, so the
+model draws as it always would, by the same seed, and goes on for as long as it draws what was guessed: the
+tokens themselves are the same. Guesses of a second model (`Draft`) are drawn from its distribution q; each is
+kept with probability min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the
+distribution is the same.
 
 Rows take turns, each with a cache of its own, which forgets what was guessed wrong.
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.generate.decode import (
+    LENGTH_ALONE,
     RESERVE,
     Chooser,
     Continuation,
@@ -56,7 +58,7 @@ class Guesser(Protocol):
 
 
 class Lookup:
-    """Guesses that the row goes on as it did after the same few tokens before; `before` is other text to look in."""
+    """Guesses that the row goes on as it did after the same tokens; `before` is other text to look in."""
 
     def __init__(self, count: int, before: Sequence[int] = ()) -> None:
         self.count = count
@@ -89,7 +91,7 @@ class Draft:
 
     def __init__(self, model: Transformer, count: int, sampling: Sampling, prompts: Prompts) -> None:
         self.model, self.count, self.sources = model, count, prompts.sources
-        # Penalties and n-grams are left to the model that decides: any q gives the right result, and these need a history.
+        # Penalties and n-grams need a history, and are left to the other model: any q gives the right result.
         self.sampling = dataclasses.replace(
             sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram=0
         )
@@ -182,7 +184,7 @@ def guessers_for(
     texts: Sequence[Sequence[int]],
     draft: Transformer | None,
 ) -> list[Guesser]:
-    """Make a guesser for each row, or none at all. `texts` are what the caller gave: with an encoder, the sources."""
+    """Make a guesser for each row, or none. `texts` are the ids given: with an encoder, the sources."""
     config, rows = model.config, range(len(prompts.ids))
     if draft is None:
         looked_into = prompts.source is not None and config.source_vocab_size == config.vocab_size
@@ -202,17 +204,17 @@ def speculate(
     model: Transformer,
     request: Request,
     prompts: Prompts,
-    ends: Ends | None = None,
+    ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
     guessers: Sequence[Guesser],
 ) -> list[Continuation]:
     """`decode`, with one guesser for each row."""
-    ends = ends or Ends()
     check_request(model, request, prompts, ends)
     if turns_by_length(model):
         raise InputError(
-            "this model's rotary angles change with the length of what is read at once: leave lookup and draft out"
+            "this model's rotary angles change with the length of what is read at once: "
+            "leave lookup and draft out"
         )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     chooser = Chooser(request, rows, prompts.seeds, model)

@@ -1,8 +1,8 @@
 """Streaming: text as it grows, in whole characters, with stop strings held back until they are sure.
 
-What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with the few
-before it, never with the whole row: how a token reads depends on its neighbours alone (the space before a word, the
-bytes of one character), so a long row costs a token no more than a short one.
+What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with
+the few before it, never with the whole row: how a token reads depends on its neighbours alone (the space
+before a word, the bytes of one character), so a long row costs a token no more than a short one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-BYTE = re.compile(
-    r"<0x[0-9A-Fa-f]{2}>"
-)  # how SentencePiece writes a byte; a run of them is read as a whole, or as invalid
+# How SentencePiece writes a byte; a run of them is read as a whole, or as invalid.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextStream:
@@ -28,9 +27,8 @@ class TextStream:
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._known = [
-            token for token in prompt if self._is_read(token)
-        ]  # settled tokens that the next ones are read after
+        # Settled tokens that the next ones are read after.
+        self._known = [token for token in prompt if self._is_read(token)]
         self._open: list[int] = []  # tokens whose text may still change
         self._context = len(self._decode(self._known))
 
@@ -43,7 +41,7 @@ class TextStream:
         return "".join(self._emitted) + rest[: self._first_stop(rest)[0]]
 
     def push(self, token: int) -> str:
-        """Add a token; return the new text that is sure: whole characters, and no beginning of a stop string."""
+        """Add a token; return the new text that is final: whole characters, no beginning of a stop string."""
         if not self._is_read(token):
             return ""
         self._open.append(token)
@@ -74,7 +72,7 @@ class TextStream:
         return self._emit(text[:cut])
 
     def _is_read(self, token: int) -> bool:
-        """Whether a token has a text: special tokens, and ids that the tokenizer does not know, leave no gap between their neighbours."""
+        """Return True where a token has a text; special tokens and unknown ids are skipped."""
         return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
     def _emit(self, new: str) -> str:

@@ -6,6 +6,7 @@ Shapes: T length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from tokenizers import Encoding
@@ -18,6 +19,15 @@ from clearhead.tasks.results import Answer
 from clearhead.tasks.run import check_head, logits_of
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Keywords of `answer`."""
+
+    none: bool
+    max_tokens: int
+    stride: int
+    batch_size: int
 
 
 def answer(

@@ -30,7 +30,8 @@ def fill(m: Bundle, texts: Sequence[str], k: int = 5, batch_size: int = 32) -> l
     for row in rows:
         if mask not in row.ids:
             raise InputError(
-                f"a text has no {tokenizer.id_to_token(mask)}, the mask of this model: put one where a word is wanted"
+                f"a text has no {tokenizer.id_to_token(mask)}, the mask of this model: "
+                "put one where a word is wanted"
             )
         if len(row.ids) > m.max_length:
             raise InputError(

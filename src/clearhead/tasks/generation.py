@@ -57,11 +57,13 @@ class Hooks:
         return self.cancel.is_set if isinstance(self.cancel, threading.Event) else self.cancel
 
 
+NO_HOOKS = Hooks()
+
+
 def generate(
-    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks | None = None
+    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks = NO_HOOKS
 ) -> list[list[Generation]]:
     """Continue each prompt, or, with an encoder, answer it: its `request.num_return` best results."""
-    hooks = hooks or Hooks()
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
     stop_ids = _stop_ids(m, request.stop_tokens)
@@ -71,11 +73,13 @@ def generate(
         )
     if request.reuse and (len(texts) != 1 or m.config.family != "decoder"):
         raise InputError(
-            f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time"
+            f"reuse with {len(texts)} prompts of a {m.config.family}: "
+            "it takes one prompt of a decoder at a time"
         )
     draft = hooks.draft
     if draft is not None and None not in (m.tokenizer, draft.tokenizer):
-        if m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab():
+        same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
+        if not same:
             raise InputError(
                 "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it"
             )
@@ -178,7 +182,7 @@ def _stream(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) 
 
 
 def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
-    """Return what the model reads of the given texts: the decoder, or, where there are two stacks, the encoder."""
+    """Return what the model reads: the texts are its prompts, or, with an encoder, its sources."""
     if m.config.family != "encoder-decoder":
         return Prompts(texts)
     if not all(texts):
@@ -191,13 +195,14 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
-    """Return the last tokens of a prompt that fit into the context, beside the new ones where they share it."""
+    """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
     if request.overflow == "refuse":
         return prompt
     room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
     if room < 1:
         raise InputError(
-            f"{request.max_new_tokens} new tokens leave no room for a prompt: the model reads {m.max_length} at most"
+            f"{request.max_new_tokens} new tokens leave no room for a prompt: "
+            f"the model reads {m.max_length} at most"
         )
     return prompt[-room:]
 

@@ -32,11 +32,13 @@ def check_head(m: Bundle, task: str) -> None:
     """Raise `InputError` where the model lacks what the task needs."""
     if task in NEEDS and m.config.head != NEEDS[task]:
         raise InputError(
-            f"{task} needs a model with head {NEEDS[task]}, and this one's head is {m.config.head}: {fitting(m)}"
+            f"{task} needs a model with head {NEEDS[task]}, and this one's head is {m.config.head}: "
+            f"{fitting(m)}"
         )
     if m.config.family == "encoder-decoder":
         raise InputError(
-            f"{task} needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder"
+            f"{task} needs a model of one stack, and this is an encoder-decoder: "
+            "choose an encoder or a decoder"
         )
 
 

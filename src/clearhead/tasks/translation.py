@@ -8,7 +8,7 @@ from typing import Any
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError
 from clearhead.generate.request import make_request
-from clearhead.tasks.generation import Hooks, Prompt, generate
+from clearhead.tasks.generation import NO_HOOKS, Hooks, Prompt, generate
 from clearhead.tasks.results import Generation
 from clearhead.tasks.run import fitting
 
@@ -16,7 +16,7 @@ LONGEST, BEAMS = 256, 4  # new tokens at most, and beams, where generation_confi
 
 
 def translate(
-    m: Bundle, texts: Sequence[Prompt], options: dict[str, Any], hooks: Hooks | None = None
+    m: Bundle, texts: Sequence[Prompt], options: dict[str, Any], hooks: Hooks = NO_HOOKS
 ) -> list[list[Generation]]:
     """Return what an encoder-decoder makes of each text; see `Model.translate`.
 
@@ -24,7 +24,8 @@ def translate(
     """
     if m.config.family != "encoder-decoder":
         raise InputError(
-            f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: {fitting(m)}"
+            f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: "
+            f"{fitting(m)}"
         )
     stated, options = m.generation, {name: value for name, value in options.items() if value is not None}
     if "max_new_tokens" not in options:
