@@ -22,7 +22,19 @@ FIELDS = {field.name for field in dataclasses.fields(Request)}
 
 def test_keywords_command_and_json_make_the_same_request():
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "stop": ["a", "b"], "max_new_tokens": 7}
-    flags = "--temperature 0.8 --top-p 0.9 --seed 3 --max-new-tokens 7 --stop a b".split()
+    flags = [
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "7",
+        "--stop",
+        "a",
+        "b",
+    ]
     wanted = Request(temperature=0.8, top_p=0.9, seed=3, stop=("a", "b"), max_new_tokens=7)
     assert make_request(options) == make_request(json.loads(json.dumps(options))) == wanted
     command = tyro.cli(CommandRequest, args=flags)
@@ -96,7 +108,7 @@ def test_hooks_are_refused_in_one_place():
 
 
 def test_a_request_needs_no_torch():
-    """Neither do the results; `clearhead` itself is a stand-in here, so that only these files are imported."""
+    """Neither do the results. A stand-in for `clearhead` lets only these files be imported."""
     script = (
         "import sys, types, pathlib; root = types.ModuleType('clearhead'); root.__path__ = [sys.argv[1]]; "
         "sys.modules['clearhead'] = root; import clearhead.generate.request, clearhead.tasks.results; "
