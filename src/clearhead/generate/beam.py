@@ -44,14 +44,14 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Search:
-    """What one group of a prompt's beams has found: as many hypotheses as it has beams, the best."""
+    """The best hypotheses that one group of a prompt's beams has found, as many as it has beams."""
 
     request: Request
     longest: int  # the greatest length a hypothesis may have
     found: list[Hypothesis] = field(default_factory=list)  # best first
 
     def score(self, total: float, length: int) -> float:
-        """Of a sum of log-probabilities over this length."""
+        """Return the score of a sum of log-probabilities over this length."""
         return total / float(length**self.request.length_penalty)
 
     def add(self, hypothesis: Hypothesis) -> None:
@@ -80,7 +80,7 @@ class Search:
 
 
 class Candidates(NamedTuple):
-    """Ways to go on, best first, in each row."""
+    """Tokens that may extend the beams of each row, best first."""
 
     totals: Tensor  # B C: sums of log-probabilities
     origins: Tensor  # B C: the beam each goes on from
@@ -88,7 +88,7 @@ class Candidates(NamedTuple):
     ended: Tensor  # B C: does the token end it?
 
     def going_on(self, count: int) -> Candidates:
-        """The best `count` of each row that do not end; where there are fewer, others whose sum is -inf."""
+        """Return the best `count` of each row that do not end, filled up with others whose sum is -inf."""
         open_ones = self._replace(totals=self.totals.masked_fill(self.ended, REMOVED))
         index = open_ones.totals.topk(count, dim=-1).indices
         return Candidates(*(x.gather(1, index) for x in open_ones))
@@ -118,7 +118,7 @@ def beam_search(
 
 
 def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """Some rows of sources [B, S] and their mask, without what is padding in all of them."""
+    """Return some rows of sources [B, S] and their mask, without columns that are padding in all of them."""
     if source is None or mask is None:
         return None if source is None else source[rows], None
     columns = mask[rows].any(0)
@@ -127,7 +127,7 @@ def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[
 
 
 def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> list[list[Hypothesis]]:
-    """`beam_search` for prompts that are read together."""
+    """Search for the continuations of prompts that are read together."""
     longest = prompts.longest
     forced = longest - 1 if prompts.source is not None else 0
     cache = Cache(reserve=min(longest + request.max_new_tokens, RESERVE))
@@ -183,7 +183,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
 def _log_probabilities(
     logits: Tensor, request: Request, written: Tensor, prompts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """[BN, V] -> [B, N, V], with penalties and bans."""
+    """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
     B, N, _ = written.shape
     values = wide(logits).log_softmax(-1)
     if request.looks_back:
@@ -195,7 +195,7 @@ def _log_probabilities(
 
 
 def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
-    """The best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
+    """Return the best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
     M = request.group_size
     count = max(2, 1 + len(stops)) * M  # so many that M of them go on, whichever end
     groups: list[Candidates] = []
@@ -235,7 +235,7 @@ def _collect(
 
 
 def _move(cache: Cache, rows: Tensor, since: int) -> None:
-    """Let row i be what row `rows[i]` was; the rows of one prompt differ only from slot `since` on."""
+    """Copy row `rows[i]` of the cache to row i; rows of one prompt differ only from slot `since` on."""
     to = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
     if not len(to) or cache.length == since:
         return
@@ -248,7 +248,7 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
 
 
 def _leave(cache: Cache, rows: Tensor, sources: Tensor) -> None:
-    """Let row i be what row `rows[i]` was, and source i what source `sources[i]` was."""
+    """Keep these rows of the cache, and these of its sources."""
     cache.reorder(rows, cross=False)
     for keys in cache.cross.values():
         keys.reorder(sources)

@@ -41,12 +41,12 @@ OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs
 
 
 def rows_bucket(rows: int) -> int:
-    """1, 2, 4, 8, and then multiples of 8."""
+    """Round up to 1, 2, 4, 8, or a multiple of 8."""
     return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
 
 
 def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
-    """The smallest, doubled until it is enough."""
+    """Double the smallest size until it is enough."""
     return max(smallest, 1 << (slots - 1).bit_length())
 
 
@@ -79,7 +79,7 @@ class CompiledStep:
         self.ids.copy_(chosen)
 
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
-        """The `Step` of `decode`, for a `Handover`: chosen [B] -> logits [B, V]."""
+        """Run as a `Step` of `decode`, with a `Handover`: chosen [B] -> logits [B, V]."""
         assert isinstance(cache, Handover)
         rows = cache.settle(self.cache)
         self.ids[rows, 0] = chosen
@@ -87,7 +87,7 @@ class CompiledStep:
         return self.logits[rows]
 
     def ahead(self, count: int) -> Tensor:
-        """Run `count` times, each time on the most probable token: those tokens, [B, count]."""
+        """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
         start = self.cache.length
         for _ in range(count):
             self.replay()
@@ -97,7 +97,7 @@ class CompiledStep:
 
 
 def _recorded(run: Callable[[], object]) -> Callable[[], object]:
-    """The kernels that `run` launches, recorded, to be launched all at once."""
+    """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -116,7 +116,7 @@ class Handover(Cache):
         self.places: Tensor | None = None
 
     def settle(self, fixed: FixedCache) -> Tensor:
-        """Move into `fixed`, the first time; the numbers of the rows there, [B]."""
+        """Move into `fixed`, the first time; return the numbers of the rows there [B]."""
         if self.places is None:
             fixed.adopt(self)
             self.places = torch.arange(self.rows or 0, device=fixed.cursor.device)
@@ -125,7 +125,7 @@ class Handover(Cache):
         return self.places
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """As in `Cache`."""
+        """Keep these rows, as in `Cache`."""
         if self.places is None:
             super().reorder(rows, cross)
         else:
@@ -133,7 +133,7 @@ class Handover(Cache):
 
 
 class Steps:
-    """The compiled steps of one model by their sizes, each made when first needed and kept."""
+    """The compiled steps of one model by size, each made when first needed and kept."""
 
     def __init__(self, model: Transformer, backend: str = "inductor") -> None:
         self.model, self.backend = model, backend
@@ -146,7 +146,7 @@ class Steps:
         return "its angles depend on the longest row in the batch" if turns_by_length(self.model) else None
 
     def find(self, rows: int, slots: int, source: int, may_make: bool) -> CompiledStep | None:
-        """The step for these sizes; None where there is none, and none may or can be made."""
+        """Return the step for these sizes; None where there is none, and none may or can be made."""
         size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
         if size not in self.made and may_make and self.unfit is None:
             try:
@@ -158,7 +158,7 @@ class Steps:
 
 
 def warn_uncompiled(reason: str) -> None:
-    """Say that what should be fast is not."""
+    """Warn that the step runs uncompiled."""
     warnings.warn(f"the decode step runs uncompiled: {reason}", RuntimeWarning, stacklevel=2)
 
 
@@ -223,7 +223,7 @@ class OnHost:
             self.arrived.record()
 
     def tolist(self) -> list[list[int]]:
-        """Its numbers, as soon as they are there."""
+        """Wait for the copy, and return its numbers."""
         if self.arrived is not None:
             self.arrived.synchronize()
         numbers: list[list[int]] = self.copy.tolist()

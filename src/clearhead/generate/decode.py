@@ -210,18 +210,18 @@ class Chooser:
         )
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
-        """Logits of these rows after penalties and bans: [B, V] -> [B, V]."""
+        """Return the logits of these rows after penalties and bans: [B, V] -> [B, V]."""
         histories = [self.histories[i] for i in running] if self.histories else []
         for i, history in zip(running, histories):
             history.follow(self.rows[i].ids)
         return adjust_by(logits, self.request, histories)
 
     def roll(self, running: list[int]) -> Tensor:
-        """The next uniform number of each of these rows, [B]; zeros where nothing is drawn."""
+        """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""
         return self.dice.roll(running) if self.dice is not None else torch.zeros(len(running))
 
     def choose(self, logits: Tensor, running: list[int]) -> Tensor:
-        """[B, V] -> [B]."""
+        """Choose the next token of these rows: [B, V] -> [B]."""
         adjusted = self.adjusted(logits, running)
         if self.dice is None:
             return adjusted.argmax(-1)
@@ -229,7 +229,7 @@ class Chooser:
 
 
 def report(logits: Tensor, chosen: Tensor, rows: list[Continuation], alternatives: int) -> None:
-    """Log-probabilities under the model's own distribution, whatever the sampling made of it."""
+    """Add log-probabilities under the model's own distribution, before any sampling rule."""
     values = logits.float().log_softmax(-1)
     of_chosen = values.gather(-1, chosen[:, None])[:, 0].tolist()
     best = values.topk(alternatives, dim=-1) if alternatives else None

@@ -10,7 +10,7 @@ from clearhead.model.transformer import Transformer
 
 
 class Prefix:
-    """The cache of a single row and the tokens it has read, as long as the model stays what it is."""
+    """The cache of a single row, and the tokens it has read."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -31,5 +31,5 @@ class Prefix:
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens at the beginning of both are the same."""
+    """Return how many tokens at the beginning of both are the same."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

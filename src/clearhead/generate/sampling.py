@@ -30,7 +30,7 @@ GREEDY = 1e-6  # below this temperature the best token has all the probability t
 def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, of which the first are its prompt."""
+    """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
     if not options.looks_back:
         return adjust_by(logits, options)
     histories = []
@@ -41,7 +41,7 @@ def adjust(
 
 
 def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = ()) -> Tensor:
-    """`adjust`, for rows whose tokens have been counted already: [B, V] -> [B, V]."""
+    """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
         logits = logits.clone()
@@ -88,7 +88,7 @@ class History:
         return index
 
     def penalise(self, logits: Tensor) -> None:
-        """Steps 1 and 2 on the row's logits [V], in place."""
+        """Apply steps 1 and 2 to the row's logits [V], in place."""
         options = self.options
         if options.repetition_penalty != 1:
             penalty = options.repetition_penalty
@@ -102,20 +102,20 @@ class History:
 
 
 def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """All but these tokens removed: [B, V] -> [B, V]."""
+    """Remove all but these tokens: [B, V] -> [B, V]."""
     index = torch.tensor(list(tokens), device=logits.device)
     return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """The k best tokens; those equal to the k-th stay too: [B, V] -> [B, V]."""
+    """Keep the k best tokens, and those equal to the k-th: [B, V] -> [B, V]."""
     if k < 1 or k >= logits.shape[-1]:
         return logits
     return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """The fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
+    """Keep the fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
     if p >= 1:
         return logits
     ordered, index = logits.sort(dim=-1, descending=True)
@@ -125,7 +125,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
-    """Tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
+    """Keep tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
     if p <= 0:
         return logits
     log_p = torch.log(torch.tensor(p, dtype=torch.float64))
@@ -133,7 +133,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def typical(logits: Tensor, p: float) -> Tensor:
-    """Tokens whose surprise is nearest to the expected one, up to probability p: [B, V] -> [B, V]."""
+    """Keep the tokens nearest to the expected surprise, up to probability p: [B, V] -> [B, V]."""
     if p >= 1:
         return logits
     log_probability = logits.double().log_softmax(-1)
@@ -145,13 +145,13 @@ def typical(logits: Tensor, p: float) -> Tensor:
 
 
 def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
-    """`kept` [B, V] says, in the order of `index`, what stays; the first always does."""
+    """Keep the tokens at `index` [B, V] where `kept` [B, V] is True, and the first of them always."""
     first = torch.arange(kept.shape[-1], device=kept.device) == 0
     return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, index, kept | first), REMOVED)
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
-    """Steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64; greedy gives a single 1."""
+    """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
     if options.temperature < GREEDY:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = precise(logits) / options.temperature
@@ -162,7 +162,7 @@ def distribution(logits: Tensor, options: Sampling) -> Tensor:
 
 
 def draw(probability: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum passes a uniform number: [B, V], [B] -> [B].
+    """Draw the token at which the running sum passes a uniform number: [B, V], [B] -> [B].
 
     One number decides, so a row's choice does not depend on what else is in the batch.
     """
@@ -179,7 +179,7 @@ class Dice:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def roll(self, rows: Sequence[int]) -> Tensor:
-        """The next number of each of these rows: [len(rows)] in float64."""
+        """Return the next number of each of these rows: [len(rows)] in float64."""
         return torch.tensor(
             [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows],
             dtype=torch.float64,

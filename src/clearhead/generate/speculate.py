@@ -54,7 +54,7 @@ class Guesser(Protocol):
     """Where guesses for one row come from."""
 
     def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
-        """Up to `most` tokens that may follow `tokens`, which only ever grow from call to call."""
+        """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
 
 
 class Lookup:
@@ -117,7 +117,7 @@ class Draft:
 
 
 def accept(p: Tensor, q: Tensor, guessed: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that follow p, made from guesses that follow q, and which guesses were kept.
+    """Return tokens drawn from p, made of guesses drawn from q, and which guesses were kept.
 
     Args:
         p: [B, V] the wanted distribution.
@@ -144,7 +144,7 @@ class _Speaker:
         self.tokens = list(row.prompt)
 
     def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
-        """Add up to `most` tokens in one run of the model, one at least; False when the row has ended."""
+        """Add one to `most` tokens in one run of the model; return False when the row has ended."""
         guess = self.guesser.guess(self.tokens, most - 1, lambda: chooser.roll([self.number]))
         fed = torch.tensor(
             [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
@@ -164,7 +164,7 @@ class _Speaker:
         return goes_on
 
     def _choose(self, logits: Tensor, guess: Guess, place: int, chooser: Chooser) -> tuple[Tensor, bool]:
-        """The token after [1, V] logits, [1], and whether it is the one guessed."""
+        """Choose the token after logits [1, V]; return it [1], and whether it is the one guessed."""
         guessed = guess.tokens[place] if place < len(guess.tokens) else None
         if guessed is None or guess.drawn_from is None:
             chosen = chooser.choose(logits, [self.number])
@@ -209,7 +209,7 @@ def speculate(
     *,
     guessers: Sequence[Guesser],
 ) -> list[Continuation]:
-    """`decode`, with one guesser for each row."""
+    """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     if turns_by_length(model):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Streaming: text as it grows, in whole characters, with stop strings held back until they are sure.
+"""Streaming: text as it grows, in whole characters, with stop strings held back until they are certain.
 
 What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with
 the few before it, never with the whole row: how a token reads depends on its neighbours alone (the space
@@ -34,7 +34,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All the text so far, cut at the stop string where one has come."""
+        """The text so far, cut at the first stop string."""
         if self.stopped_by is not None:
             return "".join(self._emitted)
         rest = self._held + self._tail()
@@ -59,11 +59,11 @@ class TextStream:
         return self._emit(text[:sure])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens that nobody watches: they are read at once, and emitted by `finish`."""
+        """Add tokens that are read together and emitted by `finish`."""
         self._open += [token for token in tokens if self._is_read(token)]
 
     def finish(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Return the text that was held back."""
         if self.stopped_by is not None:
             return ""
         text = self._held + self._tail()
@@ -80,18 +80,18 @@ class TextStream:
         return new
 
     def _tail(self) -> str:
-        """The text of the tokens that are not settled."""
+        """Return the text of the tokens that are not settled."""
         return self._decode(self._known + self._open)[self._context :] if self._open else ""
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids)) if ids else ""
 
     def _first_stop(self, text: str) -> tuple[int | None, str | None]:
-        """Where the first stop string begins, and which it is."""
+        """Return where the first stop string begins, and which it is."""
         return min(((text.find(stop), stop) for stop in self.stop if stop in text), default=(None, None))
 
     def _may_stop(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Return how many characters at the end may begin a stop string."""
         return max(
             (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
         )
