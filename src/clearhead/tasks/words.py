@@ -29,8 +29,8 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
     ]
     # Of each token: how far it is from a cut, and its probabilities [C].
     scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]
-    said = logits_of(m, [piece for _, _, piece in rows], batch_size)
-    for (number, start, piece), logits in zip(rows, said):
+    found = logits_of(m, [piece for _, _, piece in rows], batch_size)
+    for (number, start, piece), logits in zip(rows, found):
         inner = [at for at, part in enumerate(piece.sequence_ids) if part == 0]
         for place, at in enumerate(inner):
             token, after = start + place, start + len(inner)
@@ -38,7 +38,7 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
             # Of two windows, take the one that shows more on both sides.
             if depth >= scores[number].get(token, (0,))[0]:
                 scores[number][token] = (depth, logits[at].softmax(-1))
-    return [_tags(m, text, encoding, found) for text, encoding, found in zip(given, whole, scores)]
+    return [_tags(m, *one) for one in zip(given, whole, scores)]
 
 
 def _tags(
