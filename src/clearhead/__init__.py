@@ -16,8 +16,9 @@ from clearhead.explorer.notebook import Shown, show
 from clearhead.generate.request import Sampling
 from clearhead.inside.checks import Check, check
 from clearhead.inside.trace import Trace, trace
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
 from clearhead.model.experts import balance_loss
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.taps import Recording, edit, record, tap_names
 from clearhead.model.transformer import Output, Transformer, attending
 from clearhead.model.window_cache import WindowCache

@@ -30,7 +30,8 @@ from clearhead.generate.decode import (
     turns_by_length,
 )
 from clearhead.generate.request import Request
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double

@@ -159,7 +159,7 @@ def _step(model: Transformer, chosen: Tensor, cache: Cache) -> Tensor:
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    windows = [window for window in model.main.plan.windows if window is not None]
+    windows = [window for window in model.main.spec.windows if window is not None]
     kind = WindowCache if windows and room > 2 * min(windows) else Cache
     return kind(min(room, RESERVE))
 

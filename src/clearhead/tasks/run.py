@@ -73,7 +73,7 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
     for places, output, _ in outputs_of(m, ids, types, batch_size, "all"):
-        logits = output.logits.float().cpu()
+        logits = output.required_logits.float().cpu()
         for place, row in zip(places, logits):
             found[place] = row if logits.ndim == 2 else row[: len(ids[place])]
     return found

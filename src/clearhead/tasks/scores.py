@@ -36,7 +36,7 @@ def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | No
         raise InputError("a score needs two tokens at least: the first has nothing before it")
     device = next(m.model.parameters()).device
     row = torch.tensor([fed], device=device)
-    check_stack_input(row, m.model.main.plan, m.config, "ids")  # the last id is asked about, and not fed
+    check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed
     more = {} if source is None else {"source": torch.tensor([m.prompt_ids(source)], device=device)}
     with evaluating(m.model):
         logits = m.model(row[:, :-1], **more).logits[0].float()  # T-1 V
