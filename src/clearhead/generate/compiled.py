@@ -139,12 +139,11 @@ class Steps:
     def __init__(self, model: Transformer, backend: str = "inductor") -> None:
         self.model, self.backend = model, backend
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
-        self.unfit = self._unfit()  # why none can be made
-
-    def _unfit(self) -> str | None:
-        if self.model.config.n_experts:
-            return "its experts are chosen on the host"
-        return "its angles depend on the longest row in the batch" if turns_by_length(self.model) else None
+        self.unfit: str | None = None  # why none can be made
+        if model.config.n_experts:
+            self.unfit = "its experts are chosen on the host"
+        elif turns_by_length(model):
+            self.unfit = "its angles depend on the longest row in the batch"
 
     def find(self, rows: int, slots: int, source: int, may_make: bool) -> CompiledStep | None:
         """Return the step for these sizes; None where there is none, and none may or can be made."""

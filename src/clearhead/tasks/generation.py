@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest
-from clearhead.generate.beam import beam_search
+from clearhead.generate.beam import Hypothesis, beam_search
 from clearhead.generate.compiled import decode_compiled
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
 from clearhead.generate.request import Request, RequestOptions
@@ -98,16 +98,16 @@ def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
     """Find the best continuations of each prompt by beam search."""
-    made: list[list[Generation]] = []
-    for number, found in enumerate(beam_search(runner, request, prompts, ends)):
-        made.append([])
-        for one in found:
-            stream = _stream(m, prompts, number)
-            if stream is not None:
-                stream.add(one.ids)
-            text = None if stream is None else stream.text
-            made[-1].append(Generation(text, one.ids, one.stop_reason, score=one.score))
-    return made
+
+    def made(number: int, found: Hypothesis) -> Generation:
+        stream = _stream(m, prompts, number)
+        if stream is not None:
+            stream.add(found.ids)
+        text = None if stream is None else stream.text
+        return Generation(text, found.ids, found.stop_reason, score=found.score)
+
+    rows = beam_search(runner, request, prompts, ends)
+    return [[made(number, found) for found in row] for number, row in enumerate(rows)]
 
 
 def _continue(
