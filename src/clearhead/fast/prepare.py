@@ -21,8 +21,8 @@ from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.masks import Tokens, View
 from clearhead.model.norms import RMSNorm
 from clearhead.model.rope import Rotary
-from clearhead.model.taps import SILENT, Tap
 from clearhead.model.stack import Stack
+from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
 
 # With one row, a product reads each weight once and packing gains nothing; with many, the plain product packs as it goes.

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
+from clearhead.api import Model, load
 from clearhead.batches.batch import Batches
 from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.even import EvenRows
-from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.corpora import CORPORA
