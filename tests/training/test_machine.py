@@ -9,11 +9,16 @@ import torch
 
 import clearhead as ch
 from clearhead.data.plan import DataPlan
-from clearhead.fast import linears
-from clearhead.fast.attention import JoinedAttention
-from clearhead.fast.feedforward import narrow_gelu
-from clearhead.fast.linears import narrow_linear
-from clearhead.fast.training import join_projections, recompute, suit_narrow, unjoined
+from clearhead.fast import training as fast_training
+from clearhead.fast.training import (
+    JoinedAttention,
+    join_projections,
+    narrow_gelu,
+    narrow_linear,
+    recompute,
+    suit_narrow,
+    unjoined,
+)
 from clearhead.training.lora import add_lora
 from clearhead.training.machine import pays, quick_attention
 from clearhead.training.plan import TrainPlan
@@ -45,7 +50,7 @@ def learned(model: ch.Transformer) -> list[torch.Tensor]:
     [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))],
 )
 def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
-    monkeypatch.setattr(linears, "MANY", 1)
+    monkeypatch.setattr(fast_training, "MANY", 1)
     model = build(**change).double()
     before = learned(model)
     make(model)

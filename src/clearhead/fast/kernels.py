@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import cast
 
 import torch
 import torch.nn.functional as nnf
@@ -61,8 +62,7 @@ def step_linear(
     library's product.
     """
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
-    out: Tensor = way(x, weight, bias, scale, eps, unit_offset, gate, add)
-    return out
+    return cast(Tensor, way(x, weight, bias, scale, eps, unit_offset, gate, add))
 
 
 def _in_steps(

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import nn
 
 Part = TypeVar("Part", bound=nn.Module)
 
 
-def like(part: nn.Module, kind: type[Part]) -> Part:
-    """Return a module of class `kind` that shares the parameters, parts and attributes of `part`."""
+def like(part: nn.Module, kind: type[Part], **changes: object) -> Part:
+    """Return a module of class `kind` that shares all attributes of `part`, apart from `changes`."""
     new = kind.__new__(kind)
     state = part.__getstate__()  # type: ignore[no-untyped-call]
     new.__setstate__(  # type: ignore[no-untyped-call]
         {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in state.items()}
     )
+    for name, value in changes.items():
+        setattr(new, name, value)
     return new
-
-
-def original(part: nn.Module) -> type[nn.Module]:
-    """Return the class that a replacement stands for, or the part's own."""
-    kind: type[nn.Module] = getattr(type(part), "replaces", type(part))
-    return kind
 
 
 class Direct(nn.Module):
@@ -44,11 +40,7 @@ class Direct(nn.Module):
             object.__setattr__(self, name, value)
 
 
-def direct(part: Part) -> Part:
-    """Return a `Direct` part that is all that `part` is."""
-    return cast(Part, like(part, _direct_class(original(part))))  # type: ignore[arg-type]
-
-
 @functools.cache
-def _direct_class(kind: Any) -> type[Direct]:
+def direct(kind: Any) -> Any:
+    """Return a subclass of `kind`, a class of parts, that is `Direct`."""
     return type(kind.__name__, (Direct, kind), {})

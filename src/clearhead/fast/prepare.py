@@ -5,17 +5,16 @@ The copy shares the model's weights and adds what it fuses or packs. The model s
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from clearhead.fast.attention import FusedAttention
-from clearhead.fast.feedforward import FusedFeedForward
+from clearhead.fast.fused import FusedAttention, FusedFeedForward, PackedLinear, can_pack, side_by_side
 from clearhead.fast.kernels import available
-from clearhead.fast.linears import PackedLinear, can_pack
 from clearhead.fast.parts import Direct, direct, like
-from clearhead.fast.step import StepBlock, StepStack, suits_kernels
+from clearhead.fast.step import ACTIVATION_NAMES, StepBlock, StepStack, suits_kernels
+from clearhead.fast.training import original
 from clearhead.model.block import Block
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.transformer import Stack, Transformer
@@ -45,18 +44,27 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
 
 def _replacement(part: nn.Module, kernels: bool, packs: bool) -> nn.Module:
     """Build what stands for a part; the parts within it are still those of the model, or fused from them."""
+    kind: Any = original(part)
     if packs and isinstance(part, nn.Linear):
         return PackedLinear(part.weight, part.bias)
     if kernels and isinstance(part, Stack):
         return like(part, StepStack)
     if isinstance(part, Block):
-        return _fused(part, kernels and suits_kernels(part))
-    return like(part, nn.ModuleList) if isinstance(part, nn.ModuleList) else direct(part)
+        return _fused(part, StepBlock if kernels and suits_kernels(part) else direct(kind))
+    return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))
 
 
-def _fused(block: Block, steps: bool) -> Block:
-    fast = StepBlock.of(block) if steps else direct(block)
-    fast.attention, feedforward = FusedAttention.of(block.attention), block.feedforward
+def _fused(block: Block, kind: type[Block]) -> Block:
+    """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
+    attention, feedforward = block.attention, block.feedforward
+    layers = (attention.q, attention.k, attention.v)
+    qkv, widths = side_by_side(*layers), [layer.out_features for layer in layers]
+    new = like(block, kind)
+    new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
-        fast.feedforward = FusedFeedForward.of(feedforward, feedforward.gate)
-    return fast
+        both = side_by_side(feedforward.gate, feedforward.up)
+        name = ACTIVATION_NAMES.get(feedforward.activation)
+        new.feedforward = like(
+            feedforward, FusedFeedForward, gate=None, up=None, both=both, activation_name=name
+        )
+    return new

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from clearhead.fast.attention import FusedAttention
-from clearhead.fast.feedforward import FusedFeedForward
+from clearhead.fast.fused import FusedAttention, FusedFeedForward
 from clearhead.fast.kernels import materialise, step_attend, step_linear
-from clearhead.fast.parts import Direct, like, original
+from clearhead.fast.parts import Direct
+from clearhead.fast.training import original
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block, Residual
 from clearhead.model.cache import Cache, CrossKeys, FixedCache, FixedKeys, LayerKeys
@@ -24,8 +24,8 @@ from clearhead.model.positions import Rotary
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Stack
 
-# All that the kernels compute, by class and attribute. A part with more,
-# such as an option added later, keeps its own forward.
+# All that the kernels compute, by class and attribute. A block with anything more, such as an option added
+# later, keeps its own forward.
 KNOWN: dict[type[nn.Module], set[str]] = {
     Block: {"attention", "attention_residual", "feedforward", "feedforward_residual"},
     Residual: {"before", "scale", "dropout", "skip"},
@@ -83,17 +83,7 @@ class StepStack(Direct, Stack):
 
 
 class StepBlock(Direct, Block):
-    """A block that takes one token with a fixed cache through the kernels, and all else as `Block` does."""
-
-    gate: str | None  # the activation of a gated feed-forward
-
-    @classmethod
-    def of(cls, block: Block) -> StepBlock:
-        """Build it from a block that `suits_kernels`; its attention is still to be fused."""
-        step, feedforward = like(block, cls), block.feedforward
-        assert isinstance(feedforward, FeedForward)
-        step.gate = None if feedforward.gate is None else ACTIVATION_NAMES[feedforward.activation]
-        return step
+    """A block that `suits_kernels`: they take one token with a fixed cache, and `Block` takes all else."""
 
     def forward(
         self,
@@ -126,10 +116,11 @@ class StepBlock(Direct, Block):
             attention.softcap,
         )
         x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
-        wide = feedforward.both if isinstance(feedforward, FusedFeedForward) else feedforward.up
-        post = _normed(x, self.feedforward_residual.before, wide, self.gate)
-        if self.gate is None:
-            post = feedforward.activation(post)
+        norm = self.feedforward_residual.before
+        if isinstance(feedforward, FusedFeedForward):
+            post = _normed(x, norm, feedforward.both, feedforward.activation_name)
+        else:
+            post = feedforward.activation(_normed(x, norm, feedforward.up))
         return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
 
 

@@ -1,23 +1,48 @@
-"""Linear layers: packed for a few rows, joined side by side, and for CPUs with narrow vectors.
+"""Replacements for inference: products joined into one, and weights packed for a few rows.
 
-Shapes: D width in, N width out.
+Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from clearhead.fast.parts import Direct
+from clearhead.model.attention import Attention
+from clearhead.model.feedforward import FeedForward
+from clearhead.model.taps import SILENT, Tap
 
 # One row reads each weight once, and packing gains nothing; for many rows the plain product packs by itself.
 PACKED_ROWS = range(2, 65)
-MANY = 512  # rows from which a product gains more than a transposed copy of its weight costs
+
+
+class FusedAttention(Direct, Attention):
+    """Self-attention whose queries, keys and values come from one product."""
+
+    qkv: nn.Module
+    widths: list[int]
+
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] -> [B, T, H·E], [B, T, K·E], [B, T, K·E]."""
+        q, k, v = torch.split_with_sizes(self.qkv(x), self.widths, dim=-1)
+        return q, k, v
+
+
+class FusedFeedForward(Direct, FeedForward):
+    """A gated feed-forward whose gate and up come from one product."""
+
+    both: nn.Module
+    activation_name: str | None
+
+    def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        pre, up = self.both(x).chunk(2, dim=-1)
+        post = tap("post", self.activation(tap("pre", pre)) * up)
+        return tap("out", self.down(post))
 
 
 def side_by_side(*layers: nn.Linear) -> nn.Linear:
@@ -60,49 +85,3 @@ def can_pack() -> bool:
         return torch.allclose(PackedLinear(weight, bias)(x), nnf.linear(x, weight, bias), atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-
-
-class NarrowLinear(nn.Linear):
-    """A linear layer for training on CPUs with narrow vectors; see `narrow_linear`."""
-
-    replaces: ClassVar[type[nn.Module]] = nn.Linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., N]."""
-        return narrow_linear(x, self.weight, self.bias)
-
-
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `nnf.linear` of x [..., D], weight [N, D] and bias [N].
-
-    With many rows and a gradient to come, it multiplies with a transposed copy of the weight.
-    """
-    plain = x.dtype.itemsize < 4 or torch.is_autocast_enabled("cpu") or not x.requires_grad
-    if plain or x.numel() < MANY * x.shape[-1]:
-        return nnf.linear(x, weight, bias)
-    return cast(Tensor, _NarrowProduct.apply(x, weight, bias))  # type: ignore[no-untyped-call]
-
-
-class _NarrowProduct(torch.autograd.Function):
-    """Products in which neither matrix is transposed; the gradient of a bias is a product too, not a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `narrow_linear`."""
-        ctx.save_for_backward(x, weight)
-        rows, transposed = x.reshape(-1, x.shape[-1]), weight.t().contiguous()
-        y = rows @ transposed if bias is None else torch.addmm(bias, rows, transposed)
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias, None for those that are frozen."""
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        rows = upstream.reshape(-1, upstream.shape[-1])
-        return (
-            (rows @ weight).view_as(x) if for_x else None,
-            rows.t() @ x.reshape(-1, x.shape[-1]) if for_weight else None,
-            rows.new_ones(rows.shape[0]) @ rows if for_bias else None,
-        )
