@@ -6,8 +6,8 @@ Shapes: B batch, T length, D model, N width out.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from clearhead.fast.fused import FusedAttention, FusedFeedForward
@@ -60,15 +60,8 @@ def _features(part: nn.Module) -> set[str]:
 class StepStack(Direct, Stack):
     """A stack whose masks and angles are computed once for all layers, also by a compiler."""
 
-    def _views(
-        self,
-        tokens: Tokens,
-        cache: Cache | None,
-        prefix: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> dict[int | None, View]:
-        views = super()._views(tokens, cache, prefix, bias, dtype)
+    def _views(self, tokens: Tokens, cache: Cache | None, *more: Any, **named: Any) -> dict[int | None, View]:
+        views = super()._views(tokens, cache, *more, **named)
         if not isinstance(cache, FixedCache):
             return views
         return {
