@@ -118,7 +118,6 @@ class _NarrowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `narrow_linear`."""
         ctx.save_for_backward(x, weight)
         rows, transposed = x.reshape(-1, x.shape[-1]), weight.t().contiguous()
         y = rows @ transposed if bias is None else torch.addmm(bias, rows, transposed)
@@ -150,7 +149,6 @@ class _NarrowGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
-        """See `narrow_gelu`."""
         y = nnf.gelu(x, approximate=approximate)
         ctx.save_for_backward(x, y)
         ctx.approximate = approximate
