@@ -1,6 +1,7 @@
 """Replacements for inference: products joined into one, and weights packed for a few rows.
 
-Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width.
+Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width,
+F feed-forward width.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from clearhead.fast.parts import Direct
 from clearhead.model.attention import Attention
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.taps import SILENT, Tap
 
 # One row reads each weight once, and packing gains nothing; for many rows the plain product packs by itself.
 PACKED_ROWS = range(2, 65)
@@ -38,11 +38,10 @@ class FusedFeedForward(Direct, FeedForward):
     both: nn.Module
     activation_name: str | None
 
-    def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        pre, up = self.both(x).chunk(2, dim=-1)
-        post = tap("post", self.activation(tap("pre", pre)) * up)
-        return tap("out", self.down(post))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, T, F] twice."""
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return gate, up
 
 
 def side_by_side(*layers: nn.Linear) -> nn.Linear:

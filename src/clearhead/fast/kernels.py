@@ -22,7 +22,7 @@ from torch import Tensor
 from clearhead.model.attend import eager
 from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.norms import rms_norm
-from clearhead.model.positions import Rotary, rotate
+from clearhead.model.rope import Rotary, rotate
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)

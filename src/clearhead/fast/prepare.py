@@ -17,7 +17,8 @@ from clearhead.fast.step import ACTIVATION_NAMES, StepBlock, StepStack, suits_ke
 from clearhead.fast.training import original
 from clearhead.model.block import Block
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.transformer import Stack, Transformer
+from clearhead.model.stack import Stack
+from clearhead.model.transformer import Transformer
 
 
 def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:

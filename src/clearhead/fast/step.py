@@ -16,13 +16,14 @@ from clearhead.fast.parts import Direct
 from clearhead.fast.training import original
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block, Residual
-from clearhead.model.cache import Cache, CrossKeys, FixedCache, FixedKeys, LayerKeys
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.masks import Tokens, View
 from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary
+from clearhead.model.rope import Rotary
+from clearhead.model.stack import Stack
 from clearhead.model.taps import SILENT, Tap
-from clearhead.model.transformer import Stack
 
 # All that the kernels compute, by class and attribute. A block with anything more, such as an option added
 # later, keeps its own forward.
