@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-Part = TypeVar("Part", bound=nn.Module)
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
-def like(part: nn.Module, kind: type[Part], **changes: object) -> Part:
+def like(part: nn.Module, kind: type[Kind], **changes: object) -> Kind:
     """Return a module of class `kind` that shares all attributes of `part`, apart from `changes`."""
     new = kind.__new__(kind)
     state = part.__getstate__()  # type: ignore[no-untyped-call]
