@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate import compiled, prepare
-from clearhead.generate import kernels as kernels_module
+from clearhead.fast import kernels as kernels_module
+from clearhead.fast import prepare
+from clearhead.generate import compiled
 from clearhead.generate.compiled import CompiledStep, Handover, Steps, decode_compiled
 from clearhead.generate.decode import Ends, Prompts, decode, prefill
 from clearhead.generate.request import Request

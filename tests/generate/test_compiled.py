@@ -9,7 +9,8 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.kernels import step_attend, step_linear
-from clearhead.fast.prepare import StepBlock, prepared
+from clearhead.fast.prepare import prepared
+from clearhead.fast.step import StepBlock
 from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slots_bucket
 from clearhead.generate.decode import Ends, Prompts, decode
 from clearhead.generate.request import Request
