@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, find_column

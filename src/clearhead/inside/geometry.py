@@ -24,7 +24,7 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.position_maps import position_map as position_map

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, plain_numbers

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import StackSpec
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import Image

@@ -18,7 +18,7 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.model.stack import Stack
 from clearhead.model.transformer import Transformer

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.treebank import Sentence
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
@@ -200,7 +200,7 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     ids, mask = ids.to(device), mask.to(device)
     with record(m.model, *names) as seen, evaluating(m.model):
         if kind == "encoder":
-            begin = torch.tensor([m._start()[:1]] * len(batch), device=device)
+            begin = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
             m.model(begin, source=ids, source_mask=mask, logits="none")
         else:
             m.model(ids, mask, logits="none")

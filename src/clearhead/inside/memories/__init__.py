@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.memories.firing import Running, fired, watch
 from clearhead.inside.memories.neurons import chosen, parse_neuron, stack_of

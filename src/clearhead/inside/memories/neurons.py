@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.stack import Stack

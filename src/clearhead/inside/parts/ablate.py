@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, nearest
 from clearhead.inside.names import Head, all_heads, attentions, find_heads

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.parts.ablate import (
@@ -142,4 +142,4 @@ def _logits(prepared: Prepared, position: int | None) -> Tensor:
 def _label(m: Model, number: int) -> str:
     if m.config.head in ("lm", "mlm"):
         return label(m.tokenizer, number)
-    return m.labels[number] if m.labels else f"LABEL_{number}"
+    return m.class_names[number]

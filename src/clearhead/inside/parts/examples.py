@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.bundle import Model
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
@@ -133,7 +133,7 @@ def examples_from(
 
 def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     """Every token of each text but the first, to be guessed from those before it; texts of like length share a batch."""
-    rows = sorted((m._prompt(text)[: m.max_length] for text in texts), key=len)
+    rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
     short = next((row for row in rows if len(row) < 2), None)
     if not rows or short is not None:
         raise InputError("a text of fewer than two tokens leaves nothing to guess: give longer texts")

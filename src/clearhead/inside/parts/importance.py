@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.inside.names import Head, attentions
 from clearhead.inside.parts.ablate import HeadMap, OnProgress, find_blocks, opened
 from clearhead.inside.parts.examples import Data

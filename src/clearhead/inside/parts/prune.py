@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
@@ -60,7 +60,7 @@ def prune(m: Model | Transformer, heads: Heads, whole_groups: bool = False) -> M
     model.load_state_dict(_weights(loaded.model, gone), assign=True)
     model.tie()
     model.train(loaded.model.training)
-    return dataclasses.replace(loaded, model=model, folder=None, _copy=None, _steps=None, _prefix=None)
+    return dataclasses.replace(loaded, model=model, folder=None)
 
 
 # Which heads go -------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
 def _weights(model: Transformer, gone: list[Head]) -> dict[str, Tensor]:
     """Every weight of the smaller model, under its name: a copy."""
     made = {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
-    config, lost = model.config, dict[str, list[int]]()
+    lost = dict[str, list[int]]()
     for head in gone:
         lost.setdefault(head.part, []).append(head.number)
     for stack, part in (("encoder", model.encoder), ("decoder", model.decoder)):

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError
