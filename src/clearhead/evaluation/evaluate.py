@@ -248,7 +248,7 @@ def _evaluation(
 def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
-    Keep what the model said of each.
+    What the model said of each row is kept in `judgement`.
     """
     model, seen = judgement.loaded.model, []
     device = next(model.parameters()).device

@@ -112,10 +112,7 @@ def validate(
 
 
 def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return the cross-entropy summed over each row, `chunk` positions at a time.
-
-    [B, T, D], targets [B, T] -> [B].
-    """
+    """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B], by `chunk` positions."""
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     asked = (flat != IGNORE).nonzero()[:, 0]
     found = torch.zeros(

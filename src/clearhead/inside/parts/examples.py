@@ -170,7 +170,6 @@ def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
 def judge(model: Transformer, examples: Examples) -> Quality:
     """Loss and accuracy over all targets; dropout is off."""
     device, total, right = next(model.parameters()).device, 0.0, 0
-    objective = TASKS[examples.task].objective or objective_of("classifier")
     for batch in examples.batches:
         batch = batch.to(device)
         with evaluating(model):
@@ -180,6 +179,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 )
             else:
                 logits = model(**arguments_for(model, batch)).logits
+                objective = TASKS[examples.task].objective or objective_of(model.config.head)
                 loss = objective.loss(logits, batch, 0.0)
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits
