@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,11 +31,11 @@ from clearhead.evaluation.examples import (
     summed_by,
 )
 from clearhead.evaluation.figures import Figures
-from clearhead.evaluation.metrics import Counts, bleu
+from clearhead.evaluation.metrics import Counts, sacrebleu_metric
 from clearhead.tasks import tag_all
 from clearhead.tasks.run import fitting
 from clearhead.training.plan import GeneratePlan
-from clearhead.training.recipe import read_recipe
+from clearhead.training.recipe import Settings, read_recipe
 from clearhead.training.run import open_examples
 from clearhead.training.validate import examine
 from clearhead.typed import hints_of
@@ -119,7 +119,7 @@ def evaluate(
         plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes
     )
     corpus, _ = open_examples(plan, split=False)
-    return _Judge(loaded, task, plan, corpus, Figures(seed, said=list(corpus.said)), on_progress).evaluation(
+    return _Judge(loaded, task, plan, corpus, Figures(seed, notes=list(corpus.said)), on_progress).evaluation(
         tokenize, lowercase, generation
     )
 
@@ -128,13 +128,13 @@ def data_plan(
     folder: Path | None,
     data: Sequence[str | Path] = (),
     recipe: str | Path | None = None,
-    settings: Iterable[str] = (),
+    settings: Settings = (),
 ) -> DataPlan:
     """How data is to be read: by a recipe, else by that of the run whose folder this is, else by its looks; settings change it.
 
     Parallel files are read from the language that those of the recipe are from.
     """
-    settings = list(settings)
+    settings = settings if isinstance(settings, Mapping) else list(settings)
     if recipe is None and folder is not None:
         places = (
             folder / RECIPE,
@@ -185,7 +185,7 @@ def _check_tokenize(tokenize: str | None) -> None:
     if tokenize is None:
         return
     try:
-        bleu(["a"], ["a"], tokenize)
+        sacrebleu_metric("BLEU", tokenize=tokenize)(["a"], ["a"])
     except ImportError:
         return  # said later, in place of BLEU
     except Exception as error:
@@ -235,7 +235,7 @@ class _Judge:
         """Loss, then what the task is about."""
         figures, outputs = self.figures, []
         if self.task in ("classify", "tag", "image"):
-            self.corpus = renamed(self.corpus, self.loaded, self.plan, figures.said)
+            self.corpus = renamed(self.corpus, self.loaded, self.plan, figures.notes)
         rows: Any = self.corpus.validation
         units, references = examples(rows) if self.task in ("seq2seq", "answer") else ({}, [])
         if self.task == "seq2seq":
@@ -247,10 +247,10 @@ class _Judge:
             of_rows = batches.example if isinstance(batches, Answers) else np.arange(len(losses))
             places = np.array([units[key(row)] for row in rows])
             losses = summed_by(losses, places[of_rows], len(units))
-        figures.loss(losses, perplexity=self.task in ("lm", "mlm", "denoise", "seq2seq"))
+        figures.loss(losses, with_perplexity=self.task in ("lm", "mlm", "denoise", "seq2seq"))
         match self.task:
             case "lm" if unknown:
-                figures.said.append(
+                figures.notes.append(
                     f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted"
                 )
             case "lm":
@@ -262,7 +262,7 @@ class _Judge:
             case "seq2seq":
                 figures.texts(outputs, references, tokenize, lowercase)
             case "classify" | "image":
-                figures.classes(said, meant, self.loaded.config.n_classes)
+                figures.classes(said, meant)
                 outputs = [self._labels[place] for place in said]
             case "tag":
                 tags = [
@@ -276,7 +276,7 @@ class _Judge:
                 figures.spans(outputs, references)
         targets = int(losses[:, 1].sum())
         shown = (figures.metrics, figures.intervals, figures.signatures)
-        return Evaluation(self.task, len(losses), targets, *shown, tuple(figures.said), tuple(outputs))
+        return Evaluation(self.task, len(losses), targets, *shown, tuple(figures.notes), tuple(outputs))
 
     @property
     def _labels(self) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ class _Judge:
     def _batches(self, folder: str) -> tuple[Batches, int, int]:
         """See `judged_batches`."""
         return judged_batches(
-            self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said
+            self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.notes
         )
 
     # What a model writes ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ from clearhead.training.machine import join_projections, narrow, pays, quick_att
 from clearhead.training.optim import make_optimizer
 from clearhead.training.plan import check_metric
 from clearhead.training.precision import best_device, choose_precision
-from clearhead.training.recipe import BASE, Recipe, read_recipe
+from clearhead.training.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.training.room import CACHE, PRETRAIN, resumable, room
 from clearhead.training.samples import sampler
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newest, restore_optimizer
@@ -73,7 +73,7 @@ def train(
     *,
     recipe: str | Path | Recipe | None = None,
     out: str | Path | None = None,
-    settings: Iterable[str] = (),
+    settings: Settings = (),
     resume: str | Path | None = None,
     overwrite: bool = False,
     on_event: OnEvent = lambda event: None,
@@ -98,7 +98,7 @@ def train(
             )
         return _resume(Path(resume), on_event, stop)
     paths = [data] if isinstance(data, str | Path) else list(data)
-    plan = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, settings)
+    plan = read_recipe(recipe, settings)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
     folder = Path(out) if out is not None else Path("runs") / _name(plan.data)

@@ -22,8 +22,7 @@ from clearhead.batches.make import Batches
 from clearhead.bundle import Model
 from clearhead.data.plan import Task
 from clearhead.errors import InputError
-from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import Counts
+from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
@@ -100,9 +99,7 @@ def validate(
     if task == "seq2seq" and metric in WRITTEN:
         with evaluating(loaded.model):
             outputs, references = written(loaded, batches)
-        found["exact"] = metrics.exact_match(outputs, references)
-        if metric != "exact":
-            found[metric] = getattr(metrics, metric)(outputs, references).score
+        found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
     return found
 
 
@@ -147,13 +144,13 @@ def judged(
 ) -> dict[str, float]:
     """The metrics of a task whose answers are classes or places."""
     if task == "answer":
-        return {"exact": metrics.accuracy([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
+        return {"exact": METRICS["accuracy"]([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
     flat = [said for row in predicted for said in row], [meant for row in wanted for meant in row]
-    found = {"accuracy": metrics.accuracy(*flat)}
+    found = {"accuracy": METRICS["accuracy"](*flat)}
     if task == "tag":
         named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
-        return found | {"span_f1": metrics.span_f1(*named).f1}
-    return found | {"macro_f1": metrics.macro_f1(*flat)}
+        return found | {"span_f1": METRICS["span_f1"](*named)}
+    return found | {"macro_f1": METRICS["macro_f1"](*flat)}
 
 
 def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
