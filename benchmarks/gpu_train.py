@@ -36,7 +36,7 @@ import clearhead as ch
 from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
 from clearhead.training.events import Event, Stepped
-from clearhead.training.loop import Run, learn
+from clearhead.training.loop import TrainingRun, learn
 from clearhead.training.losses import batch_loss
 from clearhead.training.machine import join_projections, quick_attention
 from clearhead.training.optim import make_optimizer
@@ -161,7 +161,7 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
         optimizer = make_optimizer(model, plan, device)
         join_projections(model)
         model.compile()
-        run = Run(
+        run = TrainingRun(
             folder=Path(folder),
             task="lm",
             plan=plan,

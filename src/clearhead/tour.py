@@ -18,7 +18,7 @@ from clearhead.costs import cost
 from clearhead.inside.checks import check
 from clearhead.model.taps import record
 from clearhead.report import attention_map, check_table, cost_table
-from clearhead.training.events import Event, Said, Started, Stepped, Validated
+from clearhead.training.events import Event, Note, Started, Stepped, Validated
 from clearhead.training.run import train
 
 PROSE = ["data.batch_size=16", "data.max_examples=200", "train.lr=3e-3"]
@@ -95,7 +95,7 @@ def _train(console: Console, data: str, recipe: str, out: Path, settings: list[s
 
     def show(event: Event) -> None:
         took = f"{time.perf_counter() - start:4.0f} s"
-        if isinstance(event, Said | Started):
+        if isinstance(event, Note | Started):
             return
         if isinstance(event, Stepped) and live is not None:
             bar = "█" * round(30 * event.step / event.steps)

@@ -165,7 +165,7 @@ class Watcher:
         from clearhead.training import events
 
         match event:
-            case events.Said(line):
+            case events.Note(line):
                 self.say(line)
             case events.Started():
                 also = "" if event.trainable == event.parameters else f", {event.trainable:,} of them trained"

@@ -34,9 +34,9 @@ from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.metrics import Counts, sacrebleu_metric
 from clearhead.tasks import tag_all
 from clearhead.tasks.run import fitting
+from clearhead.training.data import open_examples
 from clearhead.training.plan import GeneratePlan
 from clearhead.training.recipe import Settings, read_recipe
-from clearhead.training.run import open_examples
 from clearhead.training.validate import examine
 from clearhead.typed import hints_of
 

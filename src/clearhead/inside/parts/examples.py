@@ -29,8 +29,8 @@ from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, jud
 from clearhead.evaluation.examples import renamed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.training.data import open_examples
 from clearhead.training.losses import arguments_for, default_chunk, span_loss, summed
-from clearhead.training.run import open_examples
 from clearhead.training.validate import answers
 
 Files: TypeAlias = str | Path | Sequence[str | Path]

@@ -27,7 +27,7 @@ from clearhead.data.tables import counted
 from clearhead.data.tags import tag_columns
 from clearhead.data.treebank import Sentence, Span, Word, locate, read_treebank
 from clearhead.errors import InputError, nearest
-from clearhead.training.run import open_examples
+from clearhead.training.data import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
 FARTHEST = 4  # words to a governor that are told apart; farther ones are one class on either side

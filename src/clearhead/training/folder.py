@@ -1,4 +1,4 @@
-"""The folder of a run: made, cleared or refused; and left as it was where a run fails before its first checkpoint."""
+"""The folder of a run: created, replaced or refused, and restored where a run fails before its first checkpoint."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from clearhead.errors import CheckpointError, InputError
 from clearhead.training.state import newest
 
 CACHE = "data"  # the folder of encoded examples
-PRETRAIN = "pretrain"  # that of the first stage, where there are two
+PRETRAIN = "pretrain"  # the folder of the first stage, where there are two
 OWN = (  # what a run writes
     *(RECIPE, CACHE, PRETRAIN, "checkpoints", "best", "last", "log.jsonl", "loss.png", "tensorboard", ".*"),
     *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
 )
-CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # and into its cache
+CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 
 
 @contextmanager
-def room(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
-    """A folder for a new run.
+def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
+    """Create the folder of a new run.
 
-    It must be new, empty, or hold a run that is given up (`overwrite`), with nothing that is `needed` and nothing else.
-    Until the function that is handed out has been called, a fault brings back what was there.
+    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the files
+    `needed`. The function that is yielded keeps the new run; an error before it is called restores what was there.
     """
     folder = folder.resolve()
     _check(folder, overwrite, needed)
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
-    before: Path | None = None
+    created = [place for place in (folder, *folder.parents) if not place.exists()]
+    before: Path | None = None  # where an earlier run waits
     try:
         if folder.is_dir() and any(folder.iterdir()):
             before = Path(tempfile.mkdtemp(prefix=f".{folder.name}.before-", dir=folder.parent))
@@ -58,15 +58,15 @@ def room(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator
             with suppress(OSError):
                 if before is not None:
                     os.replace(before, folder)
-                elif not new:
+                elif not created:
                     folder.mkdir(exist_ok=True)
-                for place in new[1:]:
+                for place in created[1:]:
                     place.rmdir()
         raise
 
 
 def resumable(folder: Path) -> bool:
-    """Does the folder hold a run that can be gone on with?"""
+    """Return True if the folder holds a run with a checkpoint."""
     return newest(folder) is not None or newest(folder / PRETRAIN) is not None
 
 
@@ -78,9 +78,8 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
     if not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
     if not overwrite and resumable(folder):
-        raise CheckpointError(
-            f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, or add --overwrite or another --out"
-        )
+        resume = f"go on with clearhead train --resume {quote(str(folder))}"
+        raise CheckpointError(f"{folder} holds another run: {resume}, or add --overwrite or another --out")
     if not overwrite:
         raise CheckpointError(
             f"{folder} holds a run that never began: add --overwrite, or name another --out"
@@ -96,7 +95,7 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
 
 
 def _stranger(folder: Path) -> Path | None:
-    """Something in a run's folder that no run wrote."""
+    """Return something in the folder that no run wrote, if there is any."""
     for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             if not any(fnmatch(path.name, pattern) for pattern in own):
