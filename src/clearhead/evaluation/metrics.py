@@ -8,6 +8,7 @@ A new metric is one function and one entry in `METRICS`, by whose name a task ca
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import string
@@ -93,7 +94,9 @@ def bootstrap(
         raise InputError("there are no examples to measure: give one at least")
     random = np.random.default_rng(seed)
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
-    values = [of(total(rows, np.bincount(places, minlength=len(rows)).astype(np.float64))) for places in drawn]
+    values = [
+        of(total(rows, np.bincount(places, minlength=len(rows)).astype(np.float64))) for places in drawn
+    ]
     low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 
@@ -271,27 +274,21 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
             raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
         return getattr(metrics, name)(**options)
 
-    def extract(metric: Any, predicted: Sequence[str], references: References) -> Any:
-        """Return the statistics of each text; references go in as the first of every text, the second, and so on."""
+    def extract(predicted: Sequence[str], references: References) -> tuple[Any, Any]:
+        """Return the metric, which then knows how many references there are, and the statistics of each text."""
         given = [_several(one) for one in references]
-        streams = [
-            [several[place] if place < len(several) else None for several in given]
-            for place in range(max(map(len, given)))
-        ]
-        return metric._extract_corpus_statistics(list(predicted), streams)
-
-    def counts(predicted: Sequence[str], references: References) -> Counts:
-        return np.array(extract(metric(), predicted, references))
+        streams = list(itertools.zip_longest(*given))  # the first reference of every text, the second, ...
+        made = metric()
+        return made, made._extract_corpus_statistics(list(predicted), streams)
 
     def of(sums: Counts) -> float:
         return float(metric()._compute_score_from_stats([int(count) for count in sums]).score)
 
-    def signature(predicted: Sequence[str], references: References) -> str:
-        made = metric()
-        extract(made, predicted, references)  # the signature names the number of references
-        return str(made.get_signature())
-
-    return Metric(counts, of, signature=signature)
+    return Metric(
+        counts=lambda predicted, references: extract(predicted, references)[1],
+        of=of,
+        signature=lambda predicted, references: str(extract(predicted, references)[0].get_signature()),
+    )
 
 
 # By name ----------------------------------------------------------------------------------------------------------------

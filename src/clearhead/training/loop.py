@@ -147,7 +147,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> str:
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
-        meter.pending = Pending(step, batches, read)
+        meter.pending = step, batches, read
         if run.device.type != "cuda":
             meter.settle()
 
@@ -211,21 +211,12 @@ def averaged_steps(run: TrainingRun) -> list[int]:
     return regular[-run.plan.average :] if run.plan.average else []
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A step given to the optimizer, whose loss and gradient norm have not been read yet."""
-
-    step: int
-    batches: list[Batch]
-    read: Callable[[], list[float]]  # see `step_if_finite`
-
-
 class Meter:
     """Reads the figures of each step, and measures time and speed; validation does not count."""
 
     def __init__(self, run: TrainingRun, on_event: OnEvent) -> None:
         self.run, self.on_event = run, on_event
-        self.pending: Pending | None = None
+        self.pending: tuple[int, list[Batch], Callable[[], list[float]]] | None = None  # a step not yet read
         self.began = run.state.step, run.state.seconds
         self.reported = run.state.tokens, run.state.seconds
         self.ticked = time.perf_counter()
@@ -234,11 +225,11 @@ class Meter:
         """Read the pending step: raise if it was not finite, and report it if a report is due."""
         if self.pending is None:
             return
-        run, step = self.run, self.pending.step
-        loss, norm, verdict = self.pending.read()
+        run, (step, batches, read) = self.run, self.pending
+        loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(diagnose(run.model, self.pending.batches, step, run.precision, run.plan))
+            raise TrainingError(diagnose(run.model, batches, step, run.precision, run.plan))
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

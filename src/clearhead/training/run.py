@@ -17,7 +17,7 @@ from clearhead.training.averaging import average
 from clearhead.training.data import open_examples
 from clearhead.training.events import Event, Finished, Note, OnEvent, Started
 from clearhead.training.folder import PRETRAIN, new_folder, resumable
-from clearhead.training.log import Log
+from clearhead.training.log import open_log
 from clearhead.training.loop import TrainingRun, averaged_steps, learn, save
 from clearhead.training.plan import check_metric
 from clearhead.training.prepare import prepare, restore, run_name, with_absolute_paths
@@ -139,10 +139,10 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
 def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
     state, parameters = run.state, list(run.model.parameters())
-    with Log(run.folder, state.step, run.plan.tensorboard) as log:
+    with open_log(run.folder, state.step, run.plan.tensorboard) as write:
 
         def tell(event: Event) -> None:
-            log.write(event)
+            write(event)
             on_event(event)
 
         size = sum(parameter.numel() for parameter in parameters)
