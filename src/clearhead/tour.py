@@ -1,4 +1,4 @@
-"""`clearhead demo`: a tour in the terminal, from data to a model and a look inside it, in about two minutes."""
+"""`clearhead demo`: a tour of two minutes in the terminal, from data to a model and a look inside it."""
 
 from __future__ import annotations
 
@@ -109,9 +109,8 @@ def _show_attention(console: Console, reader: Model, source: str, answer: list[i
     written, letters = (
         [reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read)
     )
-    console.print(
-        f"{name}, head {head}. A row for each character written, a column for each character read; darker is more.\n"
-    )
+    legend = "A row for each character written, a column for each character read; darker is more."
+    console.print(f"{name}, head {head}. {legend}\n")
     console.print(
         attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters])
     )

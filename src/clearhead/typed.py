@@ -1,6 +1,7 @@
 """Dataclasses as typed tables: read from and written to plain values, each checked against its annotation.
 
-`ModelConfig` and the sections of a recipe are such dataclasses. A wrong name or value is an error of one line.
+`ModelConfig` and the sections of a recipe are such dataclasses. A wrong name or value is an error of one
+line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON and TOML; a nested dataclass leaves out the fields that are at their default."""
+    """Convert a value for JSON and TOML; a nested dataclass leaves out fields at their default."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f.name: plain(getattr(value, f.name))

@@ -38,7 +38,7 @@ class Figures:
             self.intervals[name] = (of(low), of(high))
 
     def loss(self, counts: Counts, with_perplexity: bool) -> None:
-        """Add the mean loss of a target, from loss and number of targets of each example; for text, perplexity too."""
+        """Add the mean loss, from loss and number of targets of each example; for text, perplexity too."""
         self.add("loss", *counts.T)
         if with_perplexity:
             self.derive("perplexity", "loss", perplexity)
@@ -58,7 +58,7 @@ class Figures:
         self.add("macro_f1", predicted, wanted)
 
     def tags(self, predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> None:
-        """Add the share of words with the right tag and, where tags begin with B- and I-, figures of whole spans."""
+        """Add the accuracy of tags and, where they begin with B- and I-, figures of whole spans."""
         self.add("accuracy", predicted, wanted, METRICS["word_accuracy"])
         if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
             for name in ("span_f1", "span_precision", "span_recall"):

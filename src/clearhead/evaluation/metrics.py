@@ -1,7 +1,8 @@
 """Metrics over a set of examples, each with a confidence interval.
 
-A `Metric` is made of pure functions: `counts` gives a row of numbers for each example, `total` adds up the rows of a
-set, and `of` turns the sum into the value. So every metric has its interval from the same bootstrap.
+A `Metric` is made of pure functions: `counts` gives a row of numbers for each example, `total` adds up the
+rows of a set, and `of` turns the sum into the value. So every metric has its interval from the same
+bootstrap.
 
 A new metric is one function and one entry in `METRICS`, by whose name a task can ask for it.
 """
@@ -88,7 +89,7 @@ def bootstrap(
     share: float = SHARE,
     total: Callable[[Counts, Counts], Counts] = sum_of_drawn,
 ) -> tuple[float, float]:
-    """Return the interval that holds `share` of the values on sets drawn, with replacement, from the examples."""
+    """Return the interval of `share` of the values on sets drawn, with replacement, from the examples."""
     rows = np.asarray(counts, dtype=np.float64)
     if not len(rows):
         raise InputError("there are no examples to measure: give one at least")
@@ -101,7 +102,7 @@ def bootstrap(
     return float(low), float(high)
 
 
-# Losses and numbers -----------------------------------------------------------------------------------------------------
+# Losses and numbers -----------------------------------------------------------------------------------------
 
 
 def loss_counts(losses: Sequence[float], targets: Sequence[float]) -> Counts:
@@ -115,7 +116,7 @@ def perplexity(loss: float, count: int = 1) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-# Classes ----------------------------------------------------------------------------------------------------------------
+# Classes ----------------------------------------------------------------------------------------------------
 
 
 def accuracy_counts(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
@@ -149,7 +150,7 @@ def macro_f1_of(totals: Counts) -> float:
     return float((2 * hits[seen] / (predicted + wanted)[seen]).mean())
 
 
-# Tags and spans ---------------------------------------------------------------------------------------------------------
+# Tags and spans ---------------------------------------------------------------------------------------------
 
 
 def word_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
@@ -161,8 +162,8 @@ def word_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[st
 def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Return type, first and last place of each span of one sentence tagged with B-, I- and O.
 
-    Strictly: a span begins with B- and continues with I- of its own type. An I- that follows neither belongs to none.
-    A tag without prefix is a span of one word.
+    Strictly: a span begins with B- and continues with I- of its own type. An I- that follows neither belongs
+    to none. A tag without prefix is a span of one word.
     """
     found: list[tuple[str, int, int]] = []
     inside = ""
@@ -181,13 +182,12 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 
 def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
-    """Return of each sentence the spans that are hit, predicted and wanted; type and both ends must be right."""
+    """Return of each sentence how many spans are hit (type and both ends), predicted and wanted."""
     rows = []
     for said, meant in zip(predicted, wanted):
         if len(said) != len(meant):
-            raise InputError(
-                f"a sentence has {len(said)} tags and {len(meant)} are wanted: give one per word on both sides"
-            )
+            counts = f"{len(said)} tags and {len(meant)} are wanted"
+            raise InputError(f"a sentence has {counts}: give one per word on both sides")
         a, b = spans(said), spans(meant)
         rows.append((len(a & b), len(a), len(b)))
     return np.array(rows)
@@ -198,7 +198,7 @@ def f1_of(sums: Counts) -> float:
     return ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))
 
 
-# Texts ------------------------------------------------------------------------------------------------------------------
+# Texts ------------------------------------------------------------------------------------------------------
 
 
 def exact_counts(predicted: Sequence[str], references: References) -> Counts:
@@ -215,7 +215,7 @@ def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     row = steps  # of the table: from the part of `a` read so far to each beginning of `b`
     for count, item in enumerate(a, start=1):
         above = np.minimum(row[1:] + 1, row[:-1] + (target != number[item]))
-        # From left to right each cell is at most one more than the last: a running minimum of cell minus column.
+        # Each cell is at most one more than its left neighbour: a running minimum of cell minus column.
         row = np.minimum.accumulate(np.concatenate([[count], above]) - steps) + steps
     return int(row[-1])
 
@@ -238,9 +238,9 @@ def word_error_counts(predicted: Sequence[str], references: References) -> Count
 
 
 def answer_counts(predicted: Sequence[str], references: References) -> Counts:
-    """Return of each answer, as SQuAD scores it: is it right, F1 over its words, and 1; the best reference counts.
+    """Return of each answer, as SQuAD scores it: whether it is right, F1 over its words, and 1.
 
-    Case, punctuation and English articles are left aside.
+    The best reference counts. Case, punctuation and English articles are ignored.
     """
     rows = []
     for text, given in zip(predicted, references):
@@ -265,7 +265,7 @@ def _several(given: str | Sequence[str]) -> list[str]:
 
 
 def sacrebleu_metric(name: str, **options: Any) -> Metric:
-    """Return sacreBLEU's "BLEU" or "CHRF" with its options, such as `tokenize`; values lie between 0 and 100."""
+    """Return sacreBLEU's "BLEU" or "CHRF", 0 to 100, with its options, such as `tokenize`."""
 
     def metric() -> Any:
         try:
@@ -275,7 +275,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
         return getattr(metrics, name)(**options)
 
     def extract(predicted: Sequence[str], references: References) -> tuple[Any, Any]:
-        """Return the metric, which then knows how many references there are, and the statistics of each text."""
+        """Return the metric, which then knows the number of references, and the counts of each text."""
         given = [_several(one) for one in references]
         streams = list(itertools.zip_longest(*given))  # the first reference of every text, the second, ...
         made = metric()
@@ -291,7 +291,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
     )
 
 
-# By name ----------------------------------------------------------------------------------------------------------------
+# By name ----------------------------------------------------------------------------------------------------
 
 METRICS: dict[str, Metric] = {
     "loss": Metric(loss_counts, larger_is_better=False),

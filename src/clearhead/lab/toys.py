@@ -1,7 +1,7 @@
 """Toy tasks that a Transformer learns from scratch in seconds: copy, reverse, sort, add and majority.
 
-They prove that learning works end to end: a model with a fault does not reach 99 % on inputs it never saw. Inputs are
-split by a checksum, so that no held-out input is ever trained on.
+They prove that learning works end to end: a model with a fault does not reach 99 % on inputs it never saw.
+Inputs are split by a checksum, so that no held-out input is ever trained on.
 
 Shapes: B batch, S source length, T target length.
 """
@@ -43,7 +43,7 @@ def _digits(n: int, generator: torch.Generator) -> Tensor:
 
 
 def _sums(n: int, generator: torch.Generator) -> Tensor:
-    """Draw two numbers below 100 with a plus between them, least digit first: a carry travels as one writes."""
+    """Draw two numbers below 100 and a plus, least digit first: a carry travels as one writes."""
     numbers = torch.randint(100, (2, n), generator=generator)
     a, b = numbers[..., None] // torch.tensor([1, 10]) % 10
     return torch.cat([a, torch.full((n, 1), PLUS), b], dim=1)
@@ -125,7 +125,7 @@ def loss_of(model: Transformer, task: Toy, source: Tensor, target: Tensor) -> Te
 
 
 def frame(target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decoder's input, `<` and the target, and its targets, the target and `>`: [B, T + 1] twice."""
+    """Return the decoder's input, `<` and the target, and what is wanted, the target and `>`: [B, T + 1]."""
     edge = torch.full((target.shape[0], 1), BEGIN)
     return torch.cat([edge, target], dim=1), torch.cat([target, torch.full_like(edge, END)], dim=1)
 

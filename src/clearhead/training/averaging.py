@@ -18,7 +18,8 @@ from clearhead.model.dtypes import wide
 class Ema:
     """An exponential moving average of a model's trainable parameters, in float32 at least.
 
-    The n-th update has decay min(decay, n / (n + 9)): otherwise the average of a short run would mostly be its first weights.
+    The n-th update has decay min(decay, n / (n + 9)): otherwise the average of a short run would mostly be
+    its first weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -39,7 +40,7 @@ class Ema:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Give `model` the averaged weights within a `with` block; after it, its own weights are back, bit for bit."""
+        """Give `model` the averaged weights within a `with` block; its own come back bit for bit."""
         named = _trainable(model)
         own = {name: named[name].detach().clone() for name in self.weights}
         try:
@@ -57,7 +58,7 @@ class Ema:
         differing = sorted(state.keys() ^ {"updates", *self.weights})
         if differing:
             raise CheckpointError(
-                f"the moving averages of checkpoint and model differ in {differing[0]}: the recipe was changed"
+                f"the moving average of the checkpoint differs in {differing[0]}: the recipe was changed"
             )
         self.updates = int(state["updates"])
         for name, weight in self.weights.items():
@@ -82,24 +83,18 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for count, state in enumerate(states, start=1):
         if count == 1:
             sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
-        _check_alike(sums, state)
+        first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
+        differing = sorted({name for name, _ in first.items() ^ here.items()})
+        if differing:
+            shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
+            what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"
+            raise CheckpointError(f"checkpoints differ: {differing[0]} {what}: average those of one run")
         for name, tensor in state.items():
-            if tensor.is_floating_point():
-                sums[name] += tensor.detach().cpu()
-            else:
-                sums[name] = tensor.detach().cpu()
+            value = tensor.detach().cpu()
+            sums[name] = sums[name] + value if tensor.is_floating_point() else value
     if not count:
         raise CheckpointError("there is no checkpoint to average: give one at least")
     return {
         name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total
         for name, total in sums.items()
     }
-
-
-def _check_alike(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    why = [f"{name} is not in all of them" for name in sorted(first.keys() ^ other.keys())]
-    for name in first.keys() & other.keys():
-        if first[name].shape != other[name].shape:
-            why.append(f"{name} has shapes {tuple(first[name].shape)} and {tuple(other[name].shape)}")
-    if why:
-        raise CheckpointError(f"checkpoints differ: {why[0]}: average those of one run")

@@ -66,7 +66,7 @@ def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, Task]:
 def find_tokenizer(
     recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, on_event: OnEvent
 ) -> tuple[Tokenizer | None, dict[str, int]]:
-    """Return the tokenizer and its special ids: of a directory, of the base model, or trained on this data."""
+    """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
     plan = recipe.tokens
     if task == "image":
         return None, {}

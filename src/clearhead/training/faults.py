@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -65,7 +66,8 @@ def diagnose(
 ) -> str:
     """Say in one line why the loss or gradient of step `step` was not finite.
 
-    Call it with the weights from before the step and the same random state: it runs the batches again, uncompiled.
+    Call it with the weights from before the step and the same random state: it runs the batches again,
+    uncompiled.
     """
 
     def loss_of(model: Transformer, batch: Batch) -> Tensor:
@@ -79,66 +81,45 @@ def diagnose(
 def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer, Batch], Tensor]) -> Fault:
     """Run one batch and find the first module whose output, or parameter whose gradient, is not finite.
 
-    Modules are ordered by when they finish, parameters by the backward pass. The gradients that parameters already
-    have are left unchanged.
+    Modules are ordered by when they finish, parameters by the backward pass. The gradients that parameters
+    already have are left unchanged.
     """
     numbers = batch.numbers if batch.numbers is not None else torch.arange(len(batch))
     everyone = tuple(numbers.flatten().tolist())
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), parted(model):
-        with _watched(model) as broken:
-            loss = loss_of(model, batch)
-        if broken:
-            name, module, largest, out = broken[0]
-            bad = [
-                own for own, weight in module.named_parameters(recurse=False) if not weight.isfinite().all()
-            ]
-            examples = everyone
-            if out.ndim > 1 and out.shape[0] == len(everyone):
-                finite = out.isfinite().flatten(1).all(1).tolist()
-                examples = tuple(number for number, is_finite in zip(everyone, finite) if not is_finite)
-            weight = f"{name}.{bad[0]}" if bad else None
-            return Fault("output", name, largest, out.dtype, weight, examples)
-        if not loss.isfinite():
-            return Fault("loss", examples=everyone)
-        name = _first_gradient(model, loss)
-    return Fault("gradient" if name else "none", name, examples=everyone)
-
-
-def _first_gradient(model: nn.Module, loss: Tensor) -> str:
-    """Return the first parameter in the backward pass whose gradient is not finite; none: an empty name."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    broken: list[str] = []
+    found: list[Fault] = []
 
-    def watch(name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: None if broken or gradient.isfinite().all() else broken.append(name)
+    def check_output(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], out: object) -> None:
+        if found or not isinstance(out, Tensor) or out.isfinite().all():
+            return
+        bad = [own for own, weight in module.named_parameters(recurse=False) if not weight.isfinite().all()]
+        examples = everyone
+        if out.ndim > 1 and out.shape[0] == len(everyone):
+            finite = out.isfinite().flatten(1).all(1).tolist()
+            examples = tuple(number for number, is_finite in zip(everyone, finite) if not is_finite)
+        weight = f"{name}.{bad[0]}" if bad else None
+        largest = _largest([*args, *kwargs.values()])
+        found.append(Fault("output", name, largest, out.dtype, weight, examples))
 
-    with ExitStack() as hooks:
-        for name, parameter in trained.items():
-            hooks.enter_context(parameter.register_hook(watch(name)))  # type: ignore[no-untyped-call]
-        torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return broken[0] if broken else ""
+    def check_gradient(name: str, gradient: Tensor) -> None:
+        if not found and not gradient.isfinite().all():
+            found.append(Fault("gradient", name, examples=everyone))
 
-
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, float, Tensor]]]:
-    """Collect name, module, largest input and output of the first module whose output is not finite."""
-    broken: list[tuple[str, nn.Module, float, Tensor]] = []
-
-    def watch(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-            if not broken and isinstance(out, Tensor) and not out.isfinite().all():
-                broken.append((name, module, _largest([*args, *kwargs.values()]), out.detach()))
-
-        return look
-
-    with ExitStack() as hooks:
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), parted(model), ExitStack() as hooks:
         for name, part in model.named_modules():
             if name:
-                hooks.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
-        yield broken
+                hooks.enter_context(part.register_forward_hook(partial(check_output, name), with_kwargs=True))
+        loss = loss_of(model, batch)
+        if not found and not loss.isfinite():
+            return Fault("loss", examples=everyone)
+        if not found:
+            for name, parameter in trained.items():
+                hooks.enter_context(parameter.register_hook(partial(check_gradient, name)))  # type: ignore[no-untyped-call]
+            torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return found[0] if found else Fault("none", examples=everyone)
 
 
 def _largest(values: Iterable[object]) -> float:
     """Return the largest absolute value of the floating-point tensors among `values`; without any, 0."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    return max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)

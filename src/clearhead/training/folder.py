@@ -1,4 +1,4 @@
-"""The folder of a run: created, replaced or refused, and restored where a run fails before its first checkpoint."""
+"""The folder of a run: created, replaced or refused; restored if a run fails before its first checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes 
 def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
     """Create the folder of a new run.
 
-    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the files
-    `needed`. The function that is yielded keeps the new run; an error before it is called restores what was there.
+    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the
+    files `needed`. The function that is yielded keeps the new run; an error before it is called restores what
+    was there.
     """
     folder = folder.resolve()
     _check(folder, overwrite, needed)

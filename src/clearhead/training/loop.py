@@ -1,7 +1,7 @@
 """The training loop: every step in order, on one page.
 
-Batches, dropout and learning rate of a step depend on its number alone. So a run that was stopped continues exactly as
-if it had not been, and no random state has to be saved.
+Batches, dropout and learning rate of a step depend on its number alone. So a run that was stopped continues
+exactly as if it had not been, and no random state has to be saved.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TrainingRun:
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
-        """Give the model as it would be used now: with averaged weights and merged updates, where the plan has them."""
+        """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with averaged, merged(self.model) if self.plan.lora else nullcontext():
             yield replace(self.loaded, _copy=None)
@@ -187,7 +187,7 @@ def validate_run(run: TrainingRun) -> Validated:
 
 
 def save(run: TrainingRun, scaler: Any = None) -> None:
-    """Write a checkpoint, move the links `last` and `best`, and remove checkpoints that are no longer needed."""
+    """Write a checkpoint, move the links `last` and `best`, and remove checkpoints no longer needed."""
     state, plan = run.state, run.plan
     if scaler is not None and scaler.is_enabled():
         state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
@@ -206,7 +206,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
 
 
 def averaged_steps(run: TrainingRun) -> list[int]:
-    """Return the steps whose weights are averaged: the last of those saved by `save_every`, not by a stop or a best."""
+    """Return the steps to average: the last of those saved by `save_every`, not for a stop or a best."""
     regular = [step for step in saved_steps(run.folder) if step and due(step, run.plan.save_every, run.steps)]
     return regular[-run.plan.average :] if run.plan.average else []
 

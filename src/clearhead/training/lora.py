@@ -47,7 +47,7 @@ class LoraLinear(nn.Module):
 def add_lora(
     model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
 ) -> list[str]:
-    """Freeze `model` and add low-rank updates to the linear layers of its blocks whose last name is in `targets`.
+    """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
 
     Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
     Returns the names of the layers that were changed.
@@ -70,7 +70,7 @@ def add_lora(
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
     if not 1 <= rank <= largest:
         raise InputError(
-            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer it is for"
+            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer"
         )
     model.requires_grad_(False)
     for name, layer in chosen.items():

@@ -1,11 +1,11 @@
 """The loss of a batch, for every head: the sum over its targets, and their number.
 
-The loss is a sum because batches are accumulated: the caller divides by the number of targets of the whole step, so that
-a step of several small batches equals a step of one large batch.
+The loss is a sum because batches are accumulated: the caller divides by the number of targets of the whole
+step, so that a step of several small batches equals a step of one large batch.
 
-The logits of a large vocabulary are the largest tensor of training. They are computed only for positions that have a
-target and, where there are many, for a chunk of positions at a time. The gradient of a chunk is taken before the next
-chunk begins.
+The logits of a large vocabulary are the largest tensor of training. They are computed only for positions that
+have a target and, where there are many, for a chunk of positions at a time. The gradient of a chunk is taken
+before the next chunk begins.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
 """
@@ -66,9 +66,8 @@ def batch_loss(
     elif config.head == "span":
         loss = span_loss(model(**arguments).logits, batch.targets, batch.mask, smoothing)
     else:
-        raise InputError(
-            f'a model with head "{config.head}" has no loss: train one with lm, mlm, classifier, tagger or span'
-        )
+        heads = "lm, mlm, classifier, tagger or span"
+        raise InputError(f'a model with head "{config.head}" has no loss: train one with {heads}')
     if config.n_experts and model.training and balance:
         loss = loss + balance * batch.n_targets * _balance(
             model, batch
@@ -88,7 +87,7 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
 
 
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the cross-entropy summed over targets that are not IGNORE: logits [..., C] and classes [...] -> [].
+    """Return the cross-entropy summed over targets but IGNORE: logits [..., C] and classes [...] -> [].
 
     Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
     """
@@ -102,9 +101,9 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: float = 0.0) -> Tensor:
-    """Return the cross-entropy of start and end of an answer among real tokens: logits [B, T, 2], places [B, 2] -> [].
+    """Return the cross-entropy of an answer's start and end: logits [B, T, 2] and places [B, 2] -> [].
 
-    Start and end count half each, so that a row weighs as much as a label does elsewhere.
+    Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
     """
     scores = wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
@@ -118,7 +117,7 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
 def vocabulary_loss(
     head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
 ) -> Tensor:
-    """Return the cross-entropy over the vocabulary of hidden states [B, T, D], `chunk` positions at a time -> []."""
+    """Return the cross-entropy of hidden states [B, T, D] over the vocabulary, in chunks -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
@@ -136,7 +135,7 @@ def vocabulary_loss(
 
 
 def _row_loss_for(head: LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
-    """Choose between the plain loss, our own kernel for large vocabularies on a GPU, and the compiled loss."""
+    """Choose the plain loss, our own kernel for large vocabularies on a GPU, or the compiled loss."""
     if not compiled:
         return row_loss
     large = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE_VOCABULARY
@@ -167,7 +166,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 class _InChunks(torch.autograd.Function):
-    """A loss whose gradient is taken chunk by chunk in the forward pass, so that nothing is kept or computed twice."""
+    """A loss whose gradient is taken chunk by chunk in the forward pass: nothing is kept for later."""
 
     @staticmethod
     def forward(

@@ -18,13 +18,13 @@ from clearhead.training.plan import TrainPlan
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
 
-# PyTorch's default for the first, 1e-7, is also a lower bound of a gradient's mean square, and language models lie below
-# it. Its square must still be a float32 number, so that a gradient of 0 gives an update of 0.
+# PyTorch's default for the first, 1e-7, is also a lower bound of a gradient's mean square, and language models
+# lie below it. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Freeze the parameters whose names match, with `*` for any part; a module's name stands for all its parameters."""
+    """Freeze the parameters whose names match, with `*` for any part, or that belong to a module so named."""
     named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     frozen = []
     for pattern in patterns:
@@ -36,9 +36,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not found:
             modules = [name for name, _ in model.named_modules() if name]
             close = nearest(pattern, [*named, *modules])
-            raise InputError(
-                f'train.freeze "{pattern}" names no parameter{close}: they are called like {next(iter(named))}, with * for any part'
-            )
+            such = f"they are called like {next(iter(named))}, with * for any part"
+            raise InputError(f'train.freeze "{pattern}" names no parameter{close}: {such}')
         frozen += found
     for name in frozen:
         named[name].requires_grad_(False)
@@ -48,8 +47,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups, each with a weight decay and a `scale` of the learning rate.
 
-    Only matrices decay: not norms, biases and vectors, nor embeddings of tokens, types and positions, even where the
-    output layer shares one. With `layer_decay`, the scale falls from the head down to the embedding.
+    Only matrices decay: not norms, biases and vectors, nor embeddings of tokens, types and positions, even
+    where the output layer shares one. With `layer_decay`, the scale falls from the head down to the
+    embedding.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, Any]] = {}
@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
 
 
 def _below_head(model: nn.Module, name: str) -> int:
-    """Return how many layers a parameter lies below the head: 1 for the last block, most for the embedding."""
+    """Return how many layers a parameter lies below the head: 1 for the last block."""
     block = BLOCK.match(name)
     if block is not None:
         return _n_blocks(model, block[1]) - int(block[2])
@@ -81,8 +81,8 @@ def _n_blocks(model: nn.Module, prefix: str) -> int:
 def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> Optimizer:
     """Freeze the parameters named in `plan.freeze`, and return AdamW or Adafactor for the others.
 
-    Adafactor's rate is relative to the size of each weight. It keeps a row and a column per matrix in place of two
-    matrices, and ignores `betas` and `eps`.
+    Adafactor's rate is relative to the size of each weight. It keeps a row and a column per matrix in place
+    of two matrices, and ignores `betas` and `eps`.
     """
     freeze(model, plan.freeze)
     groups = parameter_groups(model, plan)
@@ -102,10 +102,11 @@ def step_if_finite(
 ) -> Callable[[], list[float]]:
     """Take a step, unless the loss [] or the gradient norm [] is not finite.
 
-    On a GPU, fused AdamW checks them itself, without waiting for the device. A scaled gradient may be infinite: the
-    scaler then skips the step and lowers its scale.
+    On a GPU, fused AdamW checks them itself, without waiting for the device. A scaled gradient may be
+    infinite: the scaler then skips the step and lowers its scale.
 
-    Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this step, but not
+    Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
+    step, but not
         for what the device was given after it.
     """
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])

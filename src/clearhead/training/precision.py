@@ -57,7 +57,7 @@ class Precision:
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
 
     def scaler(self, state: State | None = None) -> torch.amp.GradScaler:
-        """Return a gradient scaler that continues from `state`; where no scaling is needed, it does nothing."""
+        """Return a gradient scaler that continues from `state`; without float16 it does nothing."""
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.scaled)
         if self.scaled and state is not None and state.scale is not None:
             scaler.load_state_dict(
@@ -67,7 +67,7 @@ class Precision:
 
 
 def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = False) -> Precision:
-    """Choose the precision of `plan`, or float32 if `device` is slow with it; `settled`: measured when the run began."""
+    """Choose the precision of `plan`, or float32 if `device` is slow with it; `settled`: measured before."""
     wanted, kind = plan.precision, device.type
     if wanted == "float32" or (wanted == "auto" and kind not in ("cpu", "cuda")):
         return Precision(device, None, f"float32 on {kind}")

@@ -1,4 +1,4 @@
-"""A run made ready, new or from a checkpoint: data, tokenizer, model, batches, optimizer, and a complete recipe."""
+"""A run made ready, new or from a checkpoint: recipe, data, tokenizer, model, batches, optimizer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     fingerprint = folder / FINGERPRINT
     if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
         raise TrainingError(
-            f"the data of {folder} has changed since the run began: put the old files back, or begin a new run"
+            f"the data of {folder} has changed since the run began: "
+            "put the old files back, or begin a new run"
         )
     loaded = load(checkpoint, dtype=torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)

@@ -1,7 +1,8 @@
-"""Recipes: every setting of a training run, as TOML with the sections data, tokens, model, train and generate.
+"""Recipes: every setting of a run, as TOML with the sections data, tokens, model, train and generate.
 
-A recipe that comes with clearhead is given by its name, any other by its file. `--set train.steps=2000` changes a key.
-`[model]` takes any field of `ModelConfig`, and `base`: a preset's name, or a model directory to start from.
+A recipe that comes with clearhead is given by its name, any other by its file. `--set train.steps=2000`
+changes a key. `[model]` takes any field of `ModelConfig`, and `base`: a preset's name, or a model directory
+to start from.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
     """Read a recipe and change some of its keys.
 
     Args:
-        name: a recipe, its name, or its file; None: the defaults.
-        settings: the changes, as a dictionary such as `{"train.steps": 2000}` or as strings such as `train.steps=2000`.
+        name: a recipe, its name, or its file; None: the defaults. settings: the changes, as a dictionary such
+        as `{"train.steps": 2000}` or as strings such as `train.steps=2000`.
     """
     tables = _tables(name) if name is not None else {}
     _check_sections(tables)
@@ -111,25 +112,18 @@ def _tables(name: str | Path | Recipe) -> dict[str, dict[str, Any]]:
     if isinstance(name, Recipe):
         return {section: plain(getattr(name, section)) for section in SECTIONS}
     path, known = Path(name), recipe_names()
-    if path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"recipe {path} cannot be read: {error}") from None
-    elif str(name) in known:
-        text = (resources.files("clearhead") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    elif path.suffix == ".toml":
-        raise InputError(
-            f"there is no recipe {path}: name a .toml file that exists, or one of {', '.join(known)}"
-        )
-    else:
-        raise InputError(
-            f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file, or one of {", ".join(known)}'
-        )
+    if not path.is_file() and str(name) not in known:
+        what = f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file'
+        if path.suffix == ".toml":
+            what = f"there is no recipe {path}: name a .toml file that exists"
+        raise InputError(f"{what}, or one of {', '.join(known)}")
+    file = path if path.is_file() else resources.files("clearhead") / "recipes" / f"{name}.toml"
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"recipe {name} is not TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe {path} cannot be read: {error}") from None
 
 
 def _check_sections(tables: Mapping[str, Any]) -> None:

@@ -51,14 +51,13 @@ def train(
     """Train a model from files and write it to a folder, as `clearhead train` does.
 
     Args:
-        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names.
-        recipe: a recipe, its name, or its file; None: chosen by the data.
-        out: the folder to write; None: `runs/` and the name of the data.
-        settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as `train.steps=2000`.
-        resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and `settings` must be left out.
-        overwrite: remove an earlier run in `out`.
-        on_event: called with every event of the run.
-        stop: called after each step; True saves and ends the run, which can be resumed later.
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names. recipe: a
+        recipe, its name, or its file; None: chosen by the data. out: the folder to write; None: `runs/` and
+        the name of the data. settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as
+        `train.steps=2000`. resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and
+        `settings` must be left out. overwrite: remove an earlier run in `out`. on_event: called with every
+        event of the run. stop: called after each step; True saves and ends the run, which can be resumed
+        later.
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if resume is not None:
@@ -103,7 +102,7 @@ def _start(
 def _pretrain(
     recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None]
 ) -> Trained:
-    """Start or resume the first stage, in a folder of its own: masked language modelling on the same texts."""
+    """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
     _, task = open_examples(recipe.data)

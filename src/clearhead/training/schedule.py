@@ -29,9 +29,9 @@ def warmup_steps(plan: TrainPlan, steps: int) -> int:
 def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
     """Return the learning rate of `step` (the first is 1) in a run of `steps`.
 
-    The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the share
-    `plan.floor` at the last step (cosine, linear), or stays and falls linearly at the end (wsd). `original` has its own
-    peak and no floor.
+    The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the
+    share `plan.floor` at the last step (cosine, linear), or stays and falls linearly at the end (wsd).
+    `original` has its own peak and no floor.
     """
     warmup = warmup_steps(plan, steps)
     if plan.schedule == "original":

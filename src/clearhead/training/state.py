@@ -1,9 +1,10 @@
 """Checkpoints of a run: a model directory that opens anywhere, with what is needed to resume beside it.
 
 `checkpoints/step-N/` holds the model as it would be used (averaged and merged, where that is asked for),
-`training.safetensors` (optimizer, averages, and the weights in training where they differ) and `training.json`
-(counters). `last` and `best` are links to the newest and the best checkpoint. Checkpoints and links are written under
-another name and renamed, so a run that is killed at any moment leaves the last checkpoint whole.
+`training.safetensors` (optimizer, averages, and the weights in training where they differ) and
+`training.json` (counters). `last` and `best` are links to the newest and the best checkpoint. Checkpoints and
+links are written under another name and renamed, so a run that is killed at any moment leaves the last
+checkpoint whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 
 @dataclass
 class State:
-    """The progress of a run. Batches and dropout depend on `step` alone, so no random state has to be kept."""
+    """The progress of a run. Batches and dropout depend on `step` alone: no random state has to be kept."""
 
     step: int = 0
     seconds: float = 0.0  # spent in training
@@ -43,7 +44,7 @@ class State:
     validations: list[dict[str, Any]] = field(default_factory=list)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
-        """Return the steps of the best validations, the best first; of equals, first the lower loss, then the earlier."""
+        """Return the steps of the best validations, best first; ties go to the lower loss, then the earlier."""
 
         def place(row: dict[str, Any]) -> tuple[float, ...]:
             worth = (-row[metric] if larger else row[metric], row["loss"], row["step"])
@@ -144,7 +145,8 @@ def restore_optimizer(
         _, owner, key = name.split("/")
         if owner not in parameters:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for {owner}, which is not in the model: the recipe was changed"
+                f"the checkpoint has optimizer state for {owner}, which the model has not: "
+                "the recipe was changed"
             )
         parameter = parameters[owner]
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
