@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
+
+Reason: TypeAlias = Literal["done", "patience", "stopped"]  # why a run ended
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Finished:
     folder: Path
     step: int
     seconds: float
-    metrics: dict[str, Any] = field(default_factory=dict)
-    reason: str = "done"  # done, patience or stopped
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: Reason = "done"
 
 
 Said = Note  # the name of `Note` until version 0.1; it stays for one release

@@ -25,7 +25,7 @@ from clearhead.errors import TrainingError
 from clearhead.evaluation.metrics import METRICS
 from clearhead.model.transformer import Transformer
 from clearhead.training.averaging import Ema
-from clearhead.training.events import OnEvent, Saved, Stepped, Validated
+from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
 from clearhead.training.faults import diagnose
 from clearhead.training.lora import merged
 from clearhead.training.losses import batch_loss
@@ -117,8 +117,8 @@ class TrainingRun:
             yield replace(self.loaded, _copy=None)
 
 
-def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> str:
-    """Train from `run.state` on; return why training ended: done, patience or stopped."""
+def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
+    """Train from `run.state` on; return why training ended."""
     plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = run.precision.scaler(state)

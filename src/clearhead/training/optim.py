@@ -18,8 +18,8 @@ from clearhead.training.plan import TrainPlan
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
 
-# PyTorch's default for the first, 1e-7, is also a lower bound of a gradient's mean square, and language models
-# lie below it. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
+# PyTorch's default for the first, 1e-7, also bounds a gradient's mean square from below; language models have
+# smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 

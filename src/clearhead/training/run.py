@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clearhead.bundle import Model, load
 from clearhead.data.files import RECIPE
@@ -15,7 +14,7 @@ from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.files import write_text
 from clearhead.training.averaging import average
 from clearhead.training.data import open_examples
-from clearhead.training.events import Event, Finished, Note, OnEvent, Started
+from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started
 from clearhead.training.folder import PRETRAIN, new_folder, resumable
 from clearhead.training.log import open_log
 from clearhead.training.loop import TrainingRun, averaged_steps, learn, save
@@ -33,8 +32,8 @@ class Trained:
     model: Model  # with the best weights by the run's metric
     folder: Path
     step: int
-    metrics: dict[str, Any]  # of the best validation
-    reason: str  # done, patience or stopped
+    metrics: dict[str, float]  # of the best validation, and its step
+    reason: Reason
 
 
 def train(
@@ -155,7 +154,7 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
     return Trained(chosen, run.folder, state.step, metrics, reason)
 
 
-def _chosen(run: TrainingRun, reason: str) -> tuple[Model, dict[str, Any]]:
+def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own."""
     best = run.folder / BEST
     found = (best if best.exists() else run.folder / LAST).resolve()

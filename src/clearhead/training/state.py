@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -41,17 +40,17 @@ class State:
     scale: float | None = None  # of the loss, in float16
     scale_age: int = 0  # steps since it was last changed
     stale: int = 0  # validations since the best one
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
-        """Return the steps of the best validations, best first; ties go to the lower loss, then the earlier."""
+        """Return the steps of the best validations, best first; of equals the lower loss, then the first."""
 
-        def place(row: dict[str, Any]) -> tuple[float, ...]:
+        def place(row: dict[str, float]) -> tuple[float, ...]:
             worth = (-row[metric] if larger else row[metric], row["loss"], row["step"])
             return tuple(math.inf if math.isnan(value) else value for value in worth)
 
         ordered = sorted(self.validations, key=place)
-        return [row["step"] for row in ordered[:count]]
+        return [int(row["step"]) for row in ordered[:count]]
 
 
 def save_checkpoint(folder: Path, usable: Model, tensors: Mapping[str, Tensor], state: State) -> Path:
