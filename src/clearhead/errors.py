@@ -27,7 +27,7 @@ class CheckpointError(ClearheadError, ValueError):
 
 
 class TrainingError(ClearheadError, RuntimeError):
-    """A run that cannot go on: its loss is not finite, its data has changed."""
+    """A run that cannot continue: its loss is not finite, or its data has changed."""
 
 
 class MissingExtraError(ClearheadError, ImportError):

@@ -160,7 +160,7 @@ def test_a_recipe_that_was_changed_is_not_gone_on_with(place, tmp_path, key, old
         text.replace(f"\n{key} = {old}", f"\n{key} = {new}").replace("\nsteps = 2", "\nsteps = 4")
     )
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
-    with pytest.raises(ch.CheckpointError, match=f"train.{key} is another than when .* put it back"):
+    with pytest.raises(ch.CheckpointError, match=f"train.{key} has changed since .* began: put it back"):
         ch.train(resume=run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 

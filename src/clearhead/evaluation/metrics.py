@@ -23,9 +23,7 @@ import numpy as np
 from clearhead.errors import InputError, MissingExtraError
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
-References: TypeAlias = Sequence[
-    str | Sequence[str]
-]  # one text for each example, or several: the best counts
+References: TypeAlias = Sequence[str | Sequence[str]]  # a text for each example, or several: the best counts
 Values: TypeAlias = "Sequence[Any] | Counts"
 RESAMPLES, SHARE = 1000, 0.95  # of a bootstrap
 
@@ -95,9 +93,8 @@ def bootstrap(
         raise InputError("there are no examples to measure: give one at least")
     random = np.random.default_rng(seed)
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
-    values = [
-        of(total(rows, np.bincount(places, minlength=len(rows)).astype(np.float64))) for places in drawn
-    ]
+    times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)
+    values = [of(total(rows, one)) for one in times]
     low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 
@@ -121,13 +118,13 @@ def perplexity(loss: float, count: int = 1) -> float:
 
 def accuracy_counts(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
     """Return of each example whether it is right, and 1."""
-    return np.array([(said == meant, 1) for said, meant in zip(predicted, wanted)])
+    return np.array([(guess == truth, 1) for guess, truth in zip(predicted, wanted)])
 
 
 def class_numbers(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
     """Return of each example the number of the predicted and of the wanted class."""
     number = {name: place for place, name in enumerate(dict.fromkeys([*predicted, *wanted]))}
-    return np.array([(number[said], number[meant]) for said, meant in zip(predicted, wanted)])
+    return np.array([(number[guess], number[truth]) for guess, truth in zip(predicted, wanted)])
 
 
 def class_totals(numbers: Counts, times: Counts) -> Counts:
@@ -155,7 +152,7 @@ def macro_f1_of(totals: Counts) -> float:
 
 def word_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
     """Return of each sentence the words with the right tag, and all of its words."""
-    hits = [sum(a == b for a, b in zip(said, meant)) for said, meant in zip(predicted, wanted)]
+    hits = [sum(a == b for a, b in zip(guess, truth)) for guess, truth in zip(predicted, wanted)]
     return np.array(list(zip(hits, map(len, wanted))))
 
 
@@ -184,11 +181,11 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
     """Return of each sentence how many spans are hit (type and both ends), predicted and wanted."""
     rows = []
-    for said, meant in zip(predicted, wanted):
-        if len(said) != len(meant):
-            counts = f"{len(said)} tags and {len(meant)} are wanted"
+    for guess, truth in zip(predicted, wanted):
+        if len(guess) != len(truth):
+            counts = f"{len(guess)} tags and {len(truth)} are wanted"
             raise InputError(f"a sentence has {counts}: give one per word on both sides")
-        a, b = spans(said), spans(meant)
+        a, b = spans(guess), spans(truth)
         rows.append((len(a & b), len(a), len(b)))
     return np.array(rows)
 
@@ -204,7 +201,9 @@ def f1_of(sums: Counts) -> float:
 def exact_counts(predicted: Sequence[str], references: References) -> Counts:
     """Return of each text whether it is one of its references, spaces at the ends aside, and 1."""
     pairs = zip(predicted, references)
-    return np.array([(said.strip() in [one.strip() for one in _several(given)], 1) for said, given in pairs])
+    return np.array(
+        [(guess.strip() in [one.strip() for one in _several(given)], 1) for guess, given in pairs]
+    )
 
 
 def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
@@ -225,8 +224,8 @@ def error_counts(
 ) -> Counts:
     """Return of each example the edits to the nearest of its references, and the length of that reference."""
     best = []
-    for said, given in zip(predicted, references):
-        tried = [(edit_distance(said, one), len(one)) for one in given]
+    for guess, given in zip(predicted, references):
+        tried = [(edit_distance(guess, one), len(one)) for one in given]
         best.append(min(tried, key=lambda pair: pair[0] / max(pair[1], 1)))
     return np.array(best)
 
@@ -244,8 +243,8 @@ def answer_counts(predicted: Sequence[str], references: References) -> Counts:
     """
     rows = []
     for text, given in zip(predicted, references):
-        said, meant = _answer_words(text), [_answer_words(one) for one in _several(given)]
-        rows.append((said in meant, max(_overlap(said, one) for one in meant), 1))
+        guess, truth = _answer_words(text), [_answer_words(one) for one in _several(given)]
+        rows.append((guess in truth, max(_overlap(guess, one) for one in truth), 1))
     return np.array(rows)
 
 
@@ -254,35 +253,37 @@ def _answer_words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
-def _overlap(said: Sequence[str], meant: Sequence[str]) -> float:
+def _overlap(guess: Sequence[str], truth: Sequence[str]) -> float:
     """Return F1 over words; where one text is empty, whether both are."""
-    common = sum((Counter(said) & Counter(meant)).values())
-    return 2 * common / (len(said) + len(meant)) if said and meant else float(said == meant)
+    common = sum((Counter(guess) & Counter(truth)).values())
+    return 2 * common / (len(guess) + len(truth)) if guess and truth else float(guess == truth)
 
 
 def _several(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
+def _sacrebleu(name: str, **options: Any) -> Any:
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
+    return getattr(metrics, name)(**options)
+
+
 def sacrebleu_metric(name: str, **options: Any) -> Metric:
     """Return sacreBLEU's "BLEU" or "CHRF", 0 to 100, with its options, such as `tokenize`."""
 
-    def metric() -> Any:
-        try:
-            from sacrebleu import metrics
-        except ImportError:
-            raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
-        return getattr(metrics, name)(**options)
-
     def extract(predicted: Sequence[str], references: References) -> tuple[Any, Any]:
         """Return the metric, which then knows the number of references, and the counts of each text."""
+        metric = _sacrebleu(name, **options)
         given = [_several(one) for one in references]
         streams = list(itertools.zip_longest(*given))  # the first reference of every text, the second, ...
-        made = metric()
-        return made, made._extract_corpus_statistics(list(predicted), streams)
+        return metric, metric._extract_corpus_statistics(list(predicted), streams)
 
     def of(sums: Counts) -> float:
-        return float(metric()._compute_score_from_stats([int(count) for count in sums]).score)
+        metric = _sacrebleu(name)  # the options matter only to the counts
+        return float(metric._compute_score_from_stats([int(count) for count in sums]).score)
 
     return Metric(
         counts=lambda predicted, references: extract(predicted, references)[1],

@@ -158,7 +158,7 @@ def accuracy(
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of training, given to `on_step` at each evaluation."""
+    """The figures of one evaluation during training."""
 
     step: int
     loss: float
@@ -173,11 +173,6 @@ class Learned:
     model: Transformer
     history: tuple[Progress, ...]
 
-    @property
-    def accuracy(self) -> float:
-        """Exact match on held-out inputs at the end."""
-        return self.history[-1].accuracy
-
 
 def learn(
     name: str,
@@ -187,7 +182,6 @@ def learn(
     seed: int = 0,
     every: int = 100,
     enough: float = 0.998,
-    on_step: Callable[[Progress], None] = lambda progress: None,
 ) -> Learned:
     """Train from scratch until `enough` of the held-out inputs come out exactly, or `steps` are done."""
     task = task_named(name)
@@ -211,7 +205,6 @@ def learn(
         schedule.step()
         if step % every == 0 or step == steps:
             history.append(Progress(step, float(loss.detach()), accuracy(model, task, trial)))
-            on_step(history[-1])
             if history[-1].accuracy >= enough:
                 break
     model.eval()

@@ -121,7 +121,7 @@ def encode_batches(
     train, validation = made
     if train.waste:
         count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
-        on_event(Note(f"{count} in a pass; {train.waste:.1%} of their tokens are padding"))
+        on_event(Note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding"))
     return train, validation
 
 

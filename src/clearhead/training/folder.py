@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
@@ -43,27 +43,27 @@ def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> It
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
-    kept = False
+    with ExitStack() as undo:
+        undo.callback(_put_back, folder, before, created)
 
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        def keep() -> None:
+            undo.pop_all()
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
 
-    try:
         yield keep
-    except BaseException:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                if before is not None:
-                    os.replace(before, folder)
-                elif not created:
-                    folder.mkdir(exist_ok=True)
-                for place in created[1:]:
-                    place.rmdir()
-        raise
+
+
+def _put_back(folder: Path, before: Path | None, created: list[Path]) -> None:
+    """Remove the new run, and restore what was there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        if before is not None:
+            os.replace(before, folder)
+        elif not created:
+            folder.mkdir(exist_ok=True)
+        for place in created[1:]:
+            place.rmdir()
 
 
 def resumable(folder: Path) -> bool:
@@ -88,17 +88,9 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
     inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
     if inside is not None:
         raise InputError(f"{inside} lies in {folder}, which would be overwritten: name another --out")
-    stranger = _stranger(folder)
-    if stranger is not None:
-        raise CheckpointError(
-            f"{stranger} is no part of a run, and would be lost: move it away, or name another --out"
-        )
-
-
-def _stranger(folder: Path) -> Path | None:
-    """Return something in the folder that no run wrote, if there is any."""
     for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             if not any(fnmatch(path.name, pattern) for pattern in own):
-                return path
-    return None
+                raise CheckpointError(
+                    f"{path} is no part of a run, and would be lost: move it away, or name another --out"
+                )

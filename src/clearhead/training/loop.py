@@ -53,6 +53,8 @@ class TrainingRun:
     folder: Path
     task: Task
     plan: TrainPlan  # with nothing left to choose
+    steps: int  # of the whole run
+    metric: str  # that the best checkpoint is chosen by
     loaded: Model  # the model in training, with its tokenizer and labels
     train: Batches
     validation: Batches
@@ -69,18 +71,6 @@ class TrainingRun:
     def model(self) -> Transformer:
         """The model in training."""
         return self.loaded.model
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the whole run."""
-        assert self.plan.steps is not None
-        return self.plan.steps
-
-    @property
-    def metric(self) -> str:
-        """The metric that the best checkpoint is chosen by."""
-        assert self.plan.metric is not None
-        return self.plan.metric
 
     @property
     def patient(self) -> bool:

@@ -70,7 +70,7 @@ def add_lora(
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
     if not 1 <= rank <= largest:
         raise InputError(
-            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer"
+            f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width"
         )
     model.requires_grad_(False)
     for name, layer in chosen.items():

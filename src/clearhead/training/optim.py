@@ -23,25 +23,18 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weig
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match, with `*` for any part, or that belong to a module so named."""
     named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
-    frozen = []
     for pattern in patterns:
-        found = [
-            name
-            for name in named
-            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-        ]
+        found = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
         if not found:
             modules = [name for name, _ in model.named_modules() if name]
             close = nearest(pattern, [*named, *modules])
             such = f"they are called like {next(iter(named))}, with * for any part"
             raise InputError(f'train.freeze "{pattern}" names no parameter{close}: {such}')
-        frozen += found
-    for name in frozen:
-        named[name].requires_grad_(False)
-    return frozen
+        for name in found:
+            named[name].requires_grad_(False)
 
 
 def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:

@@ -10,9 +10,6 @@ from clearhead.data.plan import Task
 from clearhead.errors import ConfigError
 from clearhead.typed import check_least, check_types, check_values
 
-Schedule = Literal["original", "cosine", "linear", "constant", "wsd"]
-Optimizer = Literal["adamw", "adafactor"]
-Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Measure = Literal["loss", "accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"]
 
 METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
@@ -56,7 +53,7 @@ class TrainPlan:
     seed: int = 0
 
     # Optimizer
-    optimizer: Optimizer = "adamw"  # adafactor: a fraction of the memory
+    optimizer: Literal["adamw", "adafactor"] = "adamw"  # adafactor: a fraction of the memory
     lr: float = 1e-3  # the peak learning rate; `original`: a factor on its own rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the running means of the gradient and of its square
     eps: float = 1e-8  # added to the root of the latter, which divides the update
@@ -65,7 +62,7 @@ class TrainPlan:
     layer_decay: float = 1.0  # each layer's rate is this times that of the layer above it
 
     # Schedule
-    schedule: Schedule = "cosine"  # how the rate falls after the warm-up
+    schedule: Literal["original", "cosine", "linear", "constant", "wsd"] = "cosine"  # after the warm-up
     warmup: int | None = None  # steps; None: a twentieth of them, 4,000 for `original`
     decay: float = 0.2  # wsd: the share of the steps at the end in which the rate falls
     floor: float = 0.1  # the rate at the end, as a share of `lr`
@@ -76,7 +73,7 @@ class TrainPlan:
 
     # Machine
     device: str = "auto"  # cuda, mps, cpu; auto: the best there is
-    precision: Precision = "auto"  # auto: bfloat16 where the hardware has it, else float32
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # None: where it pays
     checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
     threads: int | None = None  # of the CPU; None: PyTorch's own choice

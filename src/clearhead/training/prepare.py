@@ -40,12 +40,7 @@ from clearhead.training.state import load_checkpoint, restore_optimizer
 from clearhead.typed import plain
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
-METRIC = {
-    "classify": "accuracy",
-    "image": "accuracy",
-    "tag": "span_f1",
-    "answer": "exact",
-}  # of other tasks: the loss
+METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # else the loss
 
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
@@ -62,7 +57,9 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
     recipe = recipe.replace("data", task=task)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event)
     if base is None and task in ("classify", "tag", "answer"):
-        on_event(Note("the model begins from nothing: with model.base=DIR it would begin from a trained one"))
+        on_event(
+            Note("training starts from random weights: set model.base=DIR to start from a trained model")
+        )
     for line in without_effect(recipe, task, loaded, base):
         on_event(Note(line))
     asked, precision = recipe.train.warmup, choose_precision(recipe.train, device).name
@@ -97,7 +94,7 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     restore_optimizer(run.optimizer, run.model, tensors)
     if run.ema is not None:
         run.ema.restore(averages)
-    on_event(Note(f"going on from step {run.state.step}"))
+    on_event(Note(f"resuming from step {run.state.step}"))
     return run
 
 
@@ -113,10 +110,8 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     }
     for key, fitting in fits.items():
         if not fitting:
-            raise CheckpointError(
-                f"train.{key} is another than when {run.folder} began: "
-                f"put it back in {RECIPE}, or begin a new run"
-            )
+            ways_out = f"put it back in {RECIPE}, or begin a new run"
+            raise CheckpointError(f"train.{key} has changed since {run.folder} began: {ways_out}")
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -134,6 +129,7 @@ def _assemble(
 ) -> TrainingRun:
     """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
     plan, device = recipe.train, best_device(recipe.train.device)
+    assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     precision = choose_precision(plan, device, settled=True)
@@ -147,11 +143,13 @@ def _assemble(
     join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    is_text = task != "image"
+    flops = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
     run = TrainingRun(
         folder=folder,
         task=task,
         plan=plan,
+        steps=plan.steps,
+        metric=plan.metric,
         loaded=loaded,
         train=batches[0],
         validation=batches[1],
@@ -161,9 +159,7 @@ def _assemble(
         attention=quick_attention(task, recipe.data, device),
         ema=Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
-        flops_per_token=cost(loaded.config, length=loaded.max_length).flops.training_per_token
-        if is_text
-        else 0.0,
+        flops_per_token=flops,
     )
     wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
     if not (wanted and _compile(run, on_event)) and narrow(device):

@@ -7,10 +7,13 @@ to start from.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import io
+import json
 import os
-import re
+import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -198,20 +201,21 @@ def _comments(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except OSError:
         return {}
-    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, flags=re.MULTILINE))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
+    return {
+        node.target.id: comments[line]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if line in comments
+    }
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = "".join(
-            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else {"\\": "\\\\", '"': '\\"'}.get(c, c)
-            for c in value
-        )
-        return f'"{escaped}"'
+    """Write a value as TOML: numbers, booleans and text are as in JSON, but for the character DEL."""
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
-    return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

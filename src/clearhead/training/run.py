@@ -62,7 +62,7 @@ def train(
     if resume is not None:
         if data or recipe is not None or settings or out is not None or overwrite:
             raise InputError(
-                "resume goes on with the run's own recipe and folder: "
+                "resume continues with the run's own recipe and folder: "
                 "leave data, recipe, settings, out and overwrite out"
             )
         return _resume(Path(resume), on_event, stop)
@@ -109,7 +109,7 @@ def _pretrain(
         raise InputError(f"train.pretrain is for classify and tag, and this is {task}: set it to 0")
     check_metric(recipe.train.metric, task)
     steps = recipe.train.pretrain
-    on_event(Note(f"first {steps:,} steps of guessing masked words"))
+    on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
     later = {"pretrain": 0, "metric": None, "patience": None, "average": 0}  # are of the second stage
     fine_tuning = {
         "lora": 0,

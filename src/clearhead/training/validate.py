@@ -144,7 +144,7 @@ def judged(
 ) -> dict[str, float]:
     """The metrics of a task whose answers are classes or places."""
     if task == "answer":
-        return {"exact": METRICS["accuracy"]([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
+        return {"exact": METRICS["accuracy"](predicted, wanted)}
     flat = [said for row in predicted for said in row], [meant for row in wanted for meant in row]
     found = {"accuracy": METRICS["accuracy"](*flat)}
     if task == "tag":
