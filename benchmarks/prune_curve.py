@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.data.corpus import open_data
 from clearhead.data.plan import DataPlan
 from clearhead.inside.names import all_heads
 from clearhead.inside.parts.curve import PruneCurve, prune_curve, scores
@@ -27,6 +26,7 @@ from clearhead.inside.parts.examples import Examples, examples_from, judge
 from clearhead.inside.parts.prune import least, prune
 from clearhead.plot.canvas import save as save_picture
 from clearhead.plot.prune import draw_curves
+from clearhead.tasks.corpus import open_data
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

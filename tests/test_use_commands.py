@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
 from clearhead import cli
-from clearhead.commands.inputs import Item, results, writing
-from clearhead.tasks import tag_all
+from clearhead.commands.output import writing
+from clearhead.commands.texts import Input, results
+from clearhead.tasks.words import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
 
@@ -294,7 +295,7 @@ def test_readers_say_what_the_methods_say(readers, capsys, tmp_path):
     }
     for row, wanted in zip(rows["classify"], m["classify"].classify(TEXTS)):
         assert (row["label"], row["scores"]) == (wanted.label, pytest.approx(wanted.scores, abs=1e-5))
-    for row, wanted in zip(rows["tag"], tag_all(m["tag"], TEXTS)):
+    for row, wanted in zip(rows["tag"], tag(m["tag"], TEXTS)):
         assert [word["label"] for word in row["words"]] == [word.label for word in wanted.words]
         assert [(span["start"], span["text"]) for span in row["spans"]] == [
             (span.start, span.text) for span in wanted.spans
@@ -425,7 +426,7 @@ def test_a_damaged_tokenizer_file(decoder, capsys, tmp_path):
 
 def test_results_come_as_batches_finish():
     seen = []
-    items = (seen.append(n) or Item({"text": str(n)}, f"line {n}") for n in range(6))
+    items = (seen.append(n) or Input({"text": str(n)}, f"line {n}") for n in range(6))
     made = results(items, lambda batch: [item.fields["text"] for item in batch], 2)
     assert next(made)[1] == "0"
     assert seen == [0, 1]  # nothing beyond the first batch was read

@@ -242,8 +242,3 @@ def test_a_new_metric_is_two_small_functions():
         rows = draws.integers(80, size=80)
         values.append(np.corrcoef(predicted[rows], wanted[rows])[0, 1])
     assert found.interval == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
-
-
-def test_every_metric_says_which_way_is_better():
-    smaller = {name for name, metric in METRICS.items() if not metric.larger_is_better}
-    assert smaller == {"loss", "token_error", "word_error"}

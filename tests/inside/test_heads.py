@@ -14,9 +14,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.cli import main
-from clearhead.data.treebank import Sentence, Word, read_treebank
+from clearhead.data.treebank import Sentence, TreeWord, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.heads.alignments import Aligned, agreement, read_alignments
@@ -159,7 +159,7 @@ def test_scores_equal_a_loop_over_queries(changes: dict, differences) -> None:
         "local": lambda row, i, j: abs(i - j) <= 2,
     }
     for layer in range(2):
-        name, window = f"blocks.{layer}.attention.pattern", model.main.plan.windows[layer]
+        name, window = f"blocks.{layer}.attention.pattern", model.main.spec.windows[layer]
         patterns = []
         for row in ROWS:
             with torch.no_grad(), ch.record(model, name) as seen:
@@ -313,7 +313,7 @@ def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[st
         ids = torch.tensor([words.ids])
         given = {"source": ids} if kind == "encoder" else {}
         with torch.no_grad(), ch.record(m.model, "*.attention.pattern") as seen:
-            m.model(torch.tensor([m._start()]) if kind == "encoder" else ids, **given)
+            m.model(torch.tensor([m.start_ids]) if kind == "encoder" else ids, **given)
         for name, pattern in seen.items():
             if name.startswith("encoder.") != (kind == "encoder"):
                 continue
@@ -357,7 +357,7 @@ def some_trees(count: int) -> list[Sentence]:
             "".join(chr(97 + int(x)) for x in torch.randint(26, (size,), generator=draw)) for size in lengths
         ]
         words = tuple(
-            Word(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2])
+            TreeWord(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2])
             for at, form in enumerate(forms)
         )
         found.append(Sentence(words, " ".join(forms)))

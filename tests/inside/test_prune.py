@@ -74,7 +74,7 @@ WHOLE: dict[str, tuple[dict, list[str]]] = {
 
 def inputs(model: ch.Transformer) -> dict[str, torch.Tensor]:
     """What a micro model is called with."""
-    if model.main.plan.input == "patches":
+    if model.main.spec.input == "patches":
         return {"ids": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
     both = model.encoder is not None and model.decoder is not None
     return {"ids": some_ids()} | ({"source": some_ids(length=6, seed=3)} if both else {})
@@ -330,7 +330,7 @@ def test_a_pruned_copy_keeps_what_belongs_to_the_model(trained):
     kept = [
         field.name
         for field in dataclasses.fields(m)
-        if field.name not in ("model", "folder", "_copy", "_steps", "_prefix")
+        if field.name not in ("model", "folder", "_engine")
     ]
     assert all(getattr(smaller, name) is getattr(m, name) for name in kept)
     assert smaller.classify("good film").label in ("yes", "no")

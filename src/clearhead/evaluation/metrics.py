@@ -54,7 +54,6 @@ class Metric:
     counts: Callable[[Any, Any], Counts]  # predictions and wanted -> a row of numbers for each example
     of: Callable[[Counts], float] = ratio_of  # the sum of the rows -> the value
     total: Callable[[Counts, Counts], Counts] = sum_of_drawn  # how rows are added up, each drawn some times
-    larger_is_better: bool = True
     signature: Callable[[Any, Any], str] = lambda predicted, wanted: ""
 
     def __call__(self, predicted: Values, wanted: Values) -> float:
@@ -295,7 +294,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
 # By name ----------------------------------------------------------------------------------------------------
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric(loss_counts, larger_is_better=False),
+    "loss": Metric(loss_counts),
     "accuracy": Metric(accuracy_counts),
     "macro_f1": Metric(class_numbers, macro_f1_of, class_totals),
     "word_accuracy": Metric(word_counts),  # of tags: sentences are drawn, not words
@@ -303,8 +302,8 @@ METRICS: dict[str, Metric] = {
     "span_precision": Metric(span_counts, lambda sums: ratio_of(sums[[0, 1]])),
     "span_recall": Metric(span_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "exact": Metric(exact_counts),
-    "token_error": Metric(error_counts, larger_is_better=False),
-    "word_error": Metric(word_error_counts, larger_is_better=False),
+    "token_error": Metric(error_counts),
+    "word_error": Metric(word_error_counts),
     "answer_exact": Metric(answer_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "answer_f1": Metric(answer_counts, lambda sums: ratio_of(sums[[1, 2]])),
     "bleu": sacrebleu_metric("BLEU"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.pictures import pixels_of
 from clearhead.errors import ClearheadError, InputError, MissingExtraError
 from clearhead.explorer.views import Run, begin, model_view
@@ -191,7 +191,7 @@ def _given(m: Model, asked: dict[str, Any]) -> Any:
             or not all(type(token) is int for token in ids)
         ):
             raise InputError(f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
-        size = m.model.main.plan.vocab_size
+        size = m.model.main.spec.vocab_size
         if not all(0 <= token < size for token in ids):
             raise InputError(f"ids must lie between 0 and {size - 1}")
         return ids

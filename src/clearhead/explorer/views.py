@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError, nearest
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
@@ -42,8 +42,8 @@ LISTED = 200  # choices that are sent with their names
 def model_view(m: Model, name: str) -> dict[str, Any]:
     """What the model is."""
     config = m.config
-    main = m.model.main.plan
-    encoder = m.model.encoder.plan if m.model.encoder is not None and m.model.decoder is not None else None
+    main = m.model.main.spec
+    encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
     return {
         "name": name,
         "family": config.family,
@@ -104,7 +104,7 @@ class Run:
     def scores(self) -> Tensor:
         """[columns, V] what the head says, in float32 on the CPU."""
         with torch.no_grad():
-            return self.choices.scores(self.prepared.run().logits)[0].float().cpu()
+            return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:
@@ -144,7 +144,7 @@ class Run:
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
         """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""
-        start = self.m._start()
+        start = self.m.start_ids
         body = stages(tokenizer, written).to_dict()
         begins = [
             {

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.files import read_json
 from clearhead.hub.pixels import Image

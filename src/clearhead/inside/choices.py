@@ -35,7 +35,7 @@ class Choices:
         if self.kind == "place":
             return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
         m = self.prepared.m
-        return m.labels or tuple(f"LABEL_{number}" for number in range(m.config.n_classes))
+        return m.class_names
 
     @property
     def count(self) -> int:

@@ -24,7 +24,7 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.position_maps import position_map as position_map
@@ -97,7 +97,7 @@ def embedding_table(m: Model | Transformer, table: Table = "input") -> Tensor:
     first = model.encoder if model.encoder is not None else model.main
     if not isinstance(first.embedding.front, TokenFront):
         raise InputError(
-            f"this model reads {first.plan.input}, which have no table of vectors: geometry takes a model of tokens"
+            f"this model reads {first.spec.input}, which have no table of vectors: geometry takes a model of tokens"
         )
     return _plain(first.embedding.front.tokens.weight)
 

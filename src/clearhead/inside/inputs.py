@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image, to_pixels
@@ -101,11 +101,11 @@ def prepare(
     """
     m = m if isinstance(m, Model) else Model(m)
     device = next(m.model.parameters()).device
-    plan = m.model.main.plan
+    plan = m.model.main.spec
     both = m.model.encoder is not None and m.model.decoder is not None
     if target is not None and not both:
         raise InputError("target is for a model with an encoder and a decoder: leave it out")
-    first = m.model.encoder.plan if both and m.model.encoder is not None else plan
+    first = m.model.encoder.spec if both and m.model.encoder is not None else plan
     if first.input == "patches":
         pixels, patches = _image(m, given)
         if not both:
@@ -131,12 +131,12 @@ def prepare(
 def _text(m: Model, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
     """Tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
-        ids = m._prompt(given)
+        ids = m.prompt_ids(given)
         return Tokens(labels(m.tokenizer, ids), tuple(ids)), []
     encoding = framed(m.text_tokenizer, m.max_length, given, pair)
     ids = list(encoding.ids)
     if m.config.family == "decoder" and pair is None:
-        ids = m._prompt(given)[: m.max_length]  # what ends a text is not read by a model that goes on
+        ids = m.prompt_ids(given)[: m.max_length]  # what ends a text is not read by a model that goes on
     rows = list(zip(encoding.offsets, encoding.special_tokens_mask, encoding.type_ids))[: len(ids)]
     rows += [((0, 0), 1, 0)] * (
         len(ids) - len(rows)
@@ -148,13 +148,13 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
 
 def _target(m: Model, given: Any, source: Tokens, target: str | Sequence[int] | None) -> Tokens:
     """What the decoder reads: its beginning, and what it has written."""
-    start, text = m._start(), target if isinstance(target, str) else ""
+    start, text = m.start_ids, target if isinstance(target, str) else ""
     if target is None:
         room = max(1, m.config.max_positions - len(start))
         made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
         ids = [*start, *made.ids]
     elif isinstance(target, str):
-        ids = [*start, *(token for token in m._prompt(target) if token not in m.stops and token not in start)]
+        ids = [*start, *(token for token in m.prompt_ids(target) if token not in m.stops and token not in start)]
     else:
         ids = list(target)
     return Tokens(labels(m.tokenizer, ids), tuple(ids), text=text)

@@ -1,16 +1,16 @@
-"""Norms: what keeps the residual stream at a steady size. Statistics are taken in float32 whatever the model's dtype."""
+"""Norms keep the residual stream at a steady scale. Their statistics are float32 at least."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import NormSpec
 from clearhead.model.dtypes import wide
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, scale, shift: [..., width] -> [..., width]."""
+    """Subtract the mean, divide by the standard deviation, scale, shift."""
 
     def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
         super().__init__()
@@ -19,15 +19,13 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] -> [..., width]."""
         scale = 1 + self.weight if self.unit_offset else self.weight
-        return torch.layer_norm(
-            x, scale.shape, scale, self.bias, self.eps
-        )  # its statistics are float32 inside
+        return torch.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # computes statistics in float32
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root mean square and scale; no mean, no shift: [..., width] -> [..., width]."""
+    """Divide by the root mean square and scale, without mean or shift."""
 
     def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
         super().__init__()
@@ -35,18 +33,21 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 0.0 if unit_offset else 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
-        scale = 1 + wide(self.weight) if self.unit_offset else self.weight
-        y = wide(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * scale).to(x.dtype)
+        """Map [..., width] -> [..., width]."""
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Compute what `RMSNorm` does: [..., width] -> [..., width]."""
+    scale = 1 + wide(weight) if unit_offset else weight
+    y = wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * scale).to(x.dtype)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The norm the config names, `width` wide (None: d_model)."""
-    return NORMS[config.norm](
-        width or config.d_model, config.norm_eps, bool(config.norm_bias), config.norm_unit_offset
-    )
+def make_norm(norm: NormSpec, width: int) -> nn.Module:
+    """Build the norm that `norm` describes."""
+    return NORMS[norm.kind](width, norm.eps, norm.bias, norm.unit_offset)

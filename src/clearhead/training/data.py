@@ -1,26 +1,24 @@
-"""The data of a run: examples opened, a tokenizer trained on them, and batches made of them."""
+"""The data of a run: a tokenizer for the examples, and batches made of them."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from clearhead.api import Model
+from clearhead.batches.batch import Batches
+from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.make import Batches, make_batches
-from clearhead.bundle import Model
 from clearhead.config import ModelConfig
-from clearhead.data.corpus import open_data, task_of
-from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Rows, Tagged
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.examples import Corpus
 from clearhead.errors import InputError
 from clearhead.evaluation.examples import begun
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
-from clearhead.tokens.training import choose, roles, train_tokenizer
+from clearhead.tasks.corpus import Texts
+from clearhead.tasks.spec import ENCODER_DECODER, TaskSpec
+from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.folder import CACHE
 from clearhead.training.recipe import Recipe
@@ -28,47 +26,12 @@ from clearhead.training.recipe import Recipe
 SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Every text of some examples, streamed again at each iteration."""
-
-    rows: Rows
-
-    def __iter__(self) -> Iterator[str]:
-        for row in self.rows:  # type: ignore[union-attr]
-            match row:
-                case Chunk(text, _):
-                    yield text
-                case Pair(source, target):
-                    yield from (source, target)
-                case Labelled(text, _, pair):
-                    yield from (text,) if pair is None else (text, pair)
-                case Tagged(words, _):
-                    yield " ".join(words)
-                case Question(question, context, _, _):
-                    yield from (question, context)
-
-
-def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, Task]:
-    """Open the data and return the examples with their task; `split`: as for `open_data`."""
-    if not plan.texts_only:
-        corpus = open_data(plan, split)
-        return corpus, task_of(plan, corpus)
-    corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
-    if not isinstance(corpus.train, Images) and corpus.shape != "text":
-        train, validation = (
-            [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
-        )
-        corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
-    return corpus, plan.task or task_of(plan, corpus)
-
-
 def find_tokenizer(
-    recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, on_event: OnEvent
+    recipe: Recipe, task: TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
 ) -> tuple[Tokenizer | None, dict[str, int]]:
     """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
     plan = recipe.tokens
-    if task == "image":
+    if task.tokens is None:
         return None, {}
     if plan.model is not None:
         folder = Path(plan.model)
@@ -80,19 +43,19 @@ def find_tokenizer(
         if base.tokenizer is None:
             raise InputError(f"{base.folder} has no tokenizer: add tokenizer.json to it")
         return base.tokenizer, base.special
-    chosen, sentence = choose(plan, task, corpus.size)
+    chosen, sentence = choose(plan, task.tokens, corpus.size)
     on_event(Note(sentence))
     assert chosen.kind is not None
-    tokenizer = train_tokenizer(Texts(corpus.train), plan, task, corpus.size)
-    named = {role: tokenizer.token_to_id(token) for role, token in roles(task, chosen.kind).items()}
+    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size)
+    named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
-    if task in ("seq2seq", "denoise"):
+    if task.usual is ENCODER_DECODER:
         special["decoder_start"] = special["bos"]
     return tokenizer, special
 
 
 def encode_batches(
-    recipe: Recipe, task: Task, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
+    recipe: Recipe, task: TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
 ) -> tuple[Batches, Batches]:
     """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
@@ -100,22 +63,22 @@ def encode_batches(
     made = []
     for side in SIDES:
         encoded = encode_corpus(
-            corpus, side, task, loaded.tokenizer, loaded.labels, cache, special=loaded.special
+            corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
         )
-        encoded, special = begun(encoded, task, loaded)
+        encoded, special = begun(encoded, loaded)
         batches = make_batches(
+            task.batching,
             encoded,
-            task,
             recipe.data,
             special=special,
             length=length,
             seed=recipe.train.seed,
             training=side == "train",
         )
-        for line in batches.said:
+        for line in batches.notes:
             on_event(Note(f"{side}: {line}"))
         made.append(batches)
-        if task == "image" and side == "train":
+        if task.tokens is None and side == "train":
             mean, deviation = (encoded.arrays[name].tolist() for name in ("mean", "std"))
             loaded.images = processor(mean, deviation, loaded.config)
     train, validation = made

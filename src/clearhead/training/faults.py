@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.batches.batch import Batch
+from clearhead.fast.training import unjoined
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import batch_loss
-from clearhead.training.machine import parted
+from clearhead.training.losses import Objective, batch_loss
 from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import Precision
 
@@ -62,7 +62,12 @@ class Fault:
 
 
 def diagnose(
-    model: Transformer, batches: Sequence[Batch], step: int, precision: Precision, plan: TrainPlan
+    model: Transformer,
+    batches: Sequence[Batch],
+    step: int,
+    precision: Precision,
+    plan: TrainPlan,
+    objective: Objective | None = None,
 ) -> str:
     """Say in one line why the loss or gradient of step `step` was not finite.
 
@@ -72,7 +77,7 @@ def diagnose(
 
     def loss_of(model: Transformer, batch: Batch) -> Tensor:
         with precision.autocast():
-            return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)[0]
+            return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[0]
 
     faults = (find_fault(model, batch, loss_of) for batch in batches)
     return next((fault for fault in faults if fault.kind != "none"), Fault("none")).line(step, plan)
@@ -105,7 +110,7 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
         if not found and not gradient.isfinite().all():
             found.append(Fault("gradient", name, examples=everyone))
 
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), parted(model), ExitStack() as hooks:
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), unjoined(model), ExitStack() as hooks:
         for name, part in model.named_modules():
             if name:
                 hooks.enter_context(part.register_forward_hook(partial(check_output, name), with_kwargs=True))

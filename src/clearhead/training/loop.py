@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.batches.batch import Batch
-from clearhead.batches.make import Batches
-from clearhead.bundle import Model
-from clearhead.data.plan import Task
+from clearhead.api import Model
+from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
-from clearhead.evaluation.metrics import METRICS
 from clearhead.model.transformer import Transformer
+from clearhead.tasks.spec import TaskSpec
 from clearhead.training.averaging import Ema
 from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
 from clearhead.training.faults import diagnose
@@ -51,7 +49,7 @@ class TrainingRun:
     """Everything a run works with."""
 
     folder: Path
-    task: Task
+    task: TaskSpec
     plan: TrainPlan  # with nothing left to choose
     steps: int  # of the whole run
     metric: str  # that the best checkpoint is chosen by
@@ -79,7 +77,7 @@ class TrainingRun:
 
     def best_steps(self, count: int = 1) -> list[int]:
         """Return the steps of the best validations, the best first."""
-        return self.state.best(self.metric, METRICS[self.metric].larger_is_better, count)
+        return self.state.best(self.metric, self.metric != "loss", count)
 
     def batches(self, step: int) -> list[Batch]:
         """Return the batches of a step; the first step is 1."""
@@ -96,15 +94,16 @@ class TrainingRun:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
+        smoothing, chunk, objective = self.plan.label_smoothing, self.plan.loss_chunk, self.task.objective
         with self.precision.autocast(), self.attention():
-            return batch_loss(self.model, batch, self.plan.label_smoothing, self.plan.loss_chunk)[0]
+            return batch_loss(self.model, batch, smoothing, chunk, objective=objective)[0]
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
         """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with averaged, merged(self.model) if self.plan.lora else nullcontext():
-            yield replace(self.loaded, _copy=None)
+            yield replace(self.loaded)
 
 
 def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
@@ -219,7 +218,8 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(diagnose(run.model, batches, step, run.precision, run.plan))
+            what = diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
+            raise TrainingError(what)
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,10 +31,19 @@ from clearhead.model.experts import balance_loss
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
 
+Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chunk`
 LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a head without a vocabulary learns."""
+
+    loss: Callable[[Tensor, Batch, float], Tensor]  # logits, batch, smoothing -> [], summed over the targets
+    answers: Callable[[Tensor, Batch], Answered]
 
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
@@ -45,7 +55,12 @@ def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
 
 
 def batch_loss(
-    model: Transformer, batch: Batch, smoothing: float = 0.0, chunk: int | None = None, balance: float = 0.01
+    model: Transformer,
+    batch: Batch,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    balance: float = 0.01,
+    objective: Objective | None = None,
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
 
@@ -55,19 +70,16 @@ def batch_loss(
         smoothing: share of each target that is spread evenly over all classes, padding excluded.
         chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
         balance: weight of the loss that spreads tokens evenly over experts, in training.
+        objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
-    elif config.head in ("classifier", "tagger"):
-        loss = summed(model(**arguments).logits, batch.targets, smoothing)
-    elif config.head == "span":
-        loss = span_loss(model(**arguments).logits, batch.targets, batch.mask, smoothing)
     else:
-        heads = "lm, mlm, classifier, tagger or span"
-        raise InputError(f'a model with head "{config.head}" has no loss: train one with {heads}')
+        objective = objective or objective_of(config.head)
+        loss = objective.loss(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         loss = loss + balance * batch.n_targets * _balance(
             model, batch
@@ -100,11 +112,12 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     )
 
 
-def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: float = 0.0) -> Tensor:
-    """Return the cross-entropy of an answer's start and end: logits [B, T, 2] and places [B, 2] -> [].
+def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of an answer's first and last token: logits [B, T, 2] -> [].
 
     Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
     """
+    targets, mask = batch.targets, batch.mask
     scores = wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
@@ -112,6 +125,46 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
     chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
     even = log_p.masked_fill(~real, 0).sum(-1) / real.sum(-1)
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
+
+
+def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of classes or tags: see `summed`."""
+    return summed(logits, batch.targets, smoothing)
+
+
+def class_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best class of each row, and the right one."""
+    return logits.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
+
+
+def tag_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best tags of each row's words, and the right ones."""
+    asked = batch.targets != IGNORE
+    best, right = (
+        [row[where].tolist() for row, where in zip(rows, asked)]
+        for rows in (logits.argmax(-1), batch.targets)
+    )
+    return best, right
+
+
+def span_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best first and last token of each row's answer, and the right ones."""
+    scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
+    return scores.argmax(1).tolist(), batch.targets.tolist()
+
+
+CLASSES = Objective(class_loss, class_answers)
+TAGGED = Objective(class_loss, tag_answers)
+SPANS = Objective(span_loss, span_answers)
+
+
+def objective_of(head: str | None) -> Objective:
+    """Return the usual objective of a head without a vocabulary."""
+    usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
+    if head not in usual:
+        heads = "lm, mlm, classifier, tagger or span"
+        raise InputError(f'a model with head "{head}" has no loss: train one with {heads}')
+    return usual[head]
 
 
 def vocabulary_loss(

@@ -6,19 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from clearhead.data.plan import Task
 from clearhead.errors import ConfigError
 from clearhead.typed import check_least, check_types, check_values
 
-Measure = Literal["loss", "accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"]
-
-METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
-    "seq2seq": ("loss", "exact", "bleu", "chrf"),
-    "classify": ("loss", "accuracy", "macro_f1"),
-    "tag": ("loss", "accuracy", "span_f1"),
-    "answer": ("loss", "exact"),
-    "image": ("loss", "accuracy", "macro_f1"),
-}
 MAX_THREADS = 1024  # with very many the process dies without a message
 MAX_SEED = 2**32 - 1  # so that the seed of each step is one that PyTorch and NumPy take
 # What the numbers of [train] may be: names of keys, which values are allowed, and the same in words
@@ -86,7 +76,7 @@ class TrainPlan:
 
     # Validation
     validate_every: int | None = None  # steps; None: about twenty times in all
-    metric: Measure | None = None  # what the best checkpoint is chosen by; None: by the task
+    metric: str | None = None  # what the best checkpoint is chosen by; None: by the task
     patience: int | None = None  # validations without progress before stopping; None: never
     keep_best: int = 1  # checkpoints to keep by the metric
     ema: float = 0.0  # decay of the averaged weights; 0: none
@@ -140,14 +130,4 @@ class GeneratePlan:
             ("length_penalty",),
             lambda value: -20 <= value <= 20,
             "must lie in [-20, 20]: it is an exponent, 1 takes the mean",
-        )
-
-
-def check_metric(metric: Measure | None, task: Task) -> None:
-    """Raise if the metric is not measured for the task."""
-    allowed = METRICS.get(task, ("loss",))
-    if metric is not None and metric not in allowed:
-        raise ConfigError(
-            f"train.metric {metric} is not measured for task {task}: "
-            f"choose {' or '.join(allowed)}, or leave it out"
         )

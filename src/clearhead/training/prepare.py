@@ -10,28 +10,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from clearhead.api import Model, load
+from clearhead.batches.batch import Batches
 from clearhead.batches.even import EvenRows
-from clearhead.batches.make import Batches
-from clearhead.bundle import Model, load
 from clearhead.costs import cost
 from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, TrainingError
+from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.model.heads import LanguageHead
 from clearhead.presets import PRESETS
+from clearhead.tasks.corpus import open_examples
+from clearhead.tasks.spec import ENCODER, TaskSpec
+from clearhead.tasks.table import task_named
 from clearhead.training.averaging import Ema
 from clearhead.training.build import base_of, build
-from clearhead.training.data import encode_batches, find_tokenizer, open_examples
+from clearhead.training.data import encode_batches, find_tokenizer
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.folder import CACHE
 from clearhead.training.loop import TrainingRun
 from clearhead.training.lora import add_lora
-from clearhead.training.machine import join_projections, narrow, pays, quick_attention, recompute, suit_narrow
+from clearhead.training.machine import narrow, pays, quick_attention
 from clearhead.training.optim import make_optimizer
-from clearhead.training.plan import TrainPlan, check_metric
+from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import best_device, choose_precision
 from clearhead.training.recipe import BASE, Recipe, read_recipe
 from clearhead.training.samples import sampler
@@ -40,23 +44,23 @@ from clearhead.training.state import load_checkpoint, restore_optimizer
 from clearhead.typed import plain
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
-METRIC = {"classify": "accuracy", "image": "accuracy", "tag": "span_f1", "answer": "exact"}  # else the loss
 
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
-    corpus, task = open_examples(recipe.data)
-    check_metric(recipe.train.metric, task)
-    for line in corpus.said:
+    corpus, name = open_examples(recipe.data)
+    task = task_named(name)
+    task.check_metric(recipe.train.metric)
+    for line in corpus.notes:
         on_event(Note(line))
     base = base_of(recipe)
     tokenizer, special = find_tokenizer(recipe, task, corpus, base, on_event)
     device = best_device(recipe.train.device)
     image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
-    loaded = build(recipe, task, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
-    recipe = recipe.replace("data", task=task)
+    loaded = build(recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
+    recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event)
-    if base is None and task in ("classify", "tag", "answer"):
+    if base is None and task.usual is ENCODER and task.head != "mlm":
         on_event(
             Note("training starts from random weights: set model.base=DIR to start from a trained model")
         )
@@ -74,7 +78,8 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
 def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint."""
     recipe = read_recipe(folder / RECIPE)
-    corpus, task = open_examples(recipe.data)
+    corpus, name = open_examples(recipe.data)
+    task = task_named(name)
     fingerprint = folder / FINGERPRINT
     if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
         raise TrainingError(
@@ -120,7 +125,7 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _assemble(
     recipe: Recipe,
-    task: Task,
+    task: TaskSpec,
     corpus: Corpus,
     loaded: Model,
     batches: tuple[Batches, Batches],
@@ -143,7 +148,11 @@ def _assemble(
     join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    flops = cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
+    flops = (
+        cost(loaded.config, length=loaded.max_length).flops.training_per_token
+        if task.tokens is not None
+        else 0.0
+    )
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -217,7 +226,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def settled(
-    recipe: Recipe, task: Task, labels: tuple[str, ...], loaded: Model, train: Batches, precision: str
+    recipe: Recipe, task: TaskSpec, labels: tuple[str, ...], loaded: Model, train: Batches, precision: str
 ) -> Recipe:
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
     plan = recipe.train
@@ -229,7 +238,7 @@ def settled(
         epochs=None,
         validate_every=every,
         save_every=plan.save_every or every,
-        metric=plan.metric or _metric(task, labels),
+        metric=plan.metric or task.default_metric(labels),
         warmup=_warmup(plan, steps),
         precision=precision,
     )
@@ -262,17 +271,10 @@ def _warmup(plan: TrainPlan, steps: int) -> int:
     return warmup
 
 
-def _metric(task: Task, labels: tuple[str, ...]) -> str:
-    """Return the metric of a task; tags without B- and I- have no spans."""
-    if task == "tag" and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels):
-        return "accuracy"
-    return METRIC.get(task, "loss")
-
-
-def without_effect(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> Iterator[str]:
+def without_effect(recipe: Recipe, task: TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
     """Yield a sentence for each setting that the data, the model or its base overrides."""
     longest, asked = loaded.max_length, recipe.data.max_length
-    if asked is not None and asked > longest and task != "image":
+    if asked is not None and asked > longest and task.tokens is not None:
         yield (
             f"rows have {longest} tokens at most: the model takes no more, "
             f"and data.max_length is {asked}; set model.max_positions"

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.files import write_text
+from clearhead.tasks.corpus import open_examples
+from clearhead.tasks.table import TASKS, shape_of
 from clearhead.training.averaging import average
-from clearhead.training.data import open_examples
 from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started
 from clearhead.training.folder import PRETRAIN, new_folder, resumable
 from clearhead.training.log import open_log
 from clearhead.training.loop import TrainingRun, averaged_steps, learn, save
-from clearhead.training.plan import check_metric
 from clearhead.training.prepare import prepare, restore, run_name, with_absolute_paths
 from clearhead.training.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, newest
@@ -67,6 +67,7 @@ def train(
             )
         return _resume(Path(resume), on_event, stop)
     plan = read_recipe(recipe, settings)
+    shape_of(plan.data.task)  # refuses a task that does not exist
     paths = [data] if isinstance(data, str | Path) else list(data)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
@@ -105,9 +106,10 @@ def _pretrain(
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
     _, task = open_examples(recipe.data)
-    if task not in ("classify", "tag"):
-        raise InputError(f"train.pretrain is for classify and tag, and this is {task}: set it to 0")
-    check_metric(recipe.train.metric, task)
+    if not TASKS[task].pretrain:
+        fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
+        raise InputError(f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    TASKS[task].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
     later = {"pretrain": 0, "metric": None, "patience": None, "average": 0}  # are of the second stage
@@ -145,7 +147,7 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
 
         size = sum(parameter.numel() for parameter in parameters)
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        tell(Started(run.folder, run.task, size, trainable, run.steps, state.step, str(run.device)))
+        tell(Started(run.folder, run.task.name, size, trainable, run.steps, state.step, str(run.device)))
         reason = learn(run, tell, stop)
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
 from clearhead.inside.heads.rows import View, repeated_rows, rows, views

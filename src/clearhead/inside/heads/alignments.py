@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.files import missing, read_lines
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
@@ -173,12 +173,12 @@ def agreement(m: Model | Transformer, examples: Iterable[Aligned]) -> Agreement:
 def _read(m: Model, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
     """The inputs, the tokens of the first text and of the second."""
     if example.target is None:
-        target = list(m._start()) if m.config.family == "encoder-decoder" else None
+        target = list(m.start_ids) if m.config.family == "encoder-decoder" else None
         prepared = prepare(m, example.text, target=target)
         tokens = prepared.source_tokens or prepared.tokens
         return prepared, tokens, tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
-    start = m._start()
+    start = m.start_ids
     kept = [place for place, token in enumerate(encoding.ids) if token not in m.stops and token not in start]
     ids = [*start, *(encoding.ids[place] for place in kept)][: m.config.max_positions]
     prepared = prepare(m, example.text, target=ids)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import Prepared, Tokens, prepare
@@ -60,7 +60,7 @@ def _allowed(m: Model, kind: str, layer: int, queries: int, keys: int) -> Tensor
     """[T, S], True where a query may look."""
     if kind == "cross":
         return torch.ones(queries, keys, dtype=torch.bool)
-    plan = m.config.encoder if kind == "encoder" else m.model.main.plan
+    plan = m.config.encoder if kind == "encoder" else m.model.main.spec
     assert plan is not None
     tokens = tokens_from(1, keys, torch.device("cpu"))
     mask, causal = compose(tokens, tokens, causal=plan.causal, window=plan.windows[layer])
@@ -74,7 +74,7 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
         given = [given]
     if given is not None and not len(given):
         raise InputError("there is no text to look at: give at least one")
-    first = m.config.encoder if m.config.family == "encoder-decoder" else m.model.main.plan
+    first = m.config.encoder if m.config.family == "encoder-decoder" else m.model.main.spec
     assert first is not None
     if given is not None or first.input not in ("tokens", "patches"):
         return [_marked(prepare(m, one)) for one in (given or [""])]
@@ -93,7 +93,7 @@ def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
     """Ids for either stack; the decoder of two reads its beginning and then `target`."""
     if m.config.family != "encoder-decoder":
         return prepare(m, ids)
-    written = [token % m.config.vocab_size for token in [*m._start(), *target]]
+    written = [token % m.config.vocab_size for token in [*m.start_ids, *target]]
     return prepare(m, ids, target=written[: m.config.max_positions])
 
 
@@ -120,7 +120,7 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a look back at
     a fixed distance nor one at a fixed place finds what it is after. Empty where the model has no room for them.
     """
-    plan = m.model.main.plan
+    plan = m.model.main.spec
     if plan.input != "tokens" or (m.config.encoder is not None and m.config.encoder.input != "tokens"):
         return []
     before, after = _frame(m)
@@ -130,8 +130,8 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     longest = min(LONGEST, (m.max_length - len(before) - len(after)) // 2, len(pool))
     starts = {"self": len(before)}
     if m.config.family == "encoder-decoder":
-        starts = {"encoder": len(before), "self": len(m._start())}
-        longest = min(longest, (m.config.max_positions - len(m._start())) // 2)
+        starts = {"encoder": len(before), "self": len(m.start_ids)}
+        longest = min(longest, (m.config.max_positions - len(m.start_ids)) // 2)
     if longest < SHORTEST:
         return []
     draw = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.treebank import Sentence
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
@@ -120,7 +120,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
     if isinstance(m, Transformer):
         raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if m.model.main.plan.input != "tokens" or (
+    if m.model.main.spec.input != "tokens" or (
         m.config.encoder is not None and m.config.encoder.input != "tokens"
     ):
         raise InputError("syntax needs a model that reads text, and this one reads images or vectors")
@@ -200,7 +200,7 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     ids, mask = ids.to(device), mask.to(device)
     with record(m.model, *names) as seen, evaluating(m.model):
         if kind == "encoder":
-            begin = torch.tensor([m._start()[:1]] * len(batch), device=device)
+            begin = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
             m.model(begin, source=ids, source_mask=mask, logits="none")
         else:
             m.model(ids, mask, logits="none")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.inside.memories.neurons import stack_of
 from clearhead.inside.memories.passages import NOTE, NOTHING, Batch
 from clearhead.model.experts import Experts

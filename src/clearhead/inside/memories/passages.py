@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
@@ -144,7 +144,7 @@ def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
         source, target = given if isinstance(given, tuple) else (given, None)
         if len(source):
             yield _pair(m, number, source, target)
-    elif m.model.main.plan.input != "tokens":
+    elif m.model.main.spec.input != "tokens":
         prepared = prepare(m, given)
         yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
     elif isinstance(given, tuple):
@@ -163,7 +163,7 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
         for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
-    ids = m._prompt(given) if len(given) else []
+    ids = m.prompt_ids(given) if len(given) else []
     for start in range(0, len(ids), length):
         stretch = ids[start : start + length]
         following = (

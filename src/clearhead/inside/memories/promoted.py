@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.memories.neurons import feedforward
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
-from clearhead.model.transformer import Stack
-from clearhead.tasks.run import names_of
+from clearhead.model.stack import Stack
 from clearhead.tokens.labels import label
 
 NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
@@ -44,7 +43,7 @@ def readout(m: Model) -> Readout:
         bent = "; the bend in its head is taken as straight" if head.activation is not None else ""
         return Readout(_plain(head.out.weight), (), f"scores leave out what norms divide by{bent}")
     if isinstance(head, TokenHead):
-        names = ("answer begins", "answer ends") if config.head == "span" else names_of(m)
+        names = ("answer begins", "answer ends") if config.head == "span" else m.class_names
         return Readout(_plain(head.out.weight), names, "scores leave out what norms divide by")
     if isinstance(head, ClassifierHead):
         if head.pooler is not None:
@@ -57,7 +56,7 @@ def readout(m: Model) -> Readout:
         ]
         return Readout(
             _plain(head.out.weight),
-            names_of(m),
+            m.class_names,
             f"scores leave out what norms divide by; classes are read from {where}",
         )
     raise InputError(

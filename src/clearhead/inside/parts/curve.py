@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.names import Head, all_heads
 from clearhead.inside.parts.ablate import HeadMap, OnProgress, ablate_each, ablating, opened

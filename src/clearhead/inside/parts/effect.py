@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.parts.ablate import (
@@ -135,11 +135,11 @@ def _position(prepared: Prepared, position: int | None) -> int:
 
 def _logits(prepared: Prepared, position: int | None) -> Tensor:
     """Scores at one token, or of the whole text: [C], on the CPU."""
-    logits = prepared.run().logits[0]
+    logits = prepared.run().required_logits[0]
     return (logits if position is None else logits[position]).float().cpu()
 
 
 def _label(m: Model, number: int) -> str:
     if m.config.head in ("lm", "mlm"):
         return label(m.tokenizer, number)
-    return m.labels[number] if m.labels else f"LABEL_{number}"
+    return m.class_names[number]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
@@ -137,7 +137,7 @@ def vectors_of(
 
 def _row(m: Model, item: Item, stack: str) -> Row:
     """The tokens of one item."""
-    patches = m.model.main.plan.input == "patches"
+    patches = m.model.main.spec.input == "patches"
     if patches != (item.image is not None):
         raise InputError(
             f"this model reads {'images' if patches else 'text'}, and the data holds {'text' if patches else 'images'}"
@@ -150,7 +150,7 @@ def _row(m: Model, item: Item, stack: str) -> Row:
         row = Row(words.ids, words.words, words.types)
         special = words.special
     else:
-        start = m._start() if m.config.family == "encoder-decoder" else None
+        start = m.start_ids if m.config.family == "encoder-decoder" else None
         prepared = prepare(m, item.text, target=start, pair=item.pair)
         tokens_read = prepared.source_tokens or prepared.tokens
         types = () if prepared.types is None else tuple(prepared.types[0].tolist())
@@ -160,7 +160,7 @@ def _row(m: Model, item: Item, stack: str) -> Row:
 
 def _written(m: Model, row: Row, special: Sequence[bool]) -> Row:
     """The same text as the decoder of two stacks reads it: after its beginning, without the special tokens."""
-    start = m._start()
+    start = m.start_ids
     own = [place for place, mark in enumerate(special) if not mark][: m.max_length - len(start)]
     moved = {place: number for number, place in enumerate(own, len(start))}
     places = tuple(tuple(moved[place] for place in places if place in moved) for places in row.places)
@@ -196,7 +196,7 @@ def _recorded(m: Model, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -
         main, given["mask"] = _padded([row.ids for row in rows], pad, device)
         if feeds:
             given |= {"source": main, "source_mask": given.pop("mask")}
-            main = torch.tensor([m._start()] * len(rows), device=device)
+            main = torch.tensor([m.start_ids] * len(rows), device=device)
         elif rows[0].source:
             given["source"], given["source_mask"] = _padded([row.source for row in rows], pad, device)
         if m.config.n_types > 1 and rows[0].types and "source" not in given:

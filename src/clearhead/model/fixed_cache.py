@@ -1,0 +1,146 @@
+"""The fixed-size form of the cache: buffers that never move, for steps that are compiled or recorded.
+
+Shapes: B batch, K key/value heads, T new tokens, S slots, E head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.config import ModelConfig
+from clearhead.errors import InputError
+from clearhead.model.cache import Cache, GrowingKeys, LayerKeys
+from clearhead.model.masks import Slots, Tokens, empty_slots
+
+
+class FixedCache(Cache):
+    """Buffers for `capacity` tokens whose addresses and shapes never change, written at a cursor."""
+
+    tokens: Slots
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        source: int = 0,
+    ) -> None:
+        """Allocate the buffers; `source` reserves as many slots for the source that `adopt` brings."""
+        super().__init__(capacity)
+        spec = config.decoder
+        if spec is None:
+            raise InputError("a model without a decoder has nothing to cache: call it without cache")
+        self.capacity = capacity
+        # A tensor, so that a compiled or recorded step moves it.
+        self.cursor = torch.zeros((), dtype=torch.long, device=device)
+        self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
+        self.tokens = empty_slots(batch, capacity, device)
+
+        def room(attention: str, slots: int) -> tuple[Tensor, Tensor]:
+            shape = (batch, spec.kv_heads_of(attention), slots)
+            k = torch.zeros(*shape, spec.d_head, dtype=dtype, device=device)
+            return k, torch.zeros(*shape, spec.d_value, dtype=dtype, device=device)
+
+        for layer in range(spec.n_layers):
+            block = f"{spec.prefix}blocks.{layer}"
+            self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
+            if source and spec.cross:
+                self.cross_layer(layer).update(*room(f"{block}.cross", source))
+        if source and spec.cross:
+            count = torch.arange(source, device=device)[None]
+            real = torch.zeros(batch, source, dtype=torch.bool, device=device)
+            self.source = Tokens(count, count, real, None, plain=False)
+
+    def adopt(self, cache: Cache) -> None:
+        """Copy a growing cache into the first rows of this one; the other rows stay empty."""
+        tokens, rows, filled = cache.tokens, cache.rows, cache.length
+        if tokens is None or rows is None:
+            raise InputError("the cache to adopt is empty: run the model with it first")
+        self.tokens.real.zero_()
+        self.tokens.real[:rows, :filled] = tokens.real_mask()
+        self.tokens.order[:rows, :filled] = tokens.order
+        self.tokens.positions[:rows, :filled] = tokens.positions
+        for layer, mine in self.layers.items():
+            theirs = cache.layers[layer]
+            if not isinstance(theirs, GrowingKeys):
+                raise InputError("a window cache has forgotten what a fixed cache keeps: adopt a Cache()")
+            for buffer, given in zip(mine.read(), theirs.read()):
+                buffer[:rows, :, :filled] = given[:, :, :filled]
+        if cache.source is not None:
+            if self.source is None or self.source.real is None:
+                raise InputError("this fixed cache has no room for a source: make it with source=its length")
+            length = cache.source.length
+            self.source.real.zero_()
+            self.source.real[:rows, :length] = cache.source.real_mask()
+            for layer, crossed in self.cross.items():
+                for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+                    buffer[:rows, :, :length] = given
+        self.cursor.fill_(filled)
+        self.length = filled
+
+    def begin(self, tokens: Tokens) -> None:
+        """Write order, positions, padding and documents of the new tokens into the buffers."""
+        self.packed = self.packed or tokens.documents is not None
+        if not torch.compiler.is_compiling() and self.length + tokens.length > self.capacity:
+            raise InputError(
+                f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given "
+                f"{tokens.length} more: make a larger one"
+            )
+        self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
+        new = (tokens.order, tokens.positions, tokens.real_mask(), tokens.document_ids())
+        for buffer, values in zip(self.tokens.tensors(), new):
+            buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
+
+    def visible(self, window: int | None) -> Tokens:
+        """Return every slot; those not yet filled are not real."""
+        return self.tokens
+
+    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+        """Pad a bias over all tokens so far with 0 for the slots not yet filled."""
+        return nnf.pad(bias, (0, self.capacity - bias.shape[-1]))
+
+    def advance(self) -> None:
+        """Move the cursor past the new tokens."""
+        self.cursor.add_(self.index.shape[0])
+        if not torch.compiler.is_compiling():
+            self.length += self.index.shape[0]
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` slots."""
+        self._check_crop(length)
+        self.tokens.real[:, length:] = False
+        self.cursor.fill_(length)
+        self.length, self.packed = length, self.packed and length > 0
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer, in place; the number of rows must stay."""
+        slots = self.tokens
+        for buffer in slots.tensors():
+            buffer.copy_(buffer[rows])
+        super().reorder(rows, cross)
+        self.tokens = slots  # the buffers, not the copies that a growing cache makes
+
+
+class FixedKeys(LayerKeys):
+    """Keys in a buffer that is never replaced."""
+
+    k: Tensor
+    v: Tensor
+
+    def __init__(self, cache: FixedCache, k: Tensor, v: Tensor) -> None:
+        self.cache, self.k, self.v = cache, k, v
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write at the cursor; return the whole buffers."""
+        self.k.index_copy_(2, self.cache.index, k.detach().to(self.k.dtype))
+        self.v.index_copy_(2, self.cache.index, v.detach().to(self.v.dtype))
+        return self.k, self.v
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`, in place."""
+        self.k.copy_(self.k[rows])
+        self.v.copy_(self.v[rows])
