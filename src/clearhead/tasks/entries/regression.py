@@ -7,6 +7,7 @@ classes, the task is never guessed: ask for it with `data.task=regress`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,19 +93,10 @@ def _predicted(loaded: Model, row: Rated, plan: GeneratePlan, seed: int) -> str:
     return f"{row.text} -> {number:.4g}  ({row.label})"
 
 
-def _moments(predicted: Answers, wanted: Answers) -> Counts:
-    """Return of each example what Pearson's correlation is made of: 1, x, y, x², y², x · y."""
-    return _products(np.array([predicted, wanted], dtype=np.float64)[..., 0])
-
-
-def _rank_moments(predicted: Answers, wanted: Answers) -> Counts:
-    """Return the same of the ranks of the numbers, for Spearman's correlation."""
+def _moments(predicted: Answers, wanted: Answers, ranked: bool = False) -> Counts:
+    """Return of each example what a correlation is made of: 1, x, y, x², y², x · y, of numbers or ranks."""
     pairs = np.array([predicted, wanted], dtype=np.float64)[..., 0]  # 2 N
-    return _products(np.stack([_ranks(side) for side in pairs]))
-
-
-def _products(pairs: NDArray[np.float64]) -> Counts:
-    x, y = pairs
+    x, y = (_ranks(side) if ranked else side for side in pairs)
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
 
 
@@ -123,7 +115,7 @@ def _correlation(sums: Counts) -> float:
 
 CORRELATIONS = {
     "pearson": Metric(_moments, _correlation),
-    "spearman": Metric(_rank_moments, _correlation),
+    "spearman": Metric(functools.partial(_moments, ranked=True), _correlation),
 }
 
 
