@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 from clearhead.commands.common import Folder, Json, show_result
 
 if TYPE_CHECKING:
-    from clearhead.inside.attention import AttentionMaps, Axis, HeadMap
+    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
 
 LINKS = 3  # tokens named per place in a table of rollout
 
@@ -129,7 +129,7 @@ def _files(
 
 
 def _show(
-    console: Any, maps: AttentionMaps, shown: list[HeadMap], rollout: bool, files: dict[str, str]
+    console: Any, maps: AttentionMaps, shown: list[HeadPattern], rollout: bool, files: dict[str, str]
 ) -> None:
     if "plot" not in files:
         console.print(_rollout_table(maps) if rollout else _table(shown))
@@ -142,7 +142,7 @@ def _show(
         console.print(f"saved {name}", highlight=False, markup=False)
 
 
-def _table(shown: list[HeadMap]) -> Any:
+def _table(shown: list[HeadPattern]) -> Any:
     """A row per head."""
     from rich.table import Table
     from rich.text import Text

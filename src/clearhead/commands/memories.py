@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clearhead.bundle import Model
-    from clearhead.inside.memories import Found, Memories, Memory
+    from clearhead.inside.memories import Found, Memories, Neuron
     from clearhead.inside.memories.passages import Given
 
 SIDE = 24  # letters of a context on each side
@@ -143,7 +143,7 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
             yield row.text
 
 
-def _show(console: Any, listed: list[Memory], found: Memories, whole: bool) -> None:
+def _show(console: Any, listed: list[Neuron], found: Memories, whole: bool) -> None:
     """A list of neurons; those that were asked for by name, whole."""
     for memory in listed if whole else ():
         console.print(_neuron_table(memory))
@@ -152,7 +152,7 @@ def _show(console: Any, listed: list[Memory], found: Memories, whole: bool) -> N
     _show_note(console, found)
 
 
-def _list_table(listed: list[Memory]) -> Table:
+def _list_table(listed: list[Neuron]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -173,7 +173,7 @@ def _list_table(listed: list[Memory]) -> Table:
     return table
 
 
-def _neuron_table(memory: Memory) -> Table:
+def _neuron_table(memory: Neuron) -> Table:
     from rich.table import Table
     from rich.text import Text
 

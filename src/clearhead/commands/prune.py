@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clearhead.bundle import Model
-    from clearhead.inside.parts.ablate import Ablation, HeadMap
+    from clearhead.inside.parts.ablate import Ablation, HeadTable
     from clearhead.inside.parts.curve import PruneCurve
     from clearhead.inside.parts.effect import Effect
     from clearhead.inside.parts.examples import Examples
@@ -275,7 +275,7 @@ def _opened(m: Model, data: tuple[str, ...], most: int | None, settings: tuple[s
     from clearhead.inside.parts.examples import examples_from
 
     found = examples_from(m, data, data_plan(m.folder, data, settings=settings), most=most)
-    for line in found.said:
+    for line in found.notes:
         print(line, file=sys.stderr)
     return found
 
@@ -351,7 +351,7 @@ def _effect_table(found: Effect) -> Table:
     return table
 
 
-def _map_table(found: HeadMap, title: str) -> Table:
+def _map_table(found: HeadTable, title: str) -> Table:
     table = _table(title, "layer", *(f"head {number}" for number in range(found.values.shape[1])))
     for name, row in zip(found.rows, found.values):
         table.add_row(name, *("" if value != value else f"{value:+.4f}" for value in row))

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.bundle import Model
-from clearhead.data.treebank import Sentence, locate
+from clearhead.data.treebank import Sentence, Span, locate
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
+from clearhead.inside.inputs import InputTokens
 from clearhead.tokens.labels import labels
 
-Span = tuple[int, int]
 UNLIMITED = 1 << 30
 
 
@@ -35,14 +35,14 @@ class WordTokens:
     ids: tuple[int, ...]  # T of them, special tokens included, as the model reads the text
     words: tuple[
         tuple[int, ...], ...
-    ]  # W of them: the positions of each word's tokens; none for a word cut off or not spelled
+    ]  # W: the positions of each word's tokens; none for a word cut off or not spelled
     spans: tuple[Span, ...]  # T: characters of the text behind each token; (0, 0): none
     special: tuple[bool, ...]  # T: put there by the tokenizer, not by the text
     types: tuple[int, ...]  # T: segments
     labels: tuple[str, ...]  # T: tokens as people read them
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """`sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
+        """Return `sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
         sum_of, mean_of = word_matrices([self.words], len(self.ids))
         return sum_of[0], mean_of[0]
 
@@ -54,7 +54,7 @@ def align(
     spans: Sequence[Span] | None = None,
     max_length: int | None = None,
 ) -> WordTokens:
-    """The tokens of each word of a sentence.
+    """Return the tokens of each word of a sentence.
 
     Args:
         m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends it.
@@ -77,31 +77,21 @@ def align(
     tokenizer = m.text_tokenizer if isinstance(m, Model) else m
     room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
     encoding = framed(tokenizer, room, text)
-    ids = list(encoding.ids)
-    if (
-        isinstance(m, Model)
-        and m.config.family == "decoder"
-        and len(ids) > 1
-        and ids[-1] in m.stops
-        and encoding.special_tokens_mask[-1]
-    ):
-        ids = ids[:-1]
-    kept = len(ids)
-    token_spans: tuple[Span, ...] = tuple(encoding.offsets[:kept])
-    special = tuple(bool(mark) for mark in encoding.special_tokens_mask[:kept])
-    behind = [(0, 0) if mark else span for span, mark in zip(token_spans, special)]
+    ids, special = list(encoding.ids), list(map(bool, encoding.special_tokens_mask))
+    goes_on = isinstance(m, Model) and m.config.family == "decoder" and ids[-1:] and ids[-1] in m.stops
+    if goes_on and len(ids) > 1 and special[-1]:
+        ids, special = ids[:-1], special[:-1]
+    read = InputTokens(
+        labels(tokenizer, ids), tuple(ids), tuple(encoding.offsets[: len(ids)]), text, tuple(special)
+    )
+    types = tuple(encoding.type_ids[: len(ids)])
     return WordTokens(
-        tuple(ids),
-        positions(spans, behind),
-        token_spans,
-        special,
-        tuple(encoding.type_ids[:kept]),
-        labels(tokenizer, ids),
+        read.ids, positions(spans, read.text_spans), read.spans, read.special, types, read.labels
     )
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
-    """For each stretch of characters in `words`, the positions of the tokens that overlap it. A token of no characters overlaps none."""
+    """Return the positions of the tokens that overlap each stretch of characters; a token of no characters overlaps none."""
     return tuple(
         tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
         for start, end in words
@@ -109,7 +99,7 @@ def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int,
 
 
 def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """For rows of words, each word its token positions: `sum_of` [B, T, W] of ones, and `mean_of` [B, W, T] whose rows sum to 1.
+    """Return `sum_of` [B, T, W] of ones and `mean_of` [B, W, T], whose rows sum to 1, for rows of words by token positions.
 
     Words that rows of a batch do not have, and words without tokens, are zeros.
     """
@@ -123,8 +113,9 @@ def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple
 
 
 def word_attention(pattern: Tensor, sum_of: Tensor, mean_of: Tensor) -> Tensor:
-    """Attention between words: to a word, the sum over its tokens; from a word, the mean over its tokens (Clark et al. 2019).
+    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al. 2019).
 
-    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look -> [..., W, W].
+    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look
+    -> [..., W, W].
     """
     return mean_of @ pattern @ sum_of

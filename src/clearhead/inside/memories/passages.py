@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.inputs import Prepared, grouped, prepare
 
 Given = str | Sequence[int] | tuple[str, str] | Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -51,17 +51,16 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PassageBatch:
     """Passages side by side."""
 
-    passages: tuple[Passage, ...]
+    passages: list[Passage]
     pad: int
 
     @property
     def main(self) -> Tensor:
         """Ids [B, T], or pixels [B, C, H, W]."""
-        rows = [passage.prepared.main[0] for passage in self.passages]
-        return filled_up(rows, self.pad) if rows[0].ndim == 1 else torch.stack(rows)
+        return self._padded([passage.prepared.main[0] for passage in self.passages])
 
     @property
     def given(self) -> dict[str, Any]:
@@ -69,29 +68,25 @@ class Batch:
         first = self.passages[0].prepared
         if first.main.ndim != 2:
             return {}
-        more: dict[str, Any] = {"mask": self.real("").to(first.main.device)}
+        more = {"mask": self.real("").to(first.main.device)}
         sources = [
             passage.prepared.source[0] for passage in self.passages if passage.prepared.source is not None
         ]
         if sources:
-            more |= {
-                "source": filled_up(sources, self.pad),
-                "source_mask": self.real("encoder.").to(first.main.device),
-            }
+            more["source"] = self._padded(sources)
+            more["source_mask"] = self.real("encoder.").to(first.main.device)
         return more
 
+    def _padded(self, rows: list[Tensor]) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=self.pad)
+
     def real(self, stack: str) -> Tensor:
-        """Which tokens of a stack are no padding: [B, T]."""
-        return filled_up(
-            [
-                torch.ones(len(passage.prepared.tokens_of(stack)), dtype=torch.bool)
-                for passage in self.passages
-            ],
-            0,
-        )
+        """Return which tokens of a stack are not padding: [B, T]."""
+        rows = [torch.ones(len(passage.prepared.tokens_of(stack))) for passage in self.passages]
+        return pad_sequence(rows, batch_first=True).bool()
 
     def places(self, stack: str) -> Tensor:
-        """A note on each real token, row by row: [N, NOTE]."""
+        """Return a note on each real token, row by row: [N, NOTE]."""
         return torch.cat([self._notes(passage, stack) for passage in self.passages])
 
     def _notes(self, passage: Passage, stack: str) -> Tensor:
@@ -100,43 +95,38 @@ class Batch:
         around = nnf.pad(ids, (AROUND, AROUND), value=NOTHING).unfold(0, WINDOW, 1)  # T W
         answers = torch.tensor(passage.answers if stack == "" else [NOTHING] * len(tokens))
         where = passage.start + torch.arange(len(tokens))
-        return torch.cat(
-            [around, torch.stack([answers, torch.full_like(where, passage.number), where], 1)], 1
-        ).int()
+        about = torch.stack([answers, torch.full_like(where, passage.number), where], 1)
+        return torch.cat([around, about], 1).int()
 
 
-def filled_up(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Rows of unequal length, filled up on the right: [B, T]."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[Batch]:
-    """The passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
+def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[PassageBatch]:
+    """Yield the passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
 
     Args:
         m: the model.
         texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
         limit: tokens, padding not counted, after which no further passage is read.
     """
-    waiting: list[Passage] = []
-    longest = read = 0
-    for passage in passages(m, texts):
-        if waiting and (len(waiting) + 1) * max(longest, passage.size) > BATCH:
-            yield Batch(tuple(waiting), m.special.get("pad", 0))
-            waiting, longest = [], 0
-        waiting.append(passage)
-        longest, read = max(longest, passage.size), read + passage.size
-        if limit is not None and read >= limit:
-            break
-    if waiting:
-        yield Batch(tuple(waiting), m.special.get("pad", 0))
+    read = 0
+
+    def counted() -> Iterator[Passage]:
+        nonlocal read
+        for passage in passages(m, texts):
+            read += passage.size
+            yield passage
+            if limit is not None and read >= limit:
+                return
+
+    for group in grouped(counted(), lambda passage: passage.size, BATCH):
+        yield PassageBatch(group, m.special.get("pad", 0))
     if not read:
         raise InputError("the corpus is empty: give at least one text with a token in it")
 
 
 def passages(m: Model, texts: Iterable[Given]) -> Iterator[Passage]:
-    """The stretches of each text that the model reads at once; texts without a token are left out."""
-    return chain.from_iterable(_passages(m, number, given) for number, given in enumerate(texts))
+    """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
+    for number, given in enumerate(texts):
+        yield from _passages(m, number, given)
 
 
 def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
@@ -157,25 +147,21 @@ def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
 
 
 def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Where each stretch begins, its ids, and the answer at each."""
+    """Yield where each stretch begins, its ids, and the answer at each."""
     length = min(m.max_length, LONGEST)
-    if m.config.family == "encoder" and isinstance(given, str):
+    masked = m.config.family == "encoder"
+    if masked and isinstance(given, str):
         for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
     ids = m._prompt(given) if len(given) else []
+    answers = ids if masked else [*ids[1:], NOTHING]
     for start in range(0, len(ids), length):
-        stretch = ids[start : start + length]
-        following = (
-            stretch
-            if m.config.family == "encoder"
-            else [*ids[start + 1 : start + length + 1], NOTHING][: len(stretch)]
-        )
-        yield start, stretch, following
+        yield start, ids[start : start + length], answers[start : start + length]
 
 
 def _pair(m: Model, number: int, source: Any, target: Any) -> Passage:
-    """Source and target; after its last token, the target ends."""
+    """Return source and target; after its last token, the target ends."""
     prepared = prepare(m, source, target)
     if len(prepared.tokens) > m.max_length:
         prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])

@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clearhead.bundle import Model
 from clearhead.errors import InputError
-from clearhead.inside.names import Head, all_heads
-from clearhead.inside.parts.ablate import HeadMap, OnProgress, ablate_each, ablating, opened
-from clearhead.inside.parts.examples import Data, Examples, judge
+from clearhead.inside.inputs import AnyModel
+from clearhead.inside.names import HeadName, all_heads
+from clearhead.inside.parts.ablate import HeadTable, OnProgress, ablate_each, ablating, opened
+from clearhead.inside.parts.examples import Data, judge
 from clearhead.inside.parts.importance import importance
 from clearhead.inside.parts.prune import Unit, ordered
-from clearhead.model.transformer import Transformer
+from clearhead.inside.results import Result
 
 By = Literal["importance", "ablation", "random"]
 WAYS = ("importance", "ablation", "random")
 
 
 @dataclass(frozen=True)
-class PruneCurve:
+class PruneCurve(Result):
     """Loss and accuracy after so many heads are gone."""
 
     by: By
@@ -34,35 +34,29 @@ class PruneCurve:
     accuracy: tuple[float, ...]
     order: tuple[str, ...]  # names of the heads, first gone first
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        lists = {name: list(getattr(self, name)) for name in ("removed", "loss", "accuracy", "order")}
-        return {"by": self.by, "heads": self.heads, **lists}
-
 
 def scores(
-    m: Model | Transformer,
+    m: AnyModel,
     data: Data,
     by: By = "importance",
     seed: int = 0,
     on_progress: OnProgress = lambda stage, done, total: None,
     **options: Any,
-) -> HeadMap:
-    """How much each head counts: by gradient, by what the loss rises without it, or drawn at random."""
+) -> HeadTable:
+    """Return how much each head counts: by gradient, by what the loss rises without it, or drawn at random."""
     if by not in WAYS:
         raise InputError(f'by "{by}" is not known: choose {", ".join(WAYS)}')
     if by == "importance":
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
         return ablate_each(m, data, on_progress=on_progress, **options)
-    config = m.config
-    heads = all_heads(config)
-    drawn = np.random.default_rng(seed).random(len(heads))
-    return HeadMap.of(config, "drawn at random", dict(zip(heads, drawn.tolist())))
+    heads = all_heads(m.config)
+    drawn = np.random.default_rng(seed).random(len(heads)).tolist()
+    return HeadTable.of(m.config, "drawn at random", dict(zip(heads, drawn)))
 
 
 def prune_curve(
-    m: Model | Transformer,
+    m: AnyModel,
     data: Data,
     steps: int | None = None,
     by: By = "importance",
@@ -86,28 +80,28 @@ def prune_curve(
     """
     model, examples = opened(m, data, options)
     ranking = examples if ranked_on is None else opened(m, ranked_on, options)[1]
-    waiting = _ranked(model, ranking, by, seed)
     if steps is not None and steps < 1:
         raise InputError(f"steps {steps} must be 1 or more")
+
+    def ranked() -> list[Unit]:
+        return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))
+
+    waiting, gone = ranked(), list[HeadName]()
     count = len(waiting)
-    points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
-    gone: list[Head] = []
-    removed, losses, rights = [], [], []
-    for done, (start, end) in enumerate(zip([0, *points], points), start=1):
-        for unit in waiting[: end - start]:
-            gone += unit
-        waiting = waiting[end - start :]
+    shares = np.linspace(0, count, min(steps or count, count) + 1)
+    points = sorted({round(share) for share in shares})
+    removed, losses, accuracies = [], [], []
+    for done, end in enumerate(points, start=1):
+        going = end - (count - len(waiting))
+        gone += [head for unit in waiting[:going] for head in unit]
+        waiting = waiting[going:]
         with ablating(model, gone):
             found = judge(model, examples)
             if recompute and by != "random" and waiting:
                 left = set(waiting)
-                waiting = [unit for unit in _ranked(model, ranking, by, seed) if unit in left]
+                waiting = [unit for unit in ranked() if unit in left]
         removed.append(len(gone))
         losses.append(found.loss)
-        rights.append(found.accuracy)
+        accuracies.append(found.accuracy)
         on_progress("heads", done, len(points))
-    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(rights), tuple(map(str, gone)))
-
-
-def _ranked(model: Transformer, examples: Examples, by: By, seed: int) -> list[Unit]:
-    return ordered(model.config, scores(model, examples, by, seed).numbers(model.config))
+    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(accuracies), tuple(map(str, gone)))

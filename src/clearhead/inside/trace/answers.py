@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from clearhead.bundle import Model
-from clearhead.inside.inputs import Tokens
+from clearhead.inside.inputs import InputTokens
 from clearhead.inside.trace.steps import Notebook
 from clearhead.model.dtypes import wide
 from clearhead.tasks.run import names_of
@@ -71,7 +71,7 @@ def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
 
 
 def answer_steps(
-    note: Notebook, m: Model, tokens: Tokens, logits: Tensor, top: int
+    note: Notebook, m: Model, tokens: InputTokens, logits: Tensor, top: int
 ) -> tuple[Prediction, ...]:
     """Logits -> probabilities -> the candidates, as steps and as data."""
     head = m.config.head
@@ -111,7 +111,7 @@ def answer_steps(
     return tuple(made)
 
 
-def _names(m: Model, tokens: Tokens) -> Callable[[int], str]:
+def _names(m: Model, tokens: InputTokens) -> Callable[[int], str]:
     """How an answer is called: a token, a class, or the token at a place."""
     if m.config.head in ("lm", "mlm"):
         return lambda number: label(m.tokenizer, number)

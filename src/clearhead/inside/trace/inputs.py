@@ -16,7 +16,7 @@ from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import to_pixels
-from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.trace.steps import Notebook
 from clearhead.steps import tokens_of
 from clearhead.tokens.labels import labels
@@ -46,7 +46,7 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
             f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
         )
     ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
-    written = Tokens(labels(m.tokenizer, ids), tuple(ids))
+    written = InputTokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, _numbered(m.config, rows))
 
 
@@ -69,15 +69,15 @@ def _numbers(m: Model, given: Any) -> Tensor:
     return rows
 
 
-def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
+def _numbered(config: ModelConfig, rows: Tensor) -> InputTokens:
     """A number for every token that the front makes of the inputs."""
     plan = config.encoder or config.decoder
     assert plan is not None
-    return Tokens(tuple(str(number) for number in range(tokens_of(config, plan, rows.shape[1]))))
+    return InputTokens(tuple(str(number) for number in range(tokens_of(config, plan, rows.shape[1]))))
 
 
 def input_steps(
-    note: Notebook, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
+    note: Notebook, m: Model, inputs: Tensor, tokens: InputTokens, prefix: str, pair: str | None = None
 ) -> None:
     """How what was given became numbers."""
     if inputs.ndim == 4:

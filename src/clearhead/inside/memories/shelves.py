@@ -1,0 +1,169 @@
+"""The neurons of a feed-forward: their names, and the highest activations of each over a corpus, in memory that stays fixed.
+
+A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the stack
+before the head's.
+
+Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from clearhead.bundle import Model
+from clearhead.errors import InputError
+from clearhead.inside.inputs import recorded
+from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
+from clearhead.inside.results import on_cpu
+from clearhead.model.experts import Experts
+from clearhead.model.feedforward import FeedForward
+from clearhead.model.transformer import Stack
+
+_NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
+Place = tuple[str, int, int | None]  # kind, layer and expert of a feed-forward
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The neurons of one feed-forward, or of one expert, with a note on each place that fired them most."""
+
+    kind: str  # self, encoder
+    layer: int
+    expert: int | None
+    units: Tensor  # [N]
+    top: int
+    activations: Tensor = field(init=False)  # [N, K], -inf where there are fewer contexts
+    notes: Tensor = field(init=False)  # [N, K, NOTE], see `passages`
+    written: Tensor | None = None  # [N, D], what each neuron says to the head
+    promoted: tuple[Tensor, ...] | None = None  # [N, P] tokens, scores; suppressed tokens, scores
+    agreement: Tensor | None = None  # [N]
+    chance: Tensor | None = None  # [N]
+
+    def __post_init__(self) -> None:
+        self.activations = torch.full((len(self.units), self.top), -torch.inf)
+        self.notes = torch.full((len(self.units), self.top, NOTE), NOTHING, dtype=torch.int32)
+
+    @property
+    def stack(self) -> str:
+        """The prefix of its activations."""
+        return "encoder." if self.kind == "encoder" else ""
+
+    @property
+    def part(self) -> str:
+        """The feed-forward, as activations are named."""
+        return f"{self.stack}blocks.{self.layer}.feedforward"
+
+    @property
+    def tap(self) -> str:
+        """The activation of its neurons."""
+        return f"{self.part}.post" if self.expert is None else f"{self.part}.experts.{self.expert}.post"
+
+    def name(self, row: int) -> str:
+        """Return the name of one neuron."""
+        parts = [self.kind, self.layer, self.expert, int(self.units[row])]
+        return ".".join(str(part) for part in parts if part not in (None, "self"))
+
+    def take(self, activations: Tensor, notes: Tensor) -> None:
+        """Add activations [T, N] of a batch and a note on each token [T, NOTE]; of equal ones the earlier stays."""
+        values, places = activations.topk(min(self.top, len(activations)), dim=0)  # K N
+        values = values.T.masked_fill(values.T <= 0, -torch.inf)
+        both = torch.cat([self.activations, values], 1)
+        order = both.argsort(dim=1, descending=True, stable=True)[:, : self.top]
+        self.activations = both.gather(1, order)
+        noted = torch.cat([self.notes, notes[places.T]], 1)
+        kept = noted.gather(1, order[:, :, None].expand(-1, -1, NOTE))
+        self.notes = kept.masked_fill(self.activations.isinf()[:, :, None], NOTHING)
+
+
+def read_batch(m: Model, batch: PassageBatch, shelves: Sequence[Shelf]) -> None:
+    """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
+    names = {shelf.tap for shelf in shelves}
+    names |= {f"{shelf.part}.router" for shelf in shelves if shelf.expert is not None}
+    seen = recorded(m.model, sorted(names), batch.main, **batch.given)
+    all_notes = {stack: batch.places(stack) for stack in {shelf.stack for shelf in shelves}}
+    for shelf in shelves:
+        post = on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
+        real, notes = batch.real(shelf.stack).flatten(), all_notes[shelf.stack]
+        if shelf.expert is not None:
+            experts = stack_of(m, shelf.kind).layers()[shelf.layer].feedforward
+            assert isinstance(experts, Experts)
+            chosen = experts.choose(seen[f"{shelf.part}.router"].flatten(0, -2))[1].cpu()
+            here = (chosen == shelf.expert).any(-1)  # an expert gets its tokens in their order
+            real, notes = real[here], notes[here[real]]
+        shelf.take(post[real], notes)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def feedforward(stack: Stack, layer: int, expert: int | None) -> FeedForward:
+    """Return the feed-forward of a layer, or one of its experts."""
+    part = stack.layers()[layer].feedforward
+    found = part.experts[expert] if isinstance(part, Experts) and expert is not None else part
+    assert isinstance(found, FeedForward)
+    return found
+
+
+def stack_of(m: Model, kind: str) -> Stack:
+    """Return the stack of a kind of neuron."""
+    stack = m.model.encoder if kind == "encoder" else m.model.main
+    assert stack is not None
+    return stack
+
+
+def feedforwards(m: Model) -> dict[Place, int]:
+    """Return how many neurons every feed-forward of a model has."""
+    kinds = ("encoder", "self") if m.config.family == "encoder-decoder" else ("self",)
+    experts = range(m.config.n_experts) if m.config.n_experts else (None,)
+    return {
+        (kind, layer, expert): feedforward(stack_of(m, kind), layer, expert).down.in_features
+        for kind in kinds
+        for layer in range(stack_of(m, kind).plan.n_layers)
+        for expert in experts
+    }
+
+
+def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | None, top: int) -> list[Shelf]:
+    """Return a shelf for every feed-forward that is to be looked at, with those of its neurons."""
+    wanted = None if layer is None else _parse_layer(m, layer)
+    asked = None if neurons is None else [parse_neuron(m, name) for name in neurons]
+    if asked is not None and not asked:
+        raise InputError("no neurons are named: name some, such as 0.5, or leave neurons out")
+    shelves = []
+    for place, width in feedforwards(m).items():
+        units = range(width) if asked is None else sorted({unit for own, unit in asked if own == place})
+        if units and wanted in (None, place[:2]):
+            shelves.append(Shelf(*place, torch.tensor(units), top))
+    return shelves
+
+
+def _parse_layer(m: Model, layer: int | str) -> tuple[str, int]:
+    """Return kind and number from a layer's name."""
+    known = {
+        str(number) if kind == "self" else f"{kind}.{number}": (kind, number)
+        for kind, number, _ in feedforwards(m)
+    }
+    name = str(layer).removeprefix("self.")
+    if name not in known:
+        raise InputError(f'there is no layer "{layer}": layers are {", ".join(known)}')
+    return known[name]
+
+
+def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
+    """Return the feed-forward and the unit from a neuron's name."""
+    matched, known = _NAME.fullmatch(name.strip()), feedforwards(m)
+    if matched:
+        place = (matched[1] or "self", int(matched[2]), int(matched[3]) if matched[3] else None)
+        width, unit = known.get(place, 0), int(matched[4])
+        if unit < width:
+            return place, unit
+        if width:
+            raise InputError(f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+    form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"
+    more = ", encoder.0.5 in the encoder" if m.config.family == "encoder-decoder" else ""
+    raise InputError(f'there is no neuron "{name}": neurons are called {form}{more}')
