@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clearhead.errors import InputError, nearest
 from clearhead.inside.names import AttentionName, HeadName
-from clearhead.inside.results import Array, Result, entropy_bits, plain
+from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
 
 FORMATS = (".json", ".npz")
 
@@ -224,11 +224,8 @@ class AttentionMaps(Result):
 
     def entropy(self, kind: str = "self") -> Array:
         """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads than another."""
-        layers = self.of(kind)
-        table = np.full((len(layers), max(len(each.pattern) for each in layers)), np.nan, dtype=np.float32)
-        for row, each in zip(table, layers):
-            row[: len(each.pattern)] = [head.entropy for head in each.heads()]
-        return table
+        rows = [[head.entropy for head in each.heads()] for each in self.of(kind)]
+        return filled(rows).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
         """Return the attention rollout of one stack: the heads' mean, mixed with the identity, multiplied over layers.

@@ -32,7 +32,7 @@ from clearhead.inside.frozen import (
 )
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
 from clearhead.inside.names import HeadName
-from clearhead.inside.results import Result
+from clearhead.inside.results import Result, filled
 from clearhead.model.block import Block
 from clearhead.model.heads import LanguageHead
 from clearhead.model.masks import tokens_from
@@ -78,13 +78,11 @@ class Contributions(Result):
 
     def heads(self, kind: str = "self") -> Tensor:
         """Return heads as a table [L, H], kind self or cross; NaN where a layer has fewer."""
-        found = [term for term in self.terms if term.kind == kind]
-        size = [1 + max((getattr(term, axis) for term in found), default=-1) for axis in ("layer", "head")]
-        table = torch.full(size, math.nan)
-        for term in found:
-            assert term.layer is not None and term.head is not None
-            table[term.layer, term.head] = term.value
-        return table
+        layers: dict[int | None, list[float]] = {}
+        for term in self.terms:
+            if term.kind == kind:
+                layers.setdefault(term.layer, []).append(term.value)
+        return torch.from_numpy(filled(list(layers.values()))).float()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,3 +62,9 @@ def entropy_bits(p: Tensor) -> Tensor:
     """Return the entropy of distributions in bits: [..., N] -> [...]."""
     bits: Tensor = torch.special.entr(p).sum(-1) / math.log(2)
     return bits
+
+
+def filled(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Return rows of unequal length as one table, NaN where a row is shorter."""
+    width = max(map(len, rows), default=0)
+    return np.array([[*row, *[math.nan] * (width - len(row))] for row in rows]).reshape(len(rows), width)

@@ -24,7 +24,7 @@ from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
 from clearhead.inside.heads.rows import repeated_rows, rows, samples
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.names import HeadName, all_heads, attentions
-from clearhead.inside.results import Floats, Result
+from clearhead.inside.results import Floats, Result, filled
 
 MIXED = "mixed"
 CLEAR = 0.4  # of the attention that a uniform head gives elsewhere: from here on a role is named
@@ -81,16 +81,14 @@ class HeadRoles(Result):
     def grid(self, role: str, kind: str = "self") -> Floats:
         """Return a role's scores [L, H]; NaN where a layer has fewer heads than another, or the role cannot be."""
         self.lift(role)
-        mine = [head for head in self.heads if head.kind == kind]
-        if not mine:
-            kinds = dict.fromkeys(head.kind for head in self.heads)
-            raise InputError(f"this model has no {kind}-attention: it has {', '.join(kinds)}")
-        shape = max(head.layer for head in mine) + 1, max(head.number for head in mine) + 1
-        grid = np.full(shape, np.nan, dtype=np.float32)
+        layers: dict[int, list[float]] = {}
         for head, score in zip(self.heads, self.scores[role]):
             if head.kind == kind:
-                grid[head.layer, head.number] = score
-        return grid
+                layers.setdefault(head.layer, []).append(score)
+        if not layers:
+            kinds = dict.fromkeys(head.kind for head in self.heads)
+            raise InputError(f"this model has no {kind}-attention: it has {', '.join(kinds)}")
+        return filled(list(layers.values())).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: a row for each head; a score that cannot be is null."""

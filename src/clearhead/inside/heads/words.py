@@ -12,7 +12,7 @@ Shapes: B batch, H heads, T tokens, W words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer
@@ -29,17 +29,13 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class WordTokens:
+class WordTokens(InputTokens):
     """The words of a text among its tokens."""
 
-    ids: tuple[int, ...]  # T of them, special tokens included, as the model reads the text
     words: tuple[
         tuple[int, ...], ...
-    ]  # W: the positions of each word's tokens; none for a word cut off or not spelled
-    spans: tuple[Span, ...]  # T: characters of the text behind each token; (0, 0): none
-    special: tuple[bool, ...]  # T: put there by the tokenizer, not by the text
-    types: tuple[int, ...]  # T: segments
-    labels: tuple[str, ...]  # T: tokens as people read them
+    ] = ()  # W: positions of each word's tokens; none for a word cut off or not spelled
+    types: tuple[int, ...] = ()  # T: segments
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return `sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
@@ -81,13 +77,10 @@ def align(
     goes_on = isinstance(m, Model) and m.config.family == "decoder" and ids[-1:] and ids[-1] in m.stops
     if goes_on and len(ids) > 1 and special[-1]:
         ids, special = ids[:-1], special[:-1]
-    read = InputTokens(
-        labels(tokenizer, ids), tuple(ids), tuple(encoding.offsets[: len(ids)]), text, tuple(special)
-    )
-    types = tuple(encoding.type_ids[: len(ids)])
-    return WordTokens(
-        read.ids, positions(spans, read.text_spans), read.spans, read.special, types, read.labels
-    )
+    kept = slice(len(ids))
+    token_spans = tuple(encoding.offsets[kept])
+    read = WordTokens(labels(tokenizer, ids), tuple(ids), token_spans, text, tuple(special))
+    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[kept]))
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:

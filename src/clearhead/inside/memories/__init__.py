@@ -25,9 +25,18 @@ from torch import Tensor
 from clearhead.bundle import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
+from clearhead.inside.memories.neurons import (
+    OutputLayer,
+    Shelf,
+    directions,
+    empty_shelves,
+    extremes,
+    output_layer,
+    parse_neuron,
+    read_batch,
+    token_id,
+)
 from clearhead.inside.memories.passages import AROUND, NOTHING, WINDOW, Given, batches
-from clearhead.inside.memories.promoted import OutputLayer, directions, extremes, output_layer, token_id
-from clearhead.inside.memories.shelves import Shelf, empty_shelves, parse_neuron, read_batch
 from clearhead.inside.results import Result, plain
 from clearhead.tokens.labels import label
 

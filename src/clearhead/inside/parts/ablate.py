@@ -20,6 +20,7 @@ Shapes: B batch, T length, H heads, E head width, D model, L attentions of a mod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from clearhead.errors import InputError, nearest
 from clearhead.inside.inputs import AnyModel, as_model, device_of, recorded
 from clearhead.inside.names import HeadName, all_heads, attentions, find_heads, layer_names, plan_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
-from clearhead.inside.results import Result
+from clearhead.inside.results import Result, filled
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 from clearhead.training.losses import arguments_for
@@ -63,10 +64,8 @@ class HeadTable(Result):
     def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[HeadName, float]) -> HeadTable:
         """Return the table of one number for each head."""
         found = attentions(config)
-        table = np.full((len(found), max(one.n_heads for one in found)), np.nan)
-        for row, one in zip(table, found):
-            row[: one.n_heads] = [numbers[head] for head in one.heads]
-        return cls(quantity, tuple(map(str, found)), table)
+        rows = [[numbers[head] for head in one.heads] for one in found]
+        return cls(quantity, tuple(map(str, found)), filled(rows))
 
     def numbers(self, config: ModelConfig) -> dict[HeadName, float]:
         """Return one number for each head of the model that the table is of."""
@@ -205,40 +204,45 @@ def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
 # Means ----------------------------------------------------------------------------------------------------------------
 
 
-class Averages:
-    """Means over real tokens of everything that can be ablated."""
+Pass = tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]  # activations, mask and source mask [B, T]
 
-    def __init__(self, model: Transformer) -> None:
-        self.model, self.sums, self.counts = model, dict[str, Tensor](), dict[str, int]()
-        self.patterns = (*AVERAGED, "*.cross.z", "*.cross.out") if model.main.plan.cross else AVERAGED
 
-    def add(self, seen: Mapping[str, Tensor], mask: Tensor | None, source_mask: Tensor | None) -> None:
-        """Add the activations of one forward pass; the masks [B, T] say which tokens are real."""
-        config = self.model.config
+def averaged(config: ModelConfig, passes: Iterable[Pass]) -> dict[str, Tensor]:
+    """Return the mean of each activation over real tokens: [H, 1, E] of heads, [D] of sublayers."""
+    sums, counts = dict[str, Tensor](), Counter[str]()
+    for seen, mask, source_mask in passes:
         for name, x in seen.items():
             kind, real = ("encoder", source_mask) if name.startswith("encoder.") else ("self", mask)
             if real is not None and plan_of(config, kind).input == "frames":
                 real = real[:, :: config.conv_stride]
             rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...
             rows = rows.flatten(0, 1) if real is None else rows[real]  # N ...
-            self.sums[name] = self.sums.get(name, 0) + rows.double().sum(0).cpu()
-            self.counts[name] = self.counts.get(name, 0) + len(rows)
+            sums[name] = sums.get(name, 0) + rows.double().sum(0).cpu()
+            counts[name] += len(rows)
+    means = {name: (total / counts[name]).float() for name, total in sums.items()}
+    return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in means.items()}
 
-    def means(self) -> dict[str, Tensor]:
-        """Return by name [H, 1, E] of heads, [D] of sublayers."""
-        found = {name: (total / self.counts[name]).float() for name, total in self.sums.items()}
-        return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in found.items()}
+
+def averaged_taps(model: Transformer) -> tuple[str, ...]:
+    """Return patterns for the names of everything that can be ablated."""
+    return (*AVERAGED, "*.cross.z", "*.cross.out") if model.main.plan.cross else AVERAGED
 
 
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
     """Return what every head and sublayer gives on average over the real tokens; `options` as for `examples_from`."""
     model, examples = opened(m, data, options)
-    averages = Averages(model)
-    for batch in examples.batches:
-        batch = batch.to(device_of(model))
-        seen = recorded(model, averages.patterns, **arguments_for(model, batch))
-        averages.add(seen, batch.mask, batch.source_mask)
-    return averages.means()
+    batches = (batch.to(device_of(model)) for batch in examples.batches)
+    return averaged(
+        model.config,
+        (
+            (
+                recorded(model, averaged_taps(model), **arguments_for(model, batch)),
+                batch.mask,
+                batch.source_mask,
+            )
+            for batch in batches
+        ),
+    )
 
 
 def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:

@@ -16,7 +16,16 @@ from torch import Tensor
 from clearhead.errors import InputError
 from clearhead.inside.choices import choices_of
 from clearhead.inside.inputs import AnyModel, Prepared, Target, prepare
-from clearhead.inside.parts.ablate import Averages, Heads, How, Layers, Means, Selection, means_for
+from clearhead.inside.parts.ablate import (
+    Heads,
+    How,
+    Layers,
+    Means,
+    Selection,
+    averaged,
+    averaged_taps,
+    means_for,
+)
 from clearhead.inside.results import Result
 
 
@@ -84,9 +93,8 @@ def effect(
     where = None if config.head == "classifier" else _position(prepared, position)
 
     def average() -> Means:
-        averages = Averages(prepared.model)
-        averages.add(prepared.record(*averages.patterns)[1], None, None)
-        return averages.means()
+        _, seen = prepared.record(*averaged_taps(prepared.model))
+        return averaged(config, [(seen, None, None)])
 
     def logits() -> Tensor:
         return choices.scores(prepared.run().logits)[0, where or 0].float().cpu()  # C

@@ -1,9 +1,17 @@
-"""The neurons of a feed-forward: their names, and the highest activations of each over a corpus, in memory that stays fixed.
+"""The neurons of a feed-forward: their names, what fires each most over a corpus, and what each promotes.
 
 A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the stack
 before the head's.
 
-Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens.
+What fires a neuron is kept as its highest activations, in memory that does not grow with the corpus. What it promotes
+is the straight way from what it writes to the scores of the head. A neuron adds its column of `down` to the residual
+stream, as often as it fires. On its way to the head that vector passes norms and perhaps linear layers; what attention
+and later feed-forwards make of it is left out. Of a norm the linear part is kept: the mean is subtracted (layernorm)
+and the weight multiplied. Left out are the size by which a norm divides, which depends on the text, and the activation
+in a masked model's head. So the scores rank the tokens that a neuron promotes, and do not say by how much.
+
+Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens, D model, V tokens of the
+vocabulary or classes.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.bundle import Model
 from clearhead.errors import InputError
@@ -22,10 +30,14 @@ from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
 from clearhead.inside.results import on_cpu
 from clearhead.model.experts import Experts
 from clearhead.model.feedforward import FeedForward
+from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
+from clearhead.model.norms import LayerNorm
 from clearhead.model.transformer import Stack
+from clearhead.tasks.run import names_of
 
 _NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
 Place = tuple[str, int, int | None]  # kind, layer and expert of a feed-forward
+NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
 
 
 @dataclass(eq=False)
@@ -167,3 +179,98 @@ def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
     form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"
     more = ", encoder.0.5 in the encoder" if m.config.family == "encoder-decoder" else ""
     raise InputError(f'there is no neuron "{name}": neurons are called {form}{more}')
+
+
+# What neurons promote ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The last layer of a head."""
+
+    weight: Tensor  # [V, D]
+    names: tuple[str, ...]  # of classes; none for a vocabulary
+    note: str  # what to keep in mind
+
+
+def output_layer(m: Model) -> OutputLayer:
+    """Return what turns the last state into scores; where no straight way leads there, an error says why."""
+    head, names, note = m.model.head, names_of(m), "scores leave out what norms divide by"
+    if not isinstance(head, LanguageHead | TokenHead | ClassifierHead):
+        raise InputError(
+            f"head {m.config.head} scores no tokens and no classes: what a neuron promotes cannot be read off"
+        )
+    if isinstance(head, LanguageHead):
+        names = ()
+        note += "; the bend in its head is taken as straight" if head.activation is not None else ""
+    elif m.config.head == "span":
+        names = ("answer begins", "answer ends")
+    elif isinstance(head, ClassifierHead):
+        if head.pooler is not None:
+            raise InputError(
+                "a pooler bends what the tokens say before the classes are scored: "
+                "what a neuron promotes cannot be read off"
+            )
+        alone = "token alone: a neuron that fires elsewhere speaks through attention"
+        where = {"cls": f"the first {alone}", "last": f"the last {alone}"}
+        note += f"; classes are read from {where.get(head.pooling or 'mean', 'the mean of all tokens')}"
+    return OutputLayer(on_cpu(head.out.weight), names, note)
+
+
+def directions(m: Model, kind: str, layer: int, expert: int | None = None) -> Tensor:
+    """Return what each neuron writes, as it arrives at the last layer of the head: [N, D]."""
+    stack, head = stack_of(m, kind), m.model.head
+    blocks = stack.layers()
+    residual = blocks[layer].feedforward_residual
+    written = on_cpu(feedforward(stack, layer, expert).down.weight).T  # N D
+    written = _through(residual.after, _through(residual.inside, written) * residual.scale)
+    for block in blocks[layer + 1 :]:
+        for later in (block.attention_residual, block.cross_residual, block.feedforward_residual):
+            written = _through(later.after if later is not None else None, written)
+    written = _through(stack.norm, written)
+    if isinstance(head, LanguageHead):
+        if head.transform is not None:
+            written = written @ on_cpu(head.transform.weight).T
+        written = _through(head.norm, written) * head.scale
+    return written
+
+
+def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return the tokens each neuron promotes most and suppresses most, with their scores: four times [N, count]."""
+    count, parts = min(count, len(weight)), []
+    for some in torch.split(written, NEURONS):
+        scores = some @ weight.T  # N V
+        high, low = scores.topk(count), scores.topk(count, largest=False)
+        parts.append((high.indices, high.values, low.indices, low.values))
+    return tuple(torch.cat(column) for column in zip(*parts))
+
+
+def token_id(m: Model, token: str | int) -> int:
+    """Return a token of the vocabulary: by its number, its name in the tokenizer, or a text that is this one token."""
+    size = m.config.vocab_size
+    if isinstance(token, int):
+        if not 0 <= token < size:
+            raise InputError(f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
+        return token
+    tokenizer = m.text_tokenizer
+    named: int | None = tokenizer.token_to_id(token)
+    if named is not None:
+        return named
+    plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
+    for encoding in (plain, spaced):
+        if len(encoding.ids) == 1 and encoding.ids[0] != m.special.get("unk"):
+            return int(encoding.ids[0])
+    pieces = plain.tokens
+    raise InputError(
+        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): name one of them'
+    )
+
+
+def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
+    """Return what the linear part of a norm makes of it."""
+    if norm is None:
+        return written
+    weight = on_cpu(norm.weight)  # type: ignore[arg-type]
+    if isinstance(norm, LayerNorm):
+        written = written - written.mean(-1, keepdim=True)
+    return written * (1 + weight if norm.unit_offset else weight)
