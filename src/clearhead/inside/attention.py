@@ -1,15 +1,15 @@
 """Recording attention: the pattern of every head, or of some, for one text, pair or image.
 
     maps = attention(m, "The cat sat on the mat")
-    maps.head("3.2").pattern                      # T S, a numpy array; .queries.labels, .keys.labels, .entropy
+    maps.head("3.2").pattern                      # T S; beside it .queries.labels, .keys.labels, .entropy
     maps.layer(3).pattern                         # H T S
     maps.entropy()                                # L H, in bits
     maps.rollout().last                           # T T
     attention(m, text, to="folder", budget=None)  # a layer at a time to disk: memory never holds two
 
-A pattern is taken while the forward pass makes it. One that has more cells than the budget is put into larger cells at
-once, and one that goes to disk is written at once: so memory holds one whole pattern, however deep the model. Layers
-that nobody asked for keep their fused kernel.
+A pattern is taken while the forward pass makes it. One that has more cells than the budget is put into larger
+cells at once, and one that goes to disk is written at once: so memory holds one whole pattern, however deep
+the model. Layers that nobody asked for keep their fused kernel.
 
 Shapes: H heads, T queries, S keys.
 """
@@ -79,8 +79,8 @@ def attention(
         pair: the second text of a pair, for an encoder.
         kinds: self, encoder, cross; None: all that the model has.
         layers: which layers of them; None: all.
-        budget: the most cells of a head's pattern; a larger one is put into cells of several tokens: the sum over a
-            cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
+        budget: the most cells of a head's pattern; a larger one is put into cells of several tokens: the sum
+            over a cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
         to: a new or empty folder that patterns are streamed to, a file each; the result maps them from there.
     """
     return maps_of(prepare(m, given, target, pair), kinds, layers, budget, to)
@@ -156,7 +156,7 @@ def _layer_map(x: Tensor, name: AttentionName, queries: Axis, keys: Axis) -> Lay
     if max(queries.size, keys.size) == 1:
         return LayerMap(name.kind, name.layer, whole.cpu().numpy(), queries, keys)
     entropies = query_entropy(whole).cpu().numpy()
-    # Copied out of torch's memory: small tensors that stay between large ones that come and go keep their blocks taken.
+    # Copied out of torch's memory: small tensors between large ones that come and go would keep blocks taken.
     cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
     return LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
 

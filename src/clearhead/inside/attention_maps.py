@@ -1,7 +1,7 @@
-"""Attention patterns as data: where each head looks, how spread its looking is, and what flows through a whole stack.
+"""Attention patterns as data: where each head looks, how spread it is, and what flows through a whole stack.
 
-`attention` in the file beside this one records them. A head's pattern is a table: a row per query, a column per key, and
-each row sums to 1. Long inputs come in cells of several tokens; `Axis.size` says of how many.
+`attention` in the file beside this one records them. A head's pattern is a table: a row per query, a column
+per key, and each row sums to 1. Long inputs come in cells of several tokens; `Axis.size` says of how many.
 
 Shapes: L layers, H heads, T queries, S keys, N tokens of a stack (T of them unless aggregated).
 """
@@ -29,8 +29,8 @@ FORMATS = (".json", ".npz")
 def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
     """Return how spread each query's attention is, in bits: [..., T, S] -> [..., T].
 
-    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query that sees
-    nothing at all are NaN: they have no part in a mean.
+    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query
+    that sees nothing at all are NaN: they have no part in a mean.
     """
     sees = pattern.sum(-1) > 0
     return entropy_bits(pattern).masked_fill(~(sees if real is None else sees & real), torch.nan)
@@ -49,7 +49,7 @@ class Axis(Result):
 
     @classmethod
     def over(cls, labels: Sequence[str], size: int) -> Axis:
-        """Return cells of so many tokens each; a cell's label has its first and last place and its first token."""
+        """Return cells of so many tokens each; a label has the first and last place and the first token."""
         if size == 1:
             return cls(tuple(labels))
         firsts = range(0, len(labels), size)
@@ -91,7 +91,7 @@ class HeadPattern(Result):
 
     @property
     def strongest(self) -> Link:
-        """The largest weight among the queries that have a choice: one that sees a single key gives it everything."""
+        """The largest weight, among the queries that see more than one key."""
         choice = (self.pattern > 0).sum(-1) > 1
         rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
         query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
@@ -135,7 +135,7 @@ class LayerMap(Result):
         return max(self.queries.size, self.keys.size)
 
     def entropies(self) -> Array:
-        """Return [H, N] bits of each query of each head, always of single tokens; NaN where a query sees nothing."""
+        """Return [H, N] bits of each query of each head, of single tokens; NaN where a query sees nothing."""
         if self.recorded_entropies is not None:
             return self.recorded_entropies
         return query_entropy(torch.from_numpy(np.array(self.pattern))).numpy()
@@ -223,20 +223,21 @@ class AttentionMaps(Result):
         return [head for each in self.maps for head in each.heads()]
 
     def entropy(self, kind: str = "self") -> Array:
-        """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads than another."""
+        """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
         rows = [[head.entropy for head in each.heads()] for each in self.of(kind)]
         return filled(rows).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
-        """Return the attention rollout of one stack: the heads' mean, mixed with the identity, multiplied over layers.
+        """Return the attention rollout of one stack.
 
-        `residual` is the share of the identity. Every row is divided by its sum. Of aggregated maps it is the rollout
-        of their cells.
+        The mean over heads is mixed with the identity and multiplied over layers. `residual` is the share of
+        the identity. Every row is divided by its sum. Of aggregated maps it is the rollout of their cells.
         """
         layers = self.of(kind)
         if kind == "cross":
             raise InputError(
-                "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder"
+                "rollout follows tokens through one stack, and cross-attention joins two: "
+                "choose self or encoder"
             )
         if [each.layer for each in layers] != list(range(len(layers))):
             raise InputError("rollout starts at the first layer and leaves none out: record all layers")
@@ -252,7 +253,7 @@ class AttentionMaps(Result):
         return Rollout(kind, np.stack(flows).astype(np.float32), layers[0].queries)
 
     def save(self, path: str | Path) -> Path:
-        """Write everything as .json, or as arrays in an .npz: per attention its pattern, entropies and labels."""
+        """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""
         path = checked_ending(path)
         part = path.with_name(f".{path.name}.part")
         try:

@@ -1,7 +1,8 @@
 """What a head chooses among, by name: tokens of the vocabulary, classes, or the places of a span.
 
-A head's scores are a table of columns and choices. A language model has one column for each token that it reads; a
-classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among the tokens.
+A head's scores are a table of columns and choices. A language model has one column for each token that it
+reads; a classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among
+the tokens.
 
 Shapes: B batch, T tokens, C columns, N choices, D model.
 """
@@ -64,7 +65,7 @@ class Choices:
         raise InputError(f'there is no {self.kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
 
     def _token(self, wanted: str) -> int:
-        """Return a token by its own writing, its label (· is a space), its number, or as the whole of a text."""
+        """Return a token by its own writing, its label (· is a space), its number, or a text that it is."""
         tokenizer = self.prepared.m.tokenizer
         if tokenizer is None:
             if not wanted.lstrip("-").isdecimal():
@@ -93,7 +94,7 @@ class Choices:
         return logits[:, None] if logits.ndim == 2 else logits
 
     def column_scores(self, hidden: Tensor, column: int) -> Tensor:
-        """Return the scores of one column; of a vocabulary only that column is computed: [B, T, D] -> [B, N]."""
+        """Return the scores of one column, and compute no other of a vocabulary: [B, T, D] -> [B, N]."""
         head = self.prepared.model.head
         if self.kind == "token":
             return self.scores(head(hidden[:, column : column + 1], None))[:, 0]
@@ -105,7 +106,8 @@ def choices_of(prepared: Prepared) -> Choices:
     head = prepared.m.config.head or "none"
     if head not in KINDS:
         raise InputError(
-            f'head "{head}" gives vectors, not choices: this takes a model whose head is one of {", ".join(KINDS)}'
+            f'head "{head}" gives vectors, not choices: '
+            f"this takes a model whose head is one of {', '.join(KINDS)}"
         )
     columns = prepared.tokens.labels
     if head == "classifier":

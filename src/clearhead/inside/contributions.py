@@ -1,8 +1,8 @@
 """Direct contributions: how much each head, each feed-forward and each embedding adds to a token's logit.
 
-Every part adds a vector to the residual stream, and the head reads the sum through norms. With each norm on the way
-held at its actual size (see `frozen`) the logit is the sum of one number for each part, and biases get numbers of their
-own. What a part does by way of later parts is not direct and is not counted for it.
+Every part adds a vector to the residual stream, and the head reads the sum through norms. With each norm on
+the way held at its actual size (see `frozen`) the logit is the sum of one number for each part, and biases
+get numbers of their own. What a part does by way of later parts is not direct and is not counted for it.
 
     found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
     found.largest(5), found.total, found.logit              # total = logit
@@ -87,7 +87,7 @@ class Contributions(Result):
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What one sublayer gave, on its way into the stream: through an inner norm, scaled, added, and an outer norm."""
+    """What one sublayer gave, and its way into the stream: inner norm, scale, sum, outer norm."""
 
     part: str  # attention, cross or feedforward
     y: Tensor  # [R, D]
@@ -110,8 +110,8 @@ def contributions(
     Args:
         m: what `load` gave, or a bare model.
         given: text, token ids, or an image.
-        token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place, "4:token", for
-            spans. None: what the model says there.
+        token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
+            "4:token", for spans. None: what the model says there.
         position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
         target: what the decoder of an encoder-decoder has written.
         against: subtract the logit of this one.

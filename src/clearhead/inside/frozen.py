@@ -1,8 +1,8 @@
 """Norms and heads as the linear maps they are at one state: the way back from a logit to the residual stream.
 
-A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a logit is a
-sum over everything that was added to the stream. A direction g stands for the number <g, x>; `back` takes a direction
-behind a norm to the one before it, and `shift` is what the norm's own bias adds.
+A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a
+logit is a sum over everything that was added to the stream. A direction g stands for the number <g, x>;
+`back` takes a direction behind a norm to the one before it, and `shift` is what the norm's own bias adds.
 
 Shapes: R rows (tokens) that are read, T tokens, D model, V vocabulary, C classes. All in float64.
 """
@@ -75,8 +75,8 @@ class LinearReadout:
 def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int | None) -> LinearReadout:
     """Return how a score, or the difference of two, depends on the hidden states [T, D]; before a soft cap.
 
-    `column` and the choices are as in `choices`. An activation on the way is replaced by its tangent at the actual
-    state; what that leaves over is in `transform`.
+    `column` and the choices are as in `choices`. An activation on the way is replaced by its tangent at the
+    actual state; what that leaves over is in `transform`.
     """
     assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
     direction, bias = _difference(head.out, choice, against)
@@ -89,7 +89,7 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
 
 
 def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
-    """Return the same for a span, where a choice is a token: its score in one column, perhaps less another token's."""
+    """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
     assert isinstance(head, TokenHead)
     direction, bias = _difference(head.out, column, None)
     if against is None:
@@ -152,7 +152,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tangent(bend: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """Return the direction before an activation that is replaced by its tangent at x, and what the tangent leaves over."""
+    """Return the direction before an activation, taken as its tangent at x, and what the tangent leaves over."""
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         y = bend(x)

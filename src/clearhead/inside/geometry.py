@@ -1,12 +1,12 @@
-"""Where words stand: neighbours and analogies in the table of tokens, the table on a plane, one word in two sentences.
+"""Where words stand: neighbours and analogies among token vectors, words on a plane, one word in two texts.
 
     neighbours(m, "king", 5)                             # by cosine
     analogy(m, "man", "king", "woman")                   # king - man + woman
     projection(m, ["one", "two", "red", "blue"])         # principal components
     same_word(m, "the bank of the river", "a bank lends money", "bank")
 
-A word that is one token with a space before it is taken so, as it stands in a text. A word of several tokens is their mean,
-and the result names them.
+A word that is one token with a space before it is taken so, as it stands in a text. A word of several tokens
+is their mean, and the result names them.
 
 Shapes: V vocabulary, D width of the table, N words, L layers.
 """
@@ -84,7 +84,7 @@ class WordVectors:
     vectors: Tensor  # [V, D], float32 on the CPU
 
     def ids(self, word: WordOrId) -> list[int]:
-        """Return the tokens of a word: of itself with a space before it, or without where that takes fewer."""
+        """Return the tokens of a word: with a space before it, or without where that takes fewer."""
         m, size = self.m, len(self.vectors)
         if isinstance(word, int):
             if not 0 <= word < size:
@@ -112,7 +112,7 @@ class WordVectors:
         return nnf.normalize(self.mean(word), dim=0)
 
     def nearest(self, query: str, words: Sequence[WordOrId], direction: Tensor, k: int) -> Nearest:
-        """Return the tokens nearest to a direction [D], but not the words' own, and none the tokenizer does not know."""
+        """Return the tokens nearest to a direction [D], without the words' own and any without a name."""
         if k < 1:
             raise InputError(f"k {k} must be 1 or more")
         own = {str(word): self.ids(word) for word in words}
@@ -131,7 +131,7 @@ class WordVectors:
 
 
 def word_vectors(m: AnyModel, table: Table = "input") -> WordVectors:
-    """Return the vectors of all tokens: what the first stack reads them as, or what the head compares states with."""
+    """Return the vectors of all tokens: what the first stack reads, or what the head compares states with."""
     m = as_model(m)
     model, front = m.model, (m.model.encoder or m.model.main).embedding.front
     if table == "output":
@@ -147,7 +147,7 @@ def word_vectors(m: AnyModel, table: Table = "input") -> WordVectors:
 
 
 def neighbours(m: AnyModel, word: WordOrId, k: int = 10, table: Table = "input") -> Nearest:
-    """Return the tokens whose vectors point most nearly where the word's does; its own tokens are left out."""
+    """Return the tokens whose vectors have the highest cosine with the word's, without its own tokens."""
     vectors = word_vectors(m, table)
     return vectors.nearest(str(word), [word], vectors.unit(word), k)
 
@@ -155,7 +155,7 @@ def neighbours(m: AnyModel, word: WordOrId, k: int = 10, table: Table = "input")
 def analogy(
     m: AnyModel, a: WordOrId, b: WordOrId, c: WordOrId, k: int = 10, table: Table = "input"
 ) -> Nearest:
-    """Answer `a` is to `b` as `c` is to what: the tokens x with the highest cos(x, b) - cos(x, a) + cos(x, c).
+    """Answer what is to `c` as `b` is to `a`: the x with the highest cos(x, b) - cos(x, a) + cos(x, c).
 
     The words' own tokens are left out.
     """
@@ -167,7 +167,7 @@ def analogy(
 def projection(
     m: AnyModel, words: Sequence[WordOrId] | None = None, k: int = 100, table: Table = "input"
 ) -> Projection:
-    """Return words on their first two principal components, signs fixed so that each axis' largest entry is positive.
+    """Return words on their first two principal components; the largest entry of each axis is positive.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids.
@@ -190,7 +190,10 @@ def projection(
 
 
 def frequent(m: Model, k: int) -> list[int]:
-    """Return `k` tokens by their ids, as most tokenizers number frequent tokens first; words of two letters come first."""
+    """Return `k` tokens in the order of their ids, those of two letters or more first.
+
+    Most tokenizers number frequent tokens first.
+    """
     special = set(m.special.values())
     names = {
         number: label(m.tokenizer, number)
@@ -204,8 +207,9 @@ def frequent(m: Model, k: int) -> list[int]:
 def same_word(m: AnyModel, text_a: str, text_b: str, word: str) -> SameWord:
     """Compare the states of a word in two texts, at the embedding and after each layer.
 
-    A word of several tokens is their mean. Of a model with two stacks, the encoder's states are taken. The baseline is
-    the mean cosine of all pairs of tokens, one of each text, that are neither the word's nor special.
+    A word of several tokens is their mean. Of a model with two stacks, the encoder's states are taken. The
+    baseline is the mean cosine of all pairs of tokens, one of each text, that are neither the word's nor
+    special.
     """
     m = word_vectors(m).m
     (states_a, own_a, rest_a, names_a), (states_b, own_b, rest_b, names_b) = (
@@ -226,7 +230,7 @@ def same_word(m: AnyModel, text_a: str, text_b: str, word: str) -> SameWord:
 
 
 def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list[int], tuple[str, ...]]:
-    """Return the states [T, D] of a text by layer, the places of the word's tokens and of the others', the word's labels."""
+    """Return states [T, D] by layer, places of the word's tokens and of the others', the word's labels."""
     prepared = prepare_first(m, text)
     tokens = prepared.first_tokens
     own = list(positions([_find(word, text)], tokens.text_spans)[0])

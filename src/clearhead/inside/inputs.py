@@ -1,7 +1,7 @@
-"""What somebody types, as a model's inputs with a label for every token: the beginning of all that looks inside.
+"""What somebody types, as a model's inputs with a label for every token.
 
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
-    prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; without `target` the model writes its own
+    prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
     output, seen = prepared.record("blocks.*.attention.pattern")
 
@@ -83,7 +83,7 @@ class Prepared:
         return self.source_tokens or self.tokens
 
     def tokens_of(self, stack: str) -> InputTokens:
-        """Return the tokens of a stack by the prefix of its activations: "encoder." where it feeds a decoder, else ""."""
+        """Return the tokens of a stack by the prefix of its activations: "encoder." or ""."""
         return self.first_tokens if stack else self.tokens
 
     def run(self, **options: Any) -> Output:
@@ -113,7 +113,8 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        given: text or token ids; for a model of patches an image. The encoder reads it where there are two stacks.
+        given: text or token ids; for a model of patches an image. The encoder reads it where there are two
+            stacks.
         target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
         pair: the second text of a pair, for an encoder.
     """
@@ -199,11 +200,11 @@ def patch_names(config: ModelConfig) -> tuple[str, ...]:
     return (*first, *(f"{row},{column}" for row in range(rows) for column in range(columns)))
 
 
-# Batches --------------------------------------------------------------------------------------------------------------
+# Batches ----------------------------------------------------------------------------------------------------
 
 
 def grouped(rows: Iterable[One], size: Callable[[One], int], most: int) -> Iterator[list[One]]:
-    """Yield neighbouring rows as batches: as many as hold `most`, each counted with the largest size among them."""
+    """Yield rows in order as batches of at most `most`, each row counted with the largest size among them."""
     batch: list[One] = []
     largest = 0
     for row in rows:
@@ -219,7 +220,7 @@ def grouped(rows: Iterable[One], size: Callable[[One], int], most: int) -> Itera
 def padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [B, T] of rows of unequal length, padded on the right; an empty row gets one padding token."""
+    """Return ids and mask [B, T] of rows, padded on the right; an empty row gets one padding token."""
     length = max(1, *map(len, rows))
     ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows], device=device)
     mask = torch.tensor(

@@ -1,14 +1,14 @@
 """The logit lens: what the model would say if it stopped after each layer.
 
-The state after a layer goes through the final norm, whose statistics are taken anew, and through the head, as if the
-layer were the last. For the last layer that is the model's own answer, bit for bit.
+The state after a layer goes through the final norm, whose statistics are taken anew, and through the head, as
+if the layer were the last. For the last layer that is the model's own answer, bit for bit.
 
     seen = lens(m, "Once upon a time")
-    seen.layers, seen.columns                               # L + 1 layers, T tokens
-    seen.top_names[3][-1]                                   # the five best tokens after block 2, at the last token
+    seen.layers, seen.columns                        # L + 1 layers, T tokens
+    seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
 
-Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the vocabulary, or
-the classes), K the best of them. Only K of the N choices are kept, layer by layer.
+Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the
+vocabulary, or the classes), K the best of them. Only K of the N choices are kept, layer by layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 @dataclass(frozen=True)
 class Lens(Result):
-    """What the model would say after each layer. Ranks count from 1; what is not known has rank 0 and probability NaN."""
+    """What the model would say after each layer. Ranks count from 1; what is unknown has rank 0 and NaN."""
 
     layers: tuple[str, ...]  # L + 1: "embedding", "block 0", ...
     columns: tuple[str, ...]  # C: tokens, "whole text", or "begins" and "ends"
@@ -95,7 +95,7 @@ def lens_taps(model: Transformer) -> list[str]:
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
-    """Return the logits of a model that stops at this state of the residual stream: [B, T, D] -> what the head says."""
+    """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
     norm = model.main.norm
     with torch.no_grad(), evaluating(model):
         logits: Tensor = model.head(norm(state) if norm is not None else state, None)

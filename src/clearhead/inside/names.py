@@ -1,6 +1,8 @@
-"""Names of heads, layers and states, as people type them: "3.2" is layer 3, head 2; "encoder.0.5", "cross.1.2".
+"""Names of heads, layers and states, as people type them: "3.2" is layer 3, head 2; "encoder.0.5",
+"cross.1.2".
 
-A kind of attention is `self`, in the stack that feeds the head, `encoder`, in the stack before it, or `cross`.
+A kind of attention is `self`, in the stack that feeds the head, `encoder`, in the stack before it, or
+`cross`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class HeadName:
 
     @property
     def part(self) -> str:
-        """The attention it belongs to, as activations are named: "blocks.3.attention", "encoder.blocks.0.attention"."""
+        """The attention it belongs to, as activations are named: "blocks.3.attention"."""
         return AttentionName(self.kind, self.layer).part
 
     def __str__(self) -> str:
@@ -83,13 +85,14 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[HeadName]:
         if head not in known:
             some = ", ".join(list(known)[:3])
             raise InputError(
-                f'there is no head "{name}"{nearest(name, known)}: heads are called layer.head, such as {some}'
+                f'there is no head "{name}"{nearest(name, known)}: '
+                f"heads are called layer.head, such as {some}"
             )
         found.append(known[head])
     return found
 
 
-# Stacks and layers ----------------------------------------------------------------------------------------------------
+# Stacks and layers ------------------------------------------------------------------------------------------
 
 
 def stack_plans(config: ModelConfig) -> Iterator[StackPlan]:
@@ -104,7 +107,7 @@ def plan_of(config: ModelConfig, kind: str) -> StackPlan:
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """Return every layer by its name, as activations are named: "3" is "blocks.3", "encoder.0" "encoder.blocks.0"."""
+    """Return every layer by name, as activations are named: "3" is "blocks.3"."""
     return {
         f"{plan.prefix}{layer}": f"{plan.prefix}blocks.{layer}"
         for plan in stack_plans(config)

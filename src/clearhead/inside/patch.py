@@ -1,13 +1,15 @@
-"""Activation patching: put one activation of a clean run into a corrupt one, and see how much of the answer comes back.
+"""Activation patching: how much of an answer comes back with one activation of a clean run in a corrupt one.
 
-Two prompts of equal length differ in a detail, and the model answers them differently. For each layer, token and part,
-the corrupt run is repeated with that one activation taken from the clean run. What is measured is the logit of the
-clean answer less that of the corrupt one, on a scale on which the corrupt run has 0 and the clean run 1.
+Two prompts of equal length differ in a detail, and the model answers them differently. For each layer, token
+and part, the corrupt run is repeated with that one activation taken from the clean run. What is measured is
+the logit of the clean answer less that of the corrupt one, on a scale on which the corrupt run has 0 and the
+clean run 1.
 
     found = patch(m, "Lily had a red ball", "Lily had a big ball", parts=("residual", "heads"))
     found.maps[0].values                                    # [L + 1, T]
 
-Shapes: B rows of a batch, each patched in another place, T tokens, L layers, H heads, D model, E head width, N choices.
+Shapes: B rows of a batch, each patched in another place, T tokens, L layers, H heads, D model, E head width,
+N choices.
 """
 
 from __future__ import annotations
@@ -87,10 +89,10 @@ def patch(
     position: int = -1,
     target: Target = None,
 ) -> Patching:
-    """Patch every layer and token (or head) of the corrupt run, one at a time; see `prepare` for what may be given.
+    """Patch every layer and token, or head, of the corrupt run, one at a time.
 
     Args:
-        m: what `load` gave, or a bare model.
+        m: what `load` gave, or a bare model; see `prepare` for what may be given.
         clean: the prompt whose activations are put into the other run.
         corrupt: the prompt that is run; as many tokens as the clean one.
         answer: what the clean run should say: a token, by its text or id, or a class. None: what it says.
@@ -149,7 +151,7 @@ def patch(
 def patched_scores(
     corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
 ) -> Tensor:
-    """Run a prompt once for each row of sites, with the clean activations there, and return one column's scores [B, N].
+    """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
     `clean` has the activations of the other prompt by name; `column` is as in `choices`.
     """
@@ -183,7 +185,7 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
 
 
 def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> tuple[Prepared, Prepared]:
-    """Return both prompts as inputs of one length; two decoders that write by themselves stop where they differ."""
+    """Return both prompts as inputs of one length; targets that the model writes end where they differ."""
     first, second = prepare(m, clean, target), prepare(m, corrupt, target)
     ours, theirs = first.first_tokens, second.first_tokens
     if len(ours) != len(theirs):
@@ -204,7 +206,7 @@ def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> 
 
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """Return the first place where two sequences differ; the shorter one's end if the other begins with it."""
+    """Return the first place where two sequences differ, or the end of the shorter one."""
     differ = (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other)
     return next(differ, min(len(ours), len(theirs)))
 
@@ -252,7 +254,7 @@ def _tables(prepared: Prepared, plan: StackPlan, parts: Sequence[str]) -> Iterat
 def _answers(
     choices: Choices, clean: Tensor, corrupt: Tensor, answer: str | int | None, wrong: str | int | None
 ) -> tuple[int, int, str]:
-    """Return the numbers of the answer and of the wrong one, and how the latter was found where that needs saying."""
+    """Return the numbers of the answer and the wrong one, and a note on how the latter was found."""
     good = int(clean.argmax()) if answer is None else choices.find(answer)
     bad = int(corrupt.argmax()) if wrong is None else choices.find(wrong)
     if bad != good:

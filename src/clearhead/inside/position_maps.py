@@ -1,6 +1,6 @@
-"""How a model knows where a token stands, as a picture: one row per position or per head, and how alike two positions are.
+"""How a model tells positions apart, as a table: a row per position or per head; how alike two positions are.
 
-    position_map(m, 64)                                  # vectors, angles or biases, as the model's scheme has them
+    position_map(m, 64)                                  # vectors, angles or biases
     position_similarity(m, 64)                           # [T, T]
 
 Shapes: T positions, D width of the vectors, R rotated columns of a head, H heads.
@@ -40,8 +40,8 @@ class PositionMap(Result):
 def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") -> PositionMap:
     """Return what tells positions apart.
 
-    Learned and sinusoidal positions are vectors [T, D]. Rotary ones are the cosines, then the sines, of each pair's
-    angle [T, R]. Biases are what is added to the scores by distance [H, distances].
+    Learned and sinusoidal positions are vectors [T, D]. Rotary ones are the cosines, then the sines, of each
+    pair's angle [T, R]. Biases are what is added to the scores by distance [H, distances].
 
     Args:
         m: what `load` gave, or a bare model.
@@ -76,8 +76,8 @@ def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") 
 def position_similarity(m: AnyModel, length: int | None = None, stack: Which = "main") -> PositionMap:
     """Return how alike two positions are, [T, T].
 
-    Of vectors it is their cosine; of rotary positions the mean over the pairs of the cosine of the angle between them;
-    of biases, which know no vectors, the mean over the heads of what is added to the score.
+    Of vectors it is their cosine; of rotary positions the mean over the pairs of the cosine of the angle
+    between them; of biases, which know no vectors, the mean over the heads of what is added to the score.
     """
     part, where, names = _positions(m, length, stack)
     vectors, angles = part.positions.embed(where, torch.float32), _angles(part, where)
@@ -117,7 +117,7 @@ def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Te
 
 
 def _angles(part: Stack, where: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return cosine and sine of each rotated pair's angle, of the first layer that rotates: [T, R/2] twice."""
+    """Return cosine and sine of each pair's angle in the first layer that rotates: [T, R/2] twice."""
     first = next((layer for layer in range(part.plan.n_layers) if layer not in part.rope_skips), 0)
     rotary = part.positions.rotary(where, part.plan.windows[first])
     if rotary is None:

@@ -33,7 +33,7 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: lists for arrays and tensors, None for NaN, a dictionary for a dataclass."""
+    """Return a value as JSON has it: lists for arrays, None for NaN, dictionaries for dataclasses."""
     if isinstance(value, Result):
         return value.to_dict()
     if isinstance(value, Tensor):

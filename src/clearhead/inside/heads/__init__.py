@@ -1,11 +1,11 @@
-"""Head roles: what each attention head does, measured on texts, with the score an indifferent head would have beside it.
+"""Head roles: what each attention head does, measured on texts, beside the score of a uniform head.
 
     found = head_roles(m)                      # or head_roles(m, ["The cat sat on the mat.", ...])
     found.role("3.2"), found.named("previous") # "first", [HeadName, ...]
     found.grid("induction")                    # [L, H], NaN where a head is pruned or the role cannot be
 
-`roles` says what the roles are. A role is named only where it takes a clear part of the attention that a uniform head
-would give elsewhere; a head with no such role is "mixed".
+`roles` says what the roles are. A role is named only where it takes a clear part of the attention that a
+uniform head would give elsewhere; a head with no such role is "mixed".
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HeadRoles(Result):
     tokens: int
 
     def lift(self, role: str) -> Floats:
-        """Return the part [N] of what a uniform head gives elsewhere that goes to the role's keys; 0 uniform, 1 all of it."""
+        """Return how far each head is from uniform, [N]: 0 uniform, 1 all attention on the role's keys."""
         if role not in self.scores:
             raise InputError(
                 f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}'
@@ -79,7 +79,7 @@ class HeadRoles(Result):
         return names[str(head)]
 
     def grid(self, role: str, kind: str = "self") -> Floats:
-        """Return a role's scores [L, H]; NaN where a layer has fewer heads than another, or the role cannot be."""
+        """Return a role's scores [L, H]; NaN where a layer has fewer heads, or the role cannot be."""
         self.lift(role)
         layers: dict[int, list[float]] = {}
         for head, score in zip(self.heads, self.scores[role]):
@@ -110,8 +110,8 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        texts: texts, lists of token ids, or images; None: sentences from the standard library's docstrings, random
-            tokens for a model without a tokenizer, random pixels for a model of patches.
+        texts: texts, lists of token ids, or images; None: sentences from the standard library's docstrings,
+            random tokens for a model without a tokenizer, random pixels for a model of patches.
         seed: of what is random: those rows, and the repeated sequences that show induction.
     """
     m = as_model(m)
@@ -155,7 +155,7 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
 
 
 def _names(found: HeadRoles) -> tuple[str, ...]:
-    """Return the role of each head: induction where it is clear, else the clearest narrow role, else a wide one, else mixed.
+    """Return the role of each head: induction if clear, else the clearest narrow role, a wide one, or mixed.
 
     Induction comes first since a head with nothing to match rests somewhere, mostly on the first token.
     """

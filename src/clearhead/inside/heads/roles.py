@@ -1,17 +1,17 @@
-"""Roles that a head may play, each as a set of (query, key) pairs, and how much of a head's attention falls on them.
+"""Roles that a head may play, as sets of (query, key) pairs, and how much of its attention falls on each.
 
-A role's score is the mean attention that goes to its keys, over the queries that have such a key and another one to
-choose from. Its baseline is what a head that looks everywhere alike would score, under the same mask.
+A role's score is the mean attention that goes to its keys, over the queries that have such a key and another
+one to choose from. Its baseline is what a head that looks everywhere alike would score, under the same mask.
 
     previous    the token before                 next        the token behind
     itself      the token itself                 first       the first token (a sink)
     separator   special tokens, but the first    same        other places of the same token
     rare        the rarest token of the row      position    one fixed distance, none of the above
-    local       at most LOCAL tokens away        uniform     everywhere alike: entropy over the largest possible
+    local       at most LOCAL tokens away        uniform     entropy, over the largest possible
     induction   in a sequence that is repeated: the token that came after this one the first time
 
-Over an image, `local` goes by rows and columns, and words have no part. Cross-attention looks at another text: it has
-no token before or behind, and `position` takes any distance.
+Over an image, `local` goes by rows and columns, and words have no part. Cross-attention looks at another
+text: it has no token before or behind, and `position` takes any distance.
 
 Shapes: H heads, T queries, S keys.
 """
@@ -108,7 +108,7 @@ class Tally:
         self.chance[role] += chance
 
     def add_spread(self, sample: AttentionSample) -> None:
-        """Count entropy, how near it is to the largest possible, and attention by distance, key minus query."""
+        """Count entropy, its share of the largest possible, and attention by distance, key minus query."""
         pattern, allowed = sample.pattern, sample.allowed
         choices = allowed.sum(-1)  # T
         bits = entropy_bits(pattern)  # H T
@@ -142,7 +142,7 @@ class Tally:
         return distances[usual][score.argmax(1)]
 
     def score(self, role: str) -> tuple[Tensor, Tensor]:
-        """Return each head's mean attention to a role's keys and the baseline, [H] twice; NaN where the role cannot be."""
+        """Return each head's mean attention to a role's keys and the baseline, [H] each; NaN: no such keys."""
         count = self.queries[role] or float("nan")
         mass = self.mass.get(role, torch.zeros(self.heads))
         return mass / count, torch.full((self.heads,), self.chance[role] / count)

@@ -1,7 +1,7 @@
-"""What head roles are measured on: rows of inputs, the pattern of every attention over each, and what its mask allows.
+"""What head roles are measured on: rows of inputs, with every attention's pattern and what its mask allows.
 
-Where nothing is given, the rows are sentences that every machine has; for a model without a tokenizer random tokens, for
-a model of patches random pixels. Induction has rows of its own: random tokens, twice.
+Where nothing is given, the rows are sentences that every machine has; for a model without a tokenizer random
+tokens, for a model of patches random pixels. Induction has rows of its own: random tokens, twice.
 
 Shapes: H heads, T queries, S keys.
 """
@@ -94,7 +94,7 @@ def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
 
 
 def _marked(prepared: Prepared) -> Prepared:
-    """Mark special tokens, where ids alone were given: those that have a role of their own in the vocabulary."""
+    """Mark special tokens where ids alone were given: those with a role of their own in the vocabulary."""
     known = set(prepared.m.special.values()) - {prepared.m.special.get("unk")}
 
     def mark(tokens: MaybeTokens) -> MaybeTokens:
@@ -106,10 +106,11 @@ def _marked(prepared: Prepared) -> Prepared:
 
 
 def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
-    """Return rows of random tokens, twice: the row, where its first copy begins by kind of attention, a copy's length.
+    """Return rows of random tokens, twice, with the start of the first copy by kind, and a copy's length.
 
-    Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a look back at
-    a fixed distance nor one at a fixed place finds what it is after. Empty where the model has no room for them.
+    Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a
+    look back at a fixed distance nor one at a fixed place finds what it is after. Empty where the model has
+    no room for them.
     """
     plans = list(stack_plans(m.config))
     if any(plan.input != "tokens" for plan in plans):

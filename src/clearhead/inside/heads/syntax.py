@@ -1,12 +1,13 @@
-"""Syntax in attention: for each relation of a treebank, the head whose strongest link between words follows it best.
+"""Syntax in attention: for each relation of a treebank, the head whose strongest links follow it best.
 
     found = syntax(m, read_treebank(Path("dev.conllu.gz")))
-    found.best("det")            # Relation(name="det", arcs=1841, head=..., direction="to governor", accuracy=..., baseline=...)
+    found.best("det")            # Relation(name="det", arcs=1841, head=..., direction="to governor", ...)
 
-An arc counts as found where the strongest link of one of its words goes to the other, among the other words of the
-sentence; special tokens are no words. The baseline is the best fixed distance: the governor always k words away, k
-chosen for each relation on these very sentences. The best of many heads is the best partly by luck: `held_out` is its
-accuracy where the head was chosen on one half of the sentences and judged on the other.
+An arc counts as found where the strongest link of one of its words goes to the other, among the other words
+of the sentence; special tokens are no words. The baseline is the best fixed distance: the governor always k
+words away, k chosen for each relation on these very sentences. The best of many heads is the best partly by
+luck: `held_out` is its accuracy where the head was chosen on one half of the sentences and judged on the
+other.
 
 Shapes: B batch, H heads, N heads of the model, T tokens, W words, A arcs, R relations.
 """
@@ -71,7 +72,7 @@ class Syntax(Result):
     baselines: NDArray[np.float64]  # R
     sentences: int
     words: int
-    lost: int  # words without a token, or behind the last token that the model reads: their arcs count as missed
+    lost: int  # words without a token, or beyond the last token that is read: their arcs count as missed
 
     @property
     def accuracy(self) -> NDArray[np.float64]:
@@ -100,7 +101,7 @@ class Syntax(Result):
         )
 
     def _held_out(self, at: int) -> float:
-        """Return the accuracy of the head chosen on the other half, over both halves; NaN where one half has no arc."""
+        """Return the accuracy of the head chosen on the other half; NaN where one half has no arc."""
         if not self.arcs[:, at].all():
             return float("nan")
         right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
@@ -165,7 +166,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
 
 
 def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], NDArray[np.float64]]:
-    """Return relations by how many arcs they have, each one's commonest distance, governor minus dependent, and its share."""
+    """Return relations by frequency, each one's commonest distance (governor minus dependent) and its share."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for sentence in sentences:
         for own, word in enumerate(sentence.words, 1):

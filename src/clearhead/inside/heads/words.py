@@ -1,7 +1,7 @@
-"""From tokens to words: which tokens a word is made of, and attention between words from attention between tokens.
+"""From tokens to words: which tokens a word is made of, and attention between words.
 
-Characters decide. A word and a token belong together where their stretches of the text overlap, so that any tokenizer
-will do: a word may have several tokens, several words may share one, and a word may have none.
+Characters decide. A word and a token belong together where their stretches of the text overlap, so that any
+tokenizer will do: a word may have several tokens, several words may share one, and a word may have none.
 
     words = align(m, ["Do", "n't", "go"], "Don't go")    # .words: token positions of each word
     between = word_attention(pattern, *words.matrices())  # [..., T, T] -> [..., W, W]
@@ -53,7 +53,8 @@ def align(
     """Return the tokens of each word of a sentence.
 
     Args:
-        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends it.
+        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends
+            it.
         words: the words in order, or a sentence of a treebank, which knows its text and spans.
         text: what they are words of; None: the words with a space between each two.
         spans: the characters of each word; None: the words are looked for in the text, one after the other.
@@ -84,7 +85,7 @@ def align(
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of the tokens that overlap each stretch of characters; a token of no characters overlaps none."""
+    """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
     return tuple(
         tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
         for start, end in words
@@ -92,7 +93,7 @@ def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int,
 
 
 def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """Return `sum_of` [B, T, W] of ones and `mean_of` [B, W, T], whose rows sum to 1, for rows of words by token positions.
+    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T], whose rows sum to 1.
 
     Words that rows of a batch do not have, and words without tokens, are zeros.
     """
@@ -106,7 +107,8 @@ def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple
 
 
 def word_attention(pattern: Tensor, sum_of: Tensor, mean_of: Tensor) -> Tensor:
-    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al. 2019).
+    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al.
+    2019).
 
     pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look
     -> [..., W, W].

@@ -1,14 +1,14 @@
-"""The feed-forward as a memory (Geva et al. 2021): what fires each neuron, what it promotes, and whether the two agree.
+"""The feed-forward as a memory (Geva et al. 2021): what fires each neuron, and what it promotes.
 
-    found = memories(m, texts)                           # one pass over the corpus, top contexts of every neuron
+    found = memories(m, texts)                           # one pass over the corpus, for every neuron
     found.ranked("agreement", 5)                         # neurons whose contexts go on as they say
     found.neuron("2.117").contexts                       # the places that fired it most
     found.search("the")                                  # who promotes a token, and whom it fires
 
-A neuron fires where its activation is above zero. A gated neuron can also go below; it then promotes what is listed here
-as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is. Agreement is the share of a
-neuron's `top` contexts whose answer, the token that truly comes next, is among the `depth` tokens it promotes most; chance
-is the share of all places of the corpus whose answer is.
+A neuron fires where its activation is above zero. A gated neuron can also go below; it then promotes what is
+listed here as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is.
+Agreement is the share of a neuron's `top` contexts whose answer, the token that truly comes next, is among
+the `depth` tokens it promotes most; chance is the share of all places of the corpus whose answer is.
 
 Shapes: N neurons of one feed-forward, K contexts kept, P promoted tokens, T tokens of a batch, V vocabulary.
 """
@@ -107,9 +107,9 @@ class Memories(Result):
         raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
 
     def ranked(self, by: Order | None = None, count: int | None = 10) -> list[Neuron]:
-        """Return the first neurons by agreement beyond chance, or by highest activation, which settles ties too.
+        """Return the first neurons by agreement beyond chance, or by highest activation.
 
-        With None, agreement counts where it is known.
+        Activation settles ties, too. With None, agreement counts where it is known.
         """
         by = by or ("agreement" if self.agrees else "activation")
         if by == "agreement" and not self.agrees:
@@ -133,7 +133,7 @@ class Memories(Result):
         return self.head.names if self.head is not None else ()
 
     def search(self, token: str | int, count: int = 10) -> Found:
-        """Return the neurons that promote a token (or a class) most, and those it fires: it stands in most of their contexts."""
+        """Return the neurons that promote a token or class most, and those it fires most often."""
         number = self._number(token)
         promoting: list[tuple[str, float]] = []
         fired: list[tuple[str, float, float]] = []
@@ -164,7 +164,8 @@ class Memories(Result):
             return token_id(self.m, token)
         if token not in names and token not in range(len(names)):
             raise InputError(
-                f'no class is called "{token}"{nearest(str(token), names)}: classes are {", ".join(names[:10])}'
+                f'no class is called "{token}"{nearest(str(token), names)}: '
+                f"classes are {', '.join(names[:10])}"
             )
         return names.index(token) if isinstance(token, str) else token
 
@@ -209,8 +210,8 @@ def memories(
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches. May be a
-            stream.
+        texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
+            May be a stream.
         layer: a layer of the stack that feeds the head, or "encoder.1"; None: all of both stacks.
         top: contexts that are kept for each neuron, and tokens listed as promoted and suppressed.
         neurons: names such as "2.117"; None: every neuron of the layers.

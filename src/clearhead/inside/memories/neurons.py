@@ -1,17 +1,18 @@
 """The neurons of a feed-forward: their names, what fires each most over a corpus, and what each promotes.
 
-A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the stack
-before the head's.
+A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the
+stack before the head's.
 
-What fires a neuron is kept as its highest activations, in memory that does not grow with the corpus. What it promotes
-is the straight way from what it writes to the scores of the head. A neuron adds its column of `down` to the residual
-stream, as often as it fires. On its way to the head that vector passes norms and perhaps linear layers; what attention
-and later feed-forwards make of it is left out. Of a norm the linear part is kept: the mean is subtracted (layernorm)
-and the weight multiplied. Left out are the size by which a norm divides, which depends on the text, and the activation
-in a masked model's head. So the scores rank the tokens that a neuron promotes, and do not say by how much.
+What fires a neuron is kept as its highest activations, in memory that does not grow with the corpus. What it
+promotes is the straight way from what it writes to the scores of the head. A neuron adds its column of `down`
+to the residual stream, as often as it fires. On its way to the head that vector passes norms and perhaps
+linear layers; what attention and later feed-forwards make of it is left out. Of a norm the linear part is
+kept: the mean is subtracted (layernorm) and the weight multiplied. Left out are the size by which a norm
+divides, which depends on the text, and the activation in a masked model's head. So the scores rank the tokens
+that a neuron promotes, and do not say by how much.
 
-Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens, D model, V tokens of the
-vocabulary or classes.
+Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens, D model, V
+tokens of the vocabulary or classes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Shelf:
         return ".".join(str(part) for part in parts if part not in (None, "self"))
 
     def take(self, activations: Tensor, notes: Tensor) -> None:
-        """Add activations [T, N] of a batch and a note on each token [T, NOTE]; of equal ones the earlier stays."""
+        """Add activations [T, N] and a note on each token [T, NOTE]; of equal ones the earlier stays."""
         values, places = activations.topk(min(self.top, len(activations)), dim=0)  # K N
         values = values.T.masked_fill(values.T <= 0, -torch.inf)
         both = torch.cat([self.activations, values], 1)
@@ -110,7 +111,7 @@ def read_batch(m: Model, batch: PassageBatch, shelves: Sequence[Shelf]) -> None:
         shelf.take(post[real], notes)
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
+# Names ------------------------------------------------------------------------------------------------------
 
 
 def feedforward(stack: Stack, layer: int, expert: int | None) -> FeedForward:
@@ -236,7 +237,7 @@ def directions(m: Model, kind: str, layer: int, expert: int | None = None) -> Te
 
 
 def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the tokens each neuron promotes most and suppresses most, with their scores: four times [N, count]."""
+    """Return the tokens promoted most, their scores, those suppressed most, their scores: [N, count] each."""
     count, parts = min(count, len(weight)), []
     for some in torch.split(written, NEURONS):
         scores = some @ weight.T  # N V
@@ -246,7 +247,7 @@ def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def token_id(m: Model, token: str | int) -> int:
-    """Return a token of the vocabulary: by its number, its name in the tokenizer, or a text that is this one token."""
+    """Return a token of the vocabulary by its number, its name, or a text that is this one token."""
     size = m.config.vocab_size
     if isinstance(token, int):
         if not 0 <= token < size:
@@ -262,7 +263,8 @@ def token_id(m: Model, token: str | int) -> int:
             return int(encoding.ids[0])
     pieces = plain.tokens
     raise InputError(
-        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): name one of them'
+        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): '
+        "name one of them"
     )
 
 

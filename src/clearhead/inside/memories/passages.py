@@ -1,10 +1,12 @@
-"""A corpus as batches for one model: texts cut to what it reads, padded, each place with its surroundings and its answer.
+"""A corpus as batches for one model: texts cut and padded, each place with its surroundings and its answer.
 
-    for batch in batches(m, texts):                      # texts, pairs for two stacks, images for a model of patches
+    for batch in batches(m, texts):                      # texts, pairs for two stacks, or images
         model(batch.main, **batch.given)
-        batch.places("")                                 # [N, NOTE]: what is worth keeping of each of the N real tokens
+        batch.places("")                                 # [N, NOTE]: what is worth keeping of each of the N
+        real tokens
 
-The answer at a place is what the head is there to say: the next token, or, for a masked model, the token itself.
+The answer at a place is what the head is there to say: the next token, or, for a masked model, the token
+itself.
 
 Shapes: B batch, T tokens, N real tokens of a batch, W tokens of a window.
 """

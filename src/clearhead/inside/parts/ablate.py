@@ -1,4 +1,4 @@
-"""Ablation: what a model does without some of its heads, layers or feed-forwards. Nothing of its weights is changed.
+"""Ablation: what a model does without some of its heads, layers or feed-forwards. Its weights do not change.
 
     with ablating(m, heads=["3.2", "encoder.0.5"]):       # whatever runs in here runs without them
         m.generate("Once upon")
@@ -9,11 +9,13 @@ Something ablated gives zeros (`how="zero"`), or what it gives on average over s
 
     a head           what it read, `z`, before the output projection; that projection's bias stays
     a feed-forward   its answer, `out`, bias included
-    a layer          the answers of all its sublayers: attention, cross-attention where there is one, feed-forward
+    a layer          the answers of all its sublayers: attention, cross-attention where there is one,
+        feed-forward
 
-An answer is replaced before the norm, if any, that stands between it and the residual stream (sandwich, output), and the
-norm after the sum (post) still acts. So in a pre-norm model a layer set to zero leaves the stream as it was; a norm with a
-bias that follows a sublayer adds that bias still. With shared weights, a layer is one depth, not all that have its weights.
+An answer is replaced before the norm, if any, that stands between it and the residual stream (sandwich,
+output), and the norm after the sum (post) still acts. So in a pre-norm model a layer set to zero leaves the
+stream as it was; a norm with a bias that follows a sublayer adds that bias still. With shared weights, a
+layer is one depth, not all that have its weights.
 
 Shapes: B batch, T length, H heads, E head width, D model, L attentions of a model.
 """
@@ -95,7 +97,7 @@ class Ablation(Result):
         return self.after.loss - self.before.loss
 
 
-# What is off ----------------------------------------------------------------------------------------------------------
+# What is off ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def as_heads(config: ModelConfig, heads: Heads) -> list[HeadName]:
 
 
 def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
-    """Return layers as activations are named: 3 is "blocks.3", "encoder.0" is "encoder.blocks.0"; each once."""
+    """Return layers as activations are named, each once: 3 is "blocks.3", "encoder.0" "encoder.blocks.0"."""
     known = layer_names(config)
     found = []
     for layer in [layers] if isinstance(layers, int | str) else layers:
@@ -201,7 +203,7 @@ def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# Means ----------------------------------------------------------------------------------------------------------------
+# Means ------------------------------------------------------------------------------------------------------
 
 
 Pass = tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]  # activations, mask and source mask [B, T]
@@ -229,7 +231,7 @@ def averaged_taps(model: Transformer) -> tuple[str, ...]:
 
 
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
-    """Return what every head and sublayer gives on average over the real tokens; `options` as for `examples_from`."""
+    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
     model, examples = opened(m, data, options)
     batches = (batch.to(device_of(model)) for batch in examples.batches)
     return averaged(
@@ -246,7 +248,7 @@ def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tenso
 
 
 def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
-    """Return what takes the place of what is off: None for zeros; the means given, else those that `average` makes."""
+    """Return what replaces parts that are off: None for zeros, the means given, or those `average` makes."""
     if how not in ("zero", "mean"):
         raise InputError(f'how "{how}" is not known: choose zero or mean')
     if how == "zero":
@@ -259,7 +261,7 @@ def opened(m: AnyModel, data: Any, options: Mapping[str, Any]) -> tuple[Transfor
     return as_model(m).model, examples_from(m, data, **options)
 
 
-# Effect on loss -------------------------------------------------------------------------------------------------------
+# Effect on loss ---------------------------------------------------------------------------------------------
 
 
 def ablate(

@@ -1,4 +1,4 @@
-"""Quality against heads removed: heads go one after another, those that count least first, until none is left.
+"""Quality against heads removed: heads go one after another, those that count least first.
 
 Heads are masked, not cut out, so that a layer may lose all of its own; `prune` is the same up to there.
 """
@@ -43,7 +43,7 @@ def scores(
     on_progress: OnProgress = lambda stage, done, total: None,
     **options: Any,
 ) -> HeadTable:
-    """Return how much each head counts: by gradient, by what the loss rises without it, or drawn at random."""
+    """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
     if by not in WAYS:
         raise InputError(f'by "{by}" is not known: choose {", ".join(WAYS)}')
     if by == "importance":

@@ -1,4 +1,4 @@
-"""The effect of an ablation on one text: the model's next token, class or tag, with and without some of its parts.
+"""The effect of an ablation on one text: the next token, class or tag, with and without parts of the model.
 
     effect(m, "The cat sat on the", heads=["3.2"]).kl
 
@@ -75,8 +75,8 @@ def effect(
         m, given, target, pair: as for `prepare`.
         heads, layers, feedforwards: what is off together; see `ablating`.
         how: zero, or mean: of `means`, else of the tokens of this text.
-        position: the token at which the model is asked, negative from the end; None: the last; of a masked language
-            model the first mask, else the last.
+        position: the token at which the model is asked, negative from the end; None: the last; of a masked
+            language model the first mask, else the last.
         top: how many of the likeliest, before and after, are listed.
     """
     if top < 1:

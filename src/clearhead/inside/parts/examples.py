@@ -1,6 +1,6 @@
-"""Examples with right answers, as batches in memory: what loss and accuracy are measured on while parts of a model are off.
+"""Examples with right answers, as batches in memory: what loss and accuracy are measured on.
 
-    examples = examples_from(m, "reviews.tsv")      # files, folders, an embedded corpus; read as `clearhead eval` reads them
+    examples = examples_from(m, "reviews.tsv")      # read as `clearhead eval` reads files, folders, corpora
     examples = examples_from(m, ["One text.", "Another."], texts=True)
     judge(m.model, examples).loss
 
@@ -82,9 +82,9 @@ def examples_from(
 
     Args:
         m: what `load` gave; a bare model takes `Examples`, or texts as lists of token ids.
-        data: files, folders, globs or an embedded corpus, of which all is taken; a `Corpus`, of which its validation
-            side is; with `texts`, the texts themselves, of an encoder-decoder pairs of source and target. `Examples`
-            stay as they are.
+        data: files, folders, globs or an embedded corpus, of which all is taken; a `Corpus`, of which its
+            validation side is; with `texts`, the texts themselves, of an encoder-decoder pairs of source and
+            target. `Examples` stay as they are.
         plan: how files are to be read; None: as the run that made the model read its own, else as they look.
         texts: are `data` texts and not names of files?
         most: rows that are read at most; of running text, whole batches up to about so many.
@@ -181,7 +181,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
 
 
 def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first; in chunks."""
+    """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
     asked = targets != IGNORE
     rows, wanted = hidden[asked], targets[asked]  # N D, N
     total, hits = torch.zeros((), dtype=torch.float64), 0

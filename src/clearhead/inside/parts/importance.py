@@ -1,11 +1,13 @@
-"""Importance of heads and feed-forwards by gradient: how much the loss would change if each were turned down a little.
+"""Importance of heads and feed-forwards: how much the loss changes as each is turned down a little.
 
-Each head's `z` is multiplied by a mask that is one, so nothing changes, and the gradient with respect to that mask is
-taken (Michel et al., 2019). One backward pass gives all heads at once, where ablating each takes a pass for each.
+Each head's `z` is multiplied by a mask that is one, so nothing changes, and the gradient with respect to that
+mask is taken (Michel et al., 2019). One backward pass gives all heads at once, where ablating each takes a
+pass for each.
 
     importance(m, "test.txt").heads.values                # layer x head
 
-The mask has one entry for each row of a batch, so that rows whose gradients have opposite signs do not cancel:
+The mask has one entry for each row of a batch, so that rows whose gradients have opposite signs do not
+cancel:
 
     importance = (sum over rows of |d loss of the row / d mask|) / number of targets
 
@@ -82,7 +84,7 @@ def importance(
 
 @contextmanager
 def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
-    """Put ones on every head's z [B, H, 1, 1] and every feed-forward's answer [B, 1, 1], made in the forward pass."""
+    """Multiply every head's z by ones [B, H, 1, 1] and every feed-forward's output by ones [B, 1, 1]."""
     masks: dict[str, Tensor] = {}
     names = [f"{one.part}.z" for one in attentions(model.config)]
     names += [f"{block}.feedforward.out" for block in layer_names(model.config).values()]

@@ -1,14 +1,16 @@
-"""Pruning: heads taken out of the weights. What is left is a smaller model that computes what the whole one does without them.
+"""Pruning: heads taken out of the weights; the smaller model computes what the whole one does without them.
 
     smaller = prune(m, ["0.1", "3.2", "cross.1.0"])        # a copy; `m` stays as it is
     smaller.save("smaller")
 
-The rows of q, k and v and the columns of out that belong to a head go. Names count the heads that a layer has *now*: after
-"0.1" is gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers, since a bias by head (ALiBi,
-relative) goes by those. What is refused, because the smaller model would not be the same or could not be built:
+The rows of q, k and v and the columns of out that belong to a head go. Names count the heads that a layer has
+*now*: after "0.1" is gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers,
+since a bias by head (ALiBi, relative) goes by those. What is refused, because the smaller model would not be
+the same or could not be built:
 
-    part of a key/value group      heads that share keys and values go together: `whole_groups=True` takes the rest along
-    one of several depths that     the weights are the same, so a head goes at all of them: `whole_groups=True` does that
+    part of a key/value group      heads that share keys and values go together: `whole_groups=True`
+    one of several depths that     the weights are the same, so a head goes at all of them:
+        `whole_groups=True` does that
     share their weights
     all heads of a layer           one must stay
     qk_norm "full"                 its norm is taken over all heads
@@ -42,14 +44,15 @@ Unit = tuple[HeadName, ...]  # heads that can only go together
 def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     """Return a smaller copy of a model, without some heads.
 
-    Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is that: a
-    model with fewer heads and no word of pruning. Otherwise `config.pruned_heads` says what is gone, in clearhead's own
-    section of config.json.
+    Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is
+    that: a model with fewer heads and no word of pruning. Otherwise `config.pruned_heads` says what is gone,
+    in clearhead's own section of config.json.
 
     Args:
         m: what `load` gave, or a bare model; it stays as it is.
         heads: by their names, such as "3.2", "encoder.0.5", "cross.1.2".
-        whole_groups: where heads can only go together with others, let those go too; otherwise say which they are.
+        whole_groups: where heads can only go together with others, let those go too; otherwise say which they
+            are.
     """
     whole = as_model(m)
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
@@ -64,11 +67,11 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     return dataclasses.replace(whole, model=model, folder=None, _copy=None, _steps=None, _prefix=None)
 
 
-# Which heads go -------------------------------------------------------------------------------------------------------
+# Which heads go ---------------------------------------------------------------------------------------------
 
 
 def units(config: ModelConfig) -> list[Unit]:
-    """Return every head among those it can only go with: its key/value group, at all depths that share the weights."""
+    """Return heads in units that go together: a key/value group, at all depths that share the weights."""
     found: dict[tuple[str, int, int], list[HeadName]] = {}
     for one in attentions(config):
         plan = plan_of(config, one.kind)
@@ -98,7 +101,7 @@ def least(config: ModelConfig, numbers: Mapping[HeadName, float], keep: float) -
 
 
 def ordered(config: ModelConfig, numbers: Mapping[HeadName, float]) -> list[Unit]:
-    """Return heads in the order in which they are to go: the least first, units by the sum over their heads."""
+    """Return heads in the order in which they go: the least first, units by the sum over their heads."""
     return sorted(units(config), key=lambda unit: sum(numbers[head] for head in unit))
 
 
@@ -131,7 +134,7 @@ def _check(config: ModelConfig, gone: Iterable[HeadName]) -> None:
             raise InputError(f"all {one.n_heads} heads of {one.part} would go: keep one at least")
 
 
-# What is left ---------------------------------------------------------------------------------------------------------
+# What is left -----------------------------------------------------------------------------------------------
 
 
 def _without(config: ModelConfig, gone: Iterable[HeadName]) -> ModelConfig:
@@ -170,7 +173,7 @@ def _evened(model: Transformer) -> ModelConfig | None:
 
 
 def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
-    """Return a copy of every weight of the smaller model, by name: rows of q, k, v and columns of out are cut."""
+    """Return a copy of every weight by name, with rows of q, k, v and columns of out cut."""
     made = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
     for name, part in smaller.named_modules(remove_duplicate=False):
         if not isinstance(part, Attention):

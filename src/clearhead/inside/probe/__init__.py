@@ -3,14 +3,14 @@
     found = probe(m, "en_ewt-ud-train.conllu.gz", "upos", test="en_ewt-ud-dev.conllu.gz")
     found.layers[3].accuracy, found.layers[3].selectivity
 
-A probe that is accurate may have learned the words by heart. So beside each stands a probe of a control task (Hewitt &
-Liang 2019): every type of word has one label, drawn at random from the labels of the training words. That can only be
-learned by heart; `selectivity` is the accuracy less the control's. Two baselines need no model: the label that is most
-frequent of all, and the one that is most frequent for the type of word.
+A probe that is accurate may have learned the words by heart. So beside each stands a probe of a control task
+(Hewitt & Liang 2019): every type of word has one label, drawn at random from the labels of the training
+words. That can only be learned by heart; `selectivity` is the accuracy less the control's. Two baselines need
+no model: the label that is most frequent of all, and the one that is most frequent for the type of word.
 
-A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an L2 penalty on the weights, at most
-`iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for the same steps,
-20,000 words and 17 classes, and gave the same loss.
+A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an L2 penalty on the weights, at
+most `iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for
+the same steps, 20,000 words and 17 classes, and gave the same loss.
 
 Shapes: L depths (the embedding and every block), N words, D model, C classes.
 """
@@ -83,10 +83,8 @@ class Probes(Result):
     pool: str
     labels: tuple[str, ...]  # C of them
     majority: float  # accuracy of always saying the most frequent label
-    by_type: float  # accuracy of saying each type's most frequent label, for an unseen type the most frequent of all
-    seen: (
-        float  # share of the test words whose type is in the training words: no more can be learned by heart
-    )
+    by_type: float  # accuracy of saying each type's most frequent label; for an unseen type, that of all
+    seen: float  # share of the test words whose type is in the training words
     train: int  # words
     test: int
     seed: int
@@ -118,13 +116,13 @@ def probe(
 
     Args:
         m: the model.
-        data: a treebank, tagged words, or texts or images with labels: a file, a folder or examples in memory (see
-            `read_items`).
+        data: a treebank, tagged words, or texts or images with labels: a file, a folder or examples in memory
+            (see `read_items`).
         column: of a treebank: upos (if None), xpos, deprel, relation, arc, lemma or feats.NAME.
         test: data of the same kind to test on; None: a share of the sentences is set apart.
         stack: "encoder" or "decoder", of a model that has both; None: the encoder.
-        pool: vector of a word with several tokens: their "mean" (if None), the "first" or the "last". Of a text, None:
-            as the model pools texts by itself, else the mean.
+        pool: vector of a word with several tokens: their "mean" (if None), the "first" or the "last". Of a
+            text, None: as the model pools texts by itself, else the mean.
         words: how many to train on, and how many to test on, at most; whole sentences are drawn.
         test_share: of the sentences, where there is no `test`.
         classes: a column with more labels is refused.
@@ -226,7 +224,7 @@ def _own_pooling(m: Model) -> str:
 
 
 def _types(m: Model, forms: Sequence[str], unit: str) -> Sequence[str]:
-    """Return words as the tokenizer normalises them: what a model without capitals reads alike is one type."""
+    """Return words as the tokenizer normalises them: words that a model reads alike are one type."""
     normalizer = m.text_tokenizer.normalizer if unit == "words" else None
     if normalizer is None:
         return forms

@@ -1,4 +1,4 @@
-"""What probes are trained on: words with a label each, texts with one, or images with one; and which of them are for testing.
+"""What probes are trained and tested on: words, texts or images with a label each.
 
     items, name = read_items("en_ewt-ud-dev.conllu", "feats.Number")    # a treebank: one label per word
     items, name = read_items("reviews.tsv")                             # one label per text
@@ -72,10 +72,10 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     """Return items from a file, or from examples in memory, and the name of what they are labelled by.
 
     Args:
-        data: a treebank (CoNLL-U), words with tags, texts with labels, images in folders of their class; or such
-            examples.
-        column: of a treebank: upos, xpos, deprel, relation (deprel without subtypes), arc (where the governor stands),
-            lemma or feats.NAME; None: upos. Other data has one column of labels, and takes none.
+        data: a treebank (CoNLL-U), words with tags, texts with labels, images in folders of their class; or
+            such examples.
+        column: of a treebank: upos, xpos, deprel, relation (deprel without subtypes), arc (where the governor
+            stands), lemma or feats.NAME; None: upos. Other data has one column of labels, and takes none.
     """
     rows: Any = _read(str(data), column) if isinstance(data, str | Path) else data
     first = rows if isinstance(rows, Images) else next(iter(rows), None)
@@ -133,7 +133,7 @@ def _of_tree(sentence: Sentence, label: Callable[[Word, int], str | None]) -> Pr
 
 
 def _labeller(column: str) -> Callable[[Word, int], str | None]:
-    """Return what reads one column of a word at a place; "_" is no label, nor is a feature that a word does not have."""
+    """Return a function that reads one column of a word at a place; "_" is no label."""
     if column == "arc":
         return governor
     name = column.removeprefix("feats.")
@@ -143,26 +143,27 @@ def _labeller(column: str) -> Callable[[Word, int], str | None]:
         ).get(name)
     if column not in COLUMNS or name != column:
         raise InputError(
-            f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: choose from {", ".join(COLUMNS)}'
+            f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: '
+            f"choose from {', '.join(COLUMNS)}"
         )
     return lambda word, place: None if getattr(word, column) == "_" else str(getattr(word, column))
 
 
 def governor(word: Word, place: int) -> str:
-    """Return where a word's governor stands: "root", or words to the left (-2) or to the right (+1), far ones together."""
+    """Return where a word's governor stands: "root", or words to the left (-2) or to the right (+1, +far)."""
     if word.head == 0:
         return "root"
     away = word.head - 1 - place
     return f"{away:+d}" if abs(away) <= FARTHEST else ("+far" if away > 0 else "-far")
 
 
-# Two sides --------------------------------------------------------------------------------------------------------------
+# Two sides --------------------------------------------------------------------------------------------------
 
 
 def split_items(
     items: Sequence[ProbeItem], share: float, seed: int
 ) -> tuple[list[ProbeItem], list[ProbeItem]]:
-    """Return items to train on and about `share` of them to test on; items of the same content stay together."""
+    """Return items to train on and about `share` to test on; items of the same content stay together."""
     if not 0 < share < 1:
         raise InputError(f"test_share {share} must lie between 0 and 1")
     keys = sorted({item.key for item in items})
@@ -185,7 +186,7 @@ def apart(train: Sequence[ProbeItem], test: Sequence[ProbeItem]) -> tuple[list[P
 def choose_items(
     items: Sequence[ProbeItem], most: int, seed: int, side: str
 ) -> tuple[list[ProbeItem], str | None]:
-    """Return whole items, drawn by `seed`, until they bring `most` labels, and a sentence where some were left out.
+    """Return whole items, drawn by `seed`, with `most` labels in all, and a note where some were left out.
 
     Of the last one only so many labels are kept that there are `most` exactly.
     """

@@ -33,8 +33,8 @@ def check_library() -> None:
 def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: int) -> Numbers:
     """Fit softmax regression to [N, D] with classes [N], and return the classes it gives to [M, D].
 
-    The loss is the mean cross-entropy plus half `penalty` times the square of the weights, without the intercepts;
-    of two classes there is one row of weights, so that the penalty counts once.
+    The loss is the mean cross-entropy plus half `penalty` times the square of the weights, without the
+    intercepts; of two classes there is one row of weights, so that the penalty counts once.
     """
     classes = np.unique(y)
     if len(classes) == 1:
@@ -66,7 +66,7 @@ def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
 def control_labels(
     types: Sequence[str], test_types: Sequence[str], y: Numbers, seed: int
 ) -> tuple[Numbers, Numbers]:
-    """Return labels of the control task: every type has one, drawn as often as the labels `y` occur; types only tested, too."""
+    """Return labels of the control task: one for every type, drawn as often as the labels `y` occur."""
     known = sorted({*types, *test_types})
     counts = np.bincount(y)
     drawn = np.random.default_rng(seed).choice(len(counts), size=len(known), p=counts / counts.sum())
@@ -78,7 +78,7 @@ def control_labels(
 def baselines(
     types: Sequence[str], test_types: Sequence[str], y: Numbers, y_test: Numbers
 ) -> tuple[float, float, float]:
-    """Return the accuracy of the most frequent label, of each type's most frequent label, and the share of test types seen."""
+    """Return accuracies of the most frequent label and of each type's, and the share of test types seen."""
     majority = int(np.bincount(y).argmax())
     counts: dict[str, Counter[int]] = {}
     for one, label in zip(types, y.tolist()):
@@ -90,7 +90,7 @@ def baselines(
 
 
 def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the share of hits, by drawing items (words of one sentence are alike); of one item, words."""
+    """Return the 95 % interval of the share of hits, by drawing items; where there is one item, words."""
     groups = items if len(np.unique(items)) > 1 else np.arange(len(hits))
     _, place = np.unique(groups, return_inverse=True)
     counts = np.stack([np.bincount(place, weights=hits), np.bincount(place)], 1).astype(np.float64)

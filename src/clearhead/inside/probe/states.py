@@ -1,7 +1,7 @@
 """Vectors of words, texts and images at every depth: what probes read.
 
-The states of all layers are recorded batch by batch, pooled at once, and only the pooled vectors are kept: as float32
-numbers in memory, or, where they are many, in a temporary file that memory is mapped to.
+The states of all layers are recorded batch by batch, pooled at once, and only the pooled vectors are kept: as
+float32 numbers in memory, or, where they are many, in a temporary file that memory is mapped to.
 
 Shapes: B batch, T tokens, D model, L depths (the embedding and every block), N things probed.
 """
@@ -92,7 +92,8 @@ def vectors_of(
     Args:
         m: the model.
         items: whose words, or which themselves, are probed.
-        stack: "encoder" or "decoder". While the decoder of two stacks is probed, the encoder reads the same text.
+        stack: "encoder" or "decoder". While the decoder of two stacks is probed, the encoder reads the same
+            text.
         prefix: of the activations of that stack.
         pool: the vector of a thing with several tokens: their mean, the first or the last.
         on_progress: told how many items are done.
