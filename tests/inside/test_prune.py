@@ -14,9 +14,8 @@ from clearhead.errors import InputError
 from clearhead.generate.decode import greedy
 from clearhead.inside.names import HeadName, all_heads, find_heads
 from clearhead.inside.parts.ablate import ablate, ablating
-from clearhead.inside.parts.curve import prune_curve, scores
 from clearhead.inside.parts.examples import Examples, judge
-from clearhead.inside.parts.prune import least, prune, units
+from clearhead.inside.parts.prune import least, prune, prune_curve, scores, units
 from tests.harness import build, config, some_ids, worst
 
 TOLERANCE = 1e-6

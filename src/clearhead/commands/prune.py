@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from clearhead.bundle import Model
     from clearhead.inside.parts.ablate import Ablation, HeadTable
-    from clearhead.inside.parts.curve import PruneCurve
     from clearhead.inside.parts.effect import Effect
     from clearhead.inside.parts.examples import Examples
+    from clearhead.inside.parts.prune import PruneCurve
 
 By = Literal["importance", "ablation", "random"]
 Names = Annotated[
@@ -144,7 +144,7 @@ def prune(
     """
     from clearhead.bundle import load
     from clearhead.commands.common import progress
-    from clearhead.inside.parts.curve import prune_curve
+    from clearhead.inside.parts.prune import prune_curve
 
     _drawable(plot)
     _check_prune(folder, out, heads, keep, data, by, curve, overwrite)
@@ -218,9 +218,8 @@ def _pruned(
     from clearhead.commands.common import progress
     from clearhead.hub.checkpoint import explain_export
     from clearhead.inside.names import all_heads
-    from clearhead.inside.parts.curve import scores
     from clearhead.inside.parts.examples import Examples, judge
-    from clearhead.inside.parts.prune import least
+    from clearhead.inside.parts.prune import least, scores
     from clearhead.inside.parts.prune import prune as run
 
     chosen: Any = heads

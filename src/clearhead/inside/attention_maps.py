@@ -40,12 +40,10 @@ def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
 class Axis(Result):
     """The queries or the keys of a pattern: one label per cell."""
 
+    json_names = ("labels", "size as tokens_per_cell")
+
     labels: tuple[str, ...]
     size: int = 1  # tokens per cell
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"labels": list(self.labels), "tokens_per_cell": self.size}
 
     @classmethod
     def over(cls, labels: Sequence[str], size: int) -> Axis:

@@ -152,7 +152,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _tangent(bend: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """Return the direction before an activation, taken as its tangent at x, and what the tangent leaves over."""
+    """Return the direction before an activation, taken as its tangent at x, and what that leaves over."""
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         y = bend(x)

@@ -1,8 +1,10 @@
 """What looking inside gives back: values with named fields, which `to_dict` writes as plain JSON values.
 
-@dataclass(frozen=True)
-class Contributions(Result):
-    json_names = ("logit", "total")          # fields, properties and methods, in this order; else every field
+    @dataclass(frozen=True)
+    class Contributions(Result):
+        json_names = ("logit", "sum_of_terms as total")
+
+`json_names` lists fields, properties and methods in the order of the JSON object. Without it every field is written.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ Floats = NDArray[np.float32]
 class Result:
     """The base of every result."""
 
-    json_names: ClassVar[tuple[str, ...]] = ()  # what `to_dict` holds; (): every field of the dataclass
+    json_names: ClassVar[tuple[str, ...]] = ()  # "name", or "name as key"; (): every field of the dataclass
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values by name."""
-        values = {name: getattr(self, name) for name in self.json_names or vars(self)}
-        return {name: plain(value() if callable(value) else value) for name, value in values.items()}
+        found = {}
+        for entry in self.json_names or vars(self):
+            name, _, key = entry.partition(" as ")
+            value = getattr(self, name)
+            found[key or name] = plain(value() if callable(value) else value)
+        return found
 
 
 def plain(value: Any) -> Any:

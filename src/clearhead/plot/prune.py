@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from clearhead.inside.parts.ablate import HeadTable
-from clearhead.inside.parts.curve import PruneCurve
 from clearhead.inside.parts.effect import Effect
+from clearhead.inside.parts.prune import PruneCurve
 from clearhead.plot.canvas import heatmap, label_axis, new, plain
 
 if TYPE_CHECKING:

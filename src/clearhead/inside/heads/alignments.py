@@ -1,8 +1,8 @@
 """Heads ranked by how well they agree with a given alignment: which stretch of a text belongs to which.
 
-    {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}         one stack, or the encoder of two
-    {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}    cross-attention, source first
-    {"text": "The cat ran", "unit": "tokens", "pairs": [[[1, 2], [3, 4]]]}    spans of tokens, special included
+    {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}        one stack, or the encoder of two
+    {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}   cross-attention, source first
+    {"text": "The cat ran", "unit": "tokens", "pairs": [[[1, 2], [3, 4]]]}   spans of tokens, special included
 
 For each pair and head: does the strongest link from one stretch, among tokens that are neither special nor in
 it, go into the other, and how much attention goes there? Cross-attention is asked twice, as a target token
@@ -116,7 +116,7 @@ def _aligned(line: dict[str, Any]) -> Aligned:
 
 
 def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
-    """Judge heads by given alignments: of cross-attention where they have a target, else of the first stack."""
+    """Judge heads by alignments: of cross-attention where there is a target, else of the first stack."""
     m = as_model(m)
     examples = list(examples)
     across = {example.target is not None for example in examples}

@@ -142,7 +142,7 @@ class Tally:
         return distances[usual][score.argmax(1)]
 
     def score(self, role: str) -> tuple[Tensor, Tensor]:
-        """Return each head's mean attention to a role's keys and the baseline, [H] each; NaN: no such keys."""
+        """Return each head's mean attention to a role's keys and the baseline, [H] each; NaN: no such key."""
         count = self.queries[role] or float("nan")
         mass = self.mass.get(role, torch.zeros(self.heads))
         return mass / count, torch.full((self.heads,), self.chance[role] / count)

@@ -166,7 +166,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
 
 
 def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], NDArray[np.float64]]:
-    """Return relations by frequency, each one's commonest distance (governor minus dependent) and its share."""
+    """Return relations by frequency, the commonest distance of each (governor - dependent), and its share."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for sentence in sentences:
         for own, word in enumerate(sentence.words, 1):

@@ -93,7 +93,7 @@ def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int,
 
 
 def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T], whose rows sum to 1.
+    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T]; its rows sum to 1.
 
     Words that rows of a batch do not have, and words without tokens, are zeros.
     """

@@ -2,8 +2,7 @@
 
     for batch in batches(m, texts):                      # texts, pairs for two stacks, or images
         model(batch.main, **batch.given)
-        batch.places("")                                 # [N, NOTE]: what is worth keeping of each of the N
-        real tokens
+        batch.places("")                                 # [N, NOTE]: a note on each of the N real tokens
 
 The answer at a place is what the head is there to say: the next token, or, for a masked model, the token
 itself.

@@ -9,8 +9,7 @@ Something ablated gives zeros (`how="zero"`), or what it gives on average over s
 
     a head           what it read, `z`, before the output projection; that projection's bias stays
     a feed-forward   its answer, `out`, bias included
-    a layer          the answers of all its sublayers: attention, cross-attention where there is one,
-        feed-forward
+    a layer          the answers of all its sublayers: attention, cross-attention, feed-forward
 
 An answer is replaced before the norm, if any, that stands between it and the residual stream (sandwich,
 output), and the norm after the sum (post) still acts. So in a pre-norm model a layer set to zero leaves the

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from clearhead.bundle import Model
 from clearhead.data.corpus import sort_names
@@ -50,7 +49,7 @@ ITERATIONS = 100
 class LayerProbe(Result):
     """What can be read off one depth."""
 
-    json_names = ("accuracy", "interval", "control", "selectivity")
+    json_names = ("name as layer", "accuracy", "interval", "control", "selectivity")
 
     name: str  # "embedding", or the block's number
     accuracy: float
@@ -61,10 +60,6 @@ class LayerProbe(Result):
     def selectivity(self) -> float:
         """Accuracy beyond what learning words by heart gives."""
         return self.accuracy - self.control
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"layer": self.name} | super().to_dict()
 
 
 @dataclass(frozen=True)
