@@ -4,7 +4,7 @@
     class Contributions(Result):
         json_names = ("logit", "sum_of_terms as total")
 
-`json_names` lists fields, properties and methods in the order of the JSON object. Without it every field is written.
+`json_names` lists fields, properties and methods in the order of the JSON object; without it, every field.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def read_batch(m: Model, batch: PassageBatch, shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
     names = {shelf.tap for shelf in shelves}
     names |= {f"{shelf.part}.router" for shelf in shelves if shelf.expert is not None}
-    seen = recorded(m.model, sorted(names), batch.main, **batch.given)
+    seen = recorded(m.model, sorted(names), **batch.arguments)
     all_notes = {stack: batch.places(stack) for stack in {shelf.stack for shelf in shelves}}
     for shelf in shelves:
         post = on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])

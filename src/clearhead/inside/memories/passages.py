@@ -1,7 +1,7 @@
 """A corpus as batches for one model: texts cut and padded, each place with its surroundings and its answer.
 
     for batch in batches(m, texts):                      # texts, pairs for two stacks, or images
-        model(batch.main, **batch.given)
+        model(**batch.arguments)
         batch.places("")                                 # [N, NOTE]: a note on each of the N real tokens
 
 The answer at a place is what the head is there to say: the next token, or, for a masked model, the token
@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared, grouped, prepare
+from clearhead.inside.inputs import Prepared, grouped, padded, prepare
 
 Given = str | Sequence[int] | tuple[str, str] | Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -59,32 +58,24 @@ class PassageBatch:
     pad: int
 
     @property
-    def main(self) -> Tensor:
-        """Ids [B, T], or pixels [B, C, H, W]."""
-        return self._padded([passage.prepared.main[0] for passage in self.passages])
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What the model is called with beside `main`: masks, and the source where there are two stacks."""
+    def arguments(self) -> dict[str, Tensor]:
+        """What the model is called with: ids or pixels, masks, and the source where there are two stacks."""
         first = self.passages[0].prepared
-        if first.main.ndim != 2:
-            return {}
-        more = {"mask": self.real("").to(first.main.device)}
-        sources = [
-            passage.prepared.source[0] for passage in self.passages if passage.prepared.source is not None
-        ]
-        if sources:
-            more["source"] = self._padded(sources)
-            more["source_mask"] = self.real("encoder.").to(first.main.device)
-        return more
+        if not first.tokens.ids:
+            return {"ids": torch.cat([passage.prepared.main for passage in self.passages])}
+        ids, mask = self._padded("")
+        if first.source is None:
+            return {"ids": ids, "mask": mask}
+        source, source_mask = self._padded("encoder.")
+        return {"ids": ids, "mask": mask, "source": source, "source_mask": source_mask}
 
-    def _padded(self, rows: list[Tensor]) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=self.pad)
+    def _padded(self, stack: str) -> tuple[Tensor, Tensor]:
+        rows = [passage.prepared.tokens_of(stack).ids for passage in self.passages]
+        return padded(rows, self.pad, self.passages[0].prepared.main.device)
 
     def real(self, stack: str) -> Tensor:
         """Return which tokens of a stack are not padding: [B, T]."""
-        rows = [torch.ones(len(passage.prepared.tokens_of(stack))) for passage in self.passages]
-        return pad_sequence(rows, batch_first=True).bool()
+        return padded([range(len(passage.prepared.tokens_of(stack))) for passage in self.passages], 0)[1]
 
     def places(self, stack: str) -> Tensor:
         """Return a note on each real token, row by row: [N, NOTE]."""
@@ -124,27 +115,28 @@ def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Itera
         raise InputError("the corpus is empty: give at least one text with a token in it")
 
 
-def passages(m: Model, texts: Iterable[Given]) -> Iterator[Passage]:
+def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
     """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
     for number, given in enumerate(texts):
-        yield from _passages(m, number, given)
-
-
-def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
-    if m.config.family == "encoder-decoder":
-        source, target = given if isinstance(given, tuple) else (given, None)
-        if len(source):
-            yield _pair(m, number, source, target)
-    elif m.model.main.plan.input != "tokens":
-        prepared = prepare(m, given)
-        yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
-    elif isinstance(given, tuple):
-        raise InputError(
-            "a pair was given to a model of one stack: give texts, or a model with an encoder and a decoder"
-        )
-    else:
-        for start, ids, following in _stretches(m, given):
-            yield Passage(prepare(m, ids), number, start, tuple(following))
+        if m.config.family == "encoder-decoder":
+            source, target = given if isinstance(given, tuple) else (given, None)
+            if len(source):
+                prepared = prepare(m, source, target)
+                if len(prepared.tokens) > m.max_length:
+                    prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
+                ends = m.stops[0] if m.stops else NOTHING  # after its last token, the target ends
+                yield Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
+        elif m.model.main.plan.input != "tokens":
+            prepared = prepare(m, given)
+            yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
+        elif isinstance(given, tuple):
+            raise InputError(
+                "a pair was given to a model of one stack: "
+                "give texts, or a model with an encoder and a decoder"
+            )
+        else:
+            for start, ids, following in _stretches(m, given):
+                yield Passage(prepare(m, ids), number, start, tuple(following))
 
 
 def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -159,12 +151,3 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
     answers = ids if masked else [*ids[1:], NOTHING]
     for start in range(0, len(ids), length):
         yield start, ids[start : start + length], answers[start : start + length]
-
-
-def _pair(m: Model, number: int, source: Any, target: Any) -> Passage:
-    """Return source and target; after its last token, the target ends."""
-    prepared = prepare(m, source, target)
-    if len(prepared.tokens) > m.max_length:
-        prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
-    ends = m.stops[0] if m.stops else NOTHING
-    return Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))

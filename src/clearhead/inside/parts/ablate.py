@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,9 +44,7 @@ from clearhead.training.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[HeadName | str] | HeadName | str
-Layers = (
-    Iterable[int | str] | int | str
-)  # 3 or "3" of the stack that feeds the head, "encoder.3" of the one before it
+Layers = Iterable[int | str] | int | str  # 3 or "3" of the stack that feeds the head, else "encoder.3"
 Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
 AVERAGED = ("*.attention.z", "*.attention.out", "*.feedforward.out")
 OnProgress = Callable[[str, int, int], None]
@@ -125,19 +122,23 @@ class Selection:
 
     def off(self, model: Transformer, means: Means | None) -> Any:
         """Return a context in which the model runs without these parts; see `ablating`."""
-        changes: dict[str, Callable[[Tensor], Tensor]] = {}
-        for part in dict.fromkeys(head.part for head in self.heads):
-            numbers = [head.number for head in self.heads if head.part == part]
-            changes[f"{part}.z"] = partial(_without, gone=numbers, mean=_mean(means, f"{part}.z"))
+        gone: dict[str, Any] = {}  # by activation: which of its heads, or all of it
+        for head in self.heads:
+            gone.setdefault(f"{head.part}.z", []).append(head.number)
         cross = plan_of(model.config, "self").cross
-        for block in dict.fromkeys((*self.layers, *self.feedforwards)):
-            parts = ["feedforward"]
-            if block in self.layers:
-                parts += (
-                    ["attention", "cross"] if cross and not block.startswith("encoder.") else ["attention"]
-                )
-            for part in parts:
-                changes[f"{block}.{part}.out"] = partial(_replaced, mean=_mean(means, f"{block}.{part}.out"))
+        for block in self.layers:
+            own = ("attention", "cross") if cross and not block.startswith("encoder.") else ("attention",)
+            gone |= {f"{block}.{part}.out": slice(None) for part in own}
+        gone |= {f"{block}.feedforward.out": slice(None) for block in (*self.layers, *self.feedforwards)}
+        missing = [] if means is None else [name for name in gone if name not in means]
+        if missing:
+            raise InputError(
+                f"the means hold nothing of {missing[0]}: make them by mean_activations of the same model"
+            )
+        found = means or {}
+        changes = {
+            name: partial(_replaced, heads=heads, mean=found.get(name)) for name, heads in gone.items()
+        }
         return edit(model, changes)
 
 
@@ -163,22 +164,11 @@ def ablating(
         yield
 
 
-def _mean(means: Means | None, name: str) -> Tensor | None:
-    if means is not None and name not in means:
-        raise InputError(f"the means hold nothing of {name}: make them by mean_activations of the same model")
-    return None if means is None else means[name]
-
-
-def _without(z: Tensor, gone: list[int], mean: Tensor | None) -> Tensor:
-    """Return [B, H, T, E] with some heads at zero, or at their mean [H, 1, E]."""
-    z = z.clone()
-    z[:, gone] = 0 if mean is None else mean.to(z)[gone]
-    return z
-
-
-def _replaced(answer: Tensor, mean: Tensor | None) -> Tensor:
-    """Return [B, T, D] at zero, or everywhere at the mean [D]."""
-    return torch.zeros_like(answer) if mean is None else mean.to(answer).expand_as(answer)
+def _replaced(x: Tensor, heads: Any, mean: Tensor | None) -> Tensor:
+    """Return a head's z [B, H, T, E], or an answer [B, T, D], at zero or at its mean [H, 1, E], [D]."""
+    x = x.clone()
+    x[:, heads] = 0 if mean is None else mean.to(x)[heads]
+    return x
 
 
 def as_heads(config: ModelConfig, heads: Heads) -> list[HeadName]:
@@ -232,18 +222,13 @@ def averaged_taps(model: Transformer) -> tuple[str, ...]:
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
     """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
     model, examples = opened(m, data, options)
+    taps = averaged_taps(model)
     batches = (batch.to(device_of(model)) for batch in examples.batches)
-    return averaged(
-        model.config,
-        (
-            (
-                recorded(model, averaged_taps(model), **arguments_for(model, batch)),
-                batch.mask,
-                batch.source_mask,
-            )
-            for batch in batches
-        ),
+    passes = (
+        (recorded(model, taps, **arguments_for(model, batch)), batch.mask, batch.source_mask)
+        for batch in batches
     )
+    return averaged(model.config, passes)
 
 
 def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
