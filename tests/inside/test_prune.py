@@ -12,7 +12,7 @@ from clearhead.batches.batch import Batch
 from clearhead.cli import main
 from clearhead.errors import InputError
 from clearhead.generate.decode import greedy
-from clearhead.inside.names import HeadName, all_heads, find_heads
+from clearhead.inside.names import AttentionHead, all_heads, find_heads
 from clearhead.inside.parts.ablate import ablate, ablating
 from clearhead.inside.parts.examples import Examples, judge
 from clearhead.inside.parts.prune import least, prune, prune_curve, scores, units
@@ -73,7 +73,7 @@ WHOLE: dict[str, tuple[dict, list[str]]] = {
 
 def inputs(model: ch.Transformer) -> dict[str, torch.Tensor]:
     """What a micro model is called with."""
-    if model.main.plan.input == "patches":
+    if model.main.spec.input == "patches":
         return {"ids": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
     both = model.encoder is not None and model.decoder is not None
     return {"ids": some_ids()} | ({"source": some_ids(length=6, seed=3)} if both else {})
@@ -214,7 +214,7 @@ def test_what_counts_least_goes_and_each_layer_keeps_one():
     assert least(shape, numbers, 1.0) == []
     grouped = config(n_kv_heads=2)
     assert [str(head) for head in least(grouped, numbers, 0.5)] == ["0.0", "0.1", "1.0", "1.1"]
-    assert (HeadName("self", 0, 2), HeadName("self", 0, 3)) in units(grouped)
+    assert (AttentionHead("self", 0, 2), AttentionHead("self", 0, 3)) in units(grouped)
     with pytest.raises(InputError, match="no share"):
         least(shape, numbers, 0)
 

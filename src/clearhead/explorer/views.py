@@ -42,8 +42,8 @@ LISTED = 200  # choices that are sent with their names
 def model_view(m: Model, name: str) -> dict[str, Any]:
     """What the model is."""
     config = m.config
-    main = m.model.main.plan
-    encoder = m.model.encoder.plan if m.model.encoder is not None and m.model.decoder is not None else None
+    main = m.model.main.spec
+    encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
     return {
         "name": name,
         "family": config.family,
@@ -104,7 +104,7 @@ class Run:
     def scores(self) -> Tensor:
         """[columns, V] what the head says, in float32 on the CPU."""
         with torch.no_grad():
-            return self.choices.scores(self.prepared.run().logits)[0].float().cpu()
+            return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:

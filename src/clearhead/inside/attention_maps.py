@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest
-from clearhead.inside.names import AttentionName, HeadName
+from clearhead.inside.names import AttentionHead, AttentionName
 from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
 
 FORMATS = (".json", ".npz")
@@ -76,7 +76,7 @@ class HeadPattern(Result):
 
     json_names = ("queries", "keys", "entropies", "pattern")
 
-    head: HeadName
+    head: AttentionHead
     pattern: Array  # T S
     queries: Axis
     keys: Axis

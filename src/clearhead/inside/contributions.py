@@ -31,7 +31,7 @@ from clearhead.inside.frozen import (
     through_linear,
 )
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import HeadName
+from clearhead.inside.names import AttentionHead
 from clearhead.inside.results import Result, filled
 from clearhead.model.block import Block
 from clearhead.model.heads import LanguageHead
@@ -120,9 +120,9 @@ def contributions(
     prepared = prepare(m, given, target, pair)
     choices, model = choices_of(prepared), prepared.model
     column = find_column(position, choices.columns)
-    taps = (*TAPS, "cross.z", "cross.out") if model.main.plan.cross else TAPS
+    taps = (*TAPS, "cross.z", "cross.out") if model.main.spec.cross else TAPS
     output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in taps))
-    best = int(choices.scores(output.logits)[0, column].argmax())
+    best = int(choices.scores(output.required_logits)[0, column].argmax())
     choice = best if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
     if other == choice:
@@ -150,7 +150,7 @@ def _logits(
         return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
 
     head = choices.prepared.model.head
-    logit = difference(choices.scores(output.logits)[0, column])
+    logit = difference(choices.scores(output.required_logits)[0, column])
     if not isinstance(head, LanguageHead) or head.softcap is None:
         return logit, None
     uncapped = copy.copy(head)
@@ -175,7 +175,7 @@ def _terms(
     else:
         read = read_back(head, exact(output.hidden[0]), column, choice, other)
     rows = read.rows
-    final = freeze(stack.norm, exact(seen[f"blocks.{stack.plan.n_layers - 1}.resid_post"][0])[rows])
+    final = freeze(stack.norm, exact(seen[f"blocks.{stack.spec.n_layers - 1}.resid_post"][0])[rows])
     backwards = [
         Term("head bias", "bias", read.bias),
         Term("head transform", "bias", read.transform),
@@ -226,7 +226,7 @@ def _sublayer_terms(
     weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
     values = torch.einsum("hre,dhe,rd->h", z, weight, towards).tolist()
     heads = [
-        Term(str(HeadName(kind, layer, number)), kind, value, layer, number)
+        Term(str(AttentionHead(kind, layer, number)), kind, value, layer, number)
         for number, value in enumerate(values)
     ]
     bias = Term(f"{part} bias {layer}", "bias", bias_term(attention.out.bias, towards), layer)

@@ -26,7 +26,7 @@ from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, as_model, prepare_first
-from clearhead.inside.names import plan_of, states
+from clearhead.inside.names import states
 from clearhead.inside.position_maps import position_map as position_map
 from clearhead.inside.position_maps import position_similarity as position_similarity
 from clearhead.inside.results import Floats, Result, on_cpu
@@ -140,7 +140,7 @@ def word_vectors(m: AnyModel, table: Table = "input") -> WordVectors:
         return WordVectors(m, table, on_cpu(model.head.out.weight))
     if not isinstance(front, TokenFront):
         raise InputError(
-            f"this model reads {plan_of(m.config, 'encoder').input}, which have no table of vectors: "
+            f"this model reads {m.config.stacks[0].input}, which have no table of vectors: "
             "geometry takes a model of tokens"
         )
     return WordVectors(m, table, on_cpu(front.tokens.weight))
@@ -239,7 +239,7 @@ def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list
             f'the word "{word}" has no token in "{text[:60]}": the model reads {len(tokens)} tokens of it'
         )
     rest = [place for place in range(len(tokens)) if place not in own and not tokens.special[place]]
-    names = states(plan_of(m.config, "encoder"))
+    names = states(m.config.stacks[0])
     _, seen = prepared.record(*names)
     return [on_cpu(seen[name][0]) for name in names], own, rest, tuple(tokens.labels[place] for place in own)
 

@@ -124,15 +124,15 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
     if target is not None and not both:
         raise InputError("target is for a model with an encoder and a decoder: leave it out")
     first = m.model.encoder if both and m.model.encoder is not None else m.model.main
-    if first.plan.input == "patches":
+    if first.spec.input == "patches":
         if both:
             raise InputError(
                 "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
             )
         return Prepared(m, *_image(m, given))
-    if first.plan.input != "tokens":
+    if first.spec.input != "tokens":
         raise InputError(
-            f"this model reads {first.plan.input}, which have no tokens to show: "
+            f"this model reads {first.spec.input}, which have no tokens to show: "
             "looking inside takes a model of text or images"
         )
     tokens, types = _text(m, given, pair)

@@ -64,7 +64,7 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
         raise InputError(f"top {top} keeps nothing: choose 1 or more")
     model, taps = prepared.model, lens_taps(prepared.model)
     output, seen = prepared.record(*taps)
-    last = choices.scores(output.logits)[0]  # C N
+    last = choices.scores(output.required_logits)[0]  # C N
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
     read = []
     for tap in taps:
@@ -91,7 +91,7 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
 
 def lens_taps(model: Transformer) -> list[str]:
     """Return the names of the states that the lens reads: the embedding's, and each block's."""
-    return states(model.main.plan)
+    return states(model.main.spec)
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

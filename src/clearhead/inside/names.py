@@ -8,11 +8,11 @@ A kind of attention is `self`, in the stack that feeds the head, `encoder`, in t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError, nearest
 
 PARTS = {"self": ("", "attention"), "encoder": ("encoder.", "attention"), "cross": ("", "cross")}
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, order=True)
-class HeadName:
+class AttentionHead:
     """One attention head. `number` counts the heads that the layer has now; after pruning they are fewer."""
 
     kind: str
@@ -50,9 +50,9 @@ class AttentionName(NamedTuple):
         return f"{prefix}blocks.{self.layer}.{module}"
 
     @property
-    def heads(self) -> list[HeadName]:
+    def heads(self) -> list[AttentionHead]:
         """Its heads."""
-        return [HeadName(self.kind, self.layer, number) for number in range(self.n_heads)]
+        return [AttentionHead(self.kind, self.layer, number) for number in range(self.n_heads)]
 
     def __str__(self) -> str:
         return str(self.layer) if self.kind == "self" else f"{self.kind}.{self.layer}"
@@ -61,27 +61,27 @@ class AttentionName(NamedTuple):
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention of a model, or those of one kind, in the order of the forward pass."""
     found = []
-    for plan in stack_plans(config):
-        own = "encoder" if plan.prefix else "self"
-        for layer in range(plan.n_layers):
-            for name in (own, "cross") if plan.cross else (own,):
+    for spec in config.stacks:
+        own = "encoder" if spec.prefix else "self"
+        for layer in range(spec.n_layers):
+            for name in (own, "cross") if spec.cross else (own,):
                 part = AttentionName(name, layer).part
-                found.append(AttentionName(name, layer, len(config.kept_heads(part, plan.n_heads))))
+                found.append(AttentionName(name, layer, len(spec.heads_of(part))))
     return [one for one in found if kind in (None, one.kind)]
 
 
-def all_heads(config: ModelConfig, kind: str | None = None) -> list[HeadName]:
+def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
     """Return every head of a model, or those of one kind of attention."""
     return [head for one in attentions(config, kind) for head in one.heads]
 
 
-def find_heads(config: ModelConfig, names: Iterable[str]) -> list[HeadName]:
+def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
     """Return heads by their names; an error lists some that exist."""
     known = {str(head): head for head in all_heads(config)}
     found = []
     for name in names:
         matched = _NAME.fullmatch(name.strip())
-        head = str(HeadName(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
+        head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
         if head not in known:
             some = ", ".join(list(known)[:3])
             raise InputError(
@@ -95,29 +95,23 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[HeadName]:
 # Stacks and layers ------------------------------------------------------------------------------------------
 
 
-def stack_plans(config: ModelConfig) -> Iterator[StackPlan]:
-    """Yield the stacks of a model in the order of the forward pass."""
-    yield from (plan for plan in (config.encoder, config.decoder) if plan is not None)
-
-
-def plan_of(config: ModelConfig, kind: str) -> StackPlan:
-    """Return the stack that attentions of a kind belong to: the first for "encoder", else the last."""
-    plans = list(stack_plans(config))
-    return plans[0] if kind == "encoder" else plans[-1]
+def spec_of(config: ModelConfig, kind: str) -> StackSpec:
+    """Return the stack that attentions of a kind belong to."""
+    return config.stacks[0] if kind == "encoder" else config.main
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """Return every layer by name, as activations are named: "3" is "blocks.3"."""
     return {
-        f"{plan.prefix}{layer}": f"{plan.prefix}blocks.{layer}"
-        for plan in stack_plans(config)
-        for layer in range(plan.n_layers)
+        f"{spec.prefix}{layer}": f"{spec.prefix}blocks.{layer}"
+        for spec in config.stacks
+        for layer in range(spec.n_layers)
     }
 
 
-def states(plan: StackPlan) -> list[str]:
+def states(spec: StackSpec) -> list[str]:
     """Return the names of the residual stream of a stack by depth: at the embedding and after each block."""
     return [
-        f"{plan.prefix}embedding",
-        *(f"{plan.prefix}blocks.{layer}.resid_post" for layer in range(plan.n_layers)),
+        f"{spec.prefix}embedding",
+        *(f"{spec.prefix}blocks.{layer}.resid_post" for layer in range(spec.n_layers)),
     ]

@@ -22,11 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clearhead.config import StackPlan
+from clearhead.config import StackSpec
 from clearhead.errors import InputError, nearest
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, prepare
-from clearhead.inside.names import attentions, stack_plans
+from clearhead.inside.names import attentions
 from clearhead.inside.results import Result
 from clearhead.model.taps import edit
 from clearhead.model.transformer import evaluating
@@ -111,8 +111,8 @@ def patch(
     first, second = _prepare_both(m, clean, corrupt, target)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
-    plans = stack_plans(second.m.config)
-    tables = [table for plan in plans for table in _tables(second, plan, parts)]
+    specs = second.m.config.stacks
+    tables = [table for spec in specs for table in _tables(second, spec, parts)]
     taps = {site.tap for _, sites in tables for row in sites for site in row if site is not None}
     _, seen = first.record(*taps)
     scores = [patched_scores(run, {}, [()], column)[0] for run in (first, second)]  # N
@@ -217,24 +217,24 @@ def _few(tokens: InputTokens, start: int) -> str:
     return " ".join(some if len(tokens) <= start + 8 else (*some, "..."))
 
 
-def _tables(prepared: Prepared, plan: StackPlan, parts: Sequence[str]) -> Iterator[Table]:
+def _tables(prepared: Prepared, spec: StackSpec, parts: Sequence[str]) -> Iterator[Table]:
     """Yield the empty map of each part of a stack, and its sites."""
     stack = ""
     if prepared.source is not None:
-        stack = "encoder" if plan.prefix else "decoder"
-    layers, tokens = tuple(map(str, range(plan.n_layers))), range(len(prepared.tokens_of(plan.prefix)))
+        stack = "encoder" if spec.prefix else "decoder"
+    layers, tokens = tuple(map(str, range(spec.n_layers))), range(len(prepared.tokens_of(spec.prefix)))
     empty = PatchMap("", stack, layers, (), torch.empty(0))
 
     def sites(taps: Sequence[str]) -> list[list[Site | None]]:
-        return [[Site(f"{plan.prefix}blocks.{tap}", token) for token in tokens] for tap in taps]
+        return [[Site(f"{spec.prefix}blocks.{tap}", token) for token in tokens] for tap in taps]
 
     for part in parts:
         if part == "residual":
             taps = [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"]
             yield replace(empty, part=part, rows=(*layers, "end")), sites(taps)
         elif part == "heads":
-            own = "encoder" if plan.prefix else "self"
-            for kind in (own, "cross") if plan.cross else (own,):
+            own = "encoder" if spec.prefix else "self"
+            for kind in (own, "cross") if spec.cross else (own,):
                 found = attentions(prepared.m.config, kind)
                 heads = range(max(one.n_heads for one in found))
                 name, columns = "cross heads" if kind == "cross" else part, tuple(map(str, heads))
@@ -246,7 +246,7 @@ def _tables(prepared: Prepared, plan: StackPlan, parts: Sequence[str]) -> Iterat
                     ],
                 )
         else:
-            for module in (part, "cross") if part == "attention" and plan.cross else (part,):
+            for module in (part, "cross") if part == "attention" and spec.cross else (part,):
                 taps = [f"{layer}.{module}.out" for layer in layers]
                 yield replace(empty, part=module), sites(taps)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from clearhead.errors import InputError
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names
 from clearhead.inside.results import Floats, Result, on_cpu
-from clearhead.model.transformer import Stack
+from clearhead.model.stack import Stack
 
 Which = Literal["main", "encoder"]
 LENGTH = 64  # positions, where nobody says how many
@@ -65,7 +65,7 @@ def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") 
         values = torch.cat(
             [bias[:, -1], bias[:, 0, 1:]], -1
         )  # H distances, from `last` before to `last` behind
-        if part.plan.causal:
+        if part.spec.causal:
             values = values[:, : last + 1]
         columns = tuple(str(place - last) for place in range(values.shape[1]))
         names = tuple(map(str, range(len(values))))
@@ -104,7 +104,7 @@ def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Te
         part = model.encoder
     if config.positions == "none":
         raise InputError("this model has no positions (positions none): there is nothing to draw")
-    image = part.plan.input == "patches"
+    image = part.spec.input == "patches"
     most = config.n_patches + config.class_token if image else config.max_positions
     if length is None:
         length = most if image else min(most, LENGTH)
@@ -118,13 +118,13 @@ def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Te
 
 def _angles(part: Stack, where: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return cosine and sine of each pair's angle in the first layer that rotates: [T, R/2] twice."""
-    first = next((layer for layer in range(part.plan.n_layers) if layer not in part.rope_skips), 0)
-    rotary = part.positions.rotary(where, part.plan.windows[first])
+    first = next((layer for layer in range(part.spec.n_layers) if layer not in part.spec.rope_skips), 0)
+    rotary = part.positions.rotary(where, part.spec.windows[first])
     if rotary is None:
         return None
     cos, sin = rotary.cos[0, 0].cpu(), rotary.sin[0, 0].cpu()  # T R
     half = cos.shape[-1] // 2
-    own = slice(half) if part.positions.config.rope_layout == "half" else slice(None, None, 2)
+    own = slice(half) if part.positions.spec.rope_layout == "half" else slice(None, None, 2)
     return cos[:, own], sin[:, own]
 
 
@@ -136,4 +136,4 @@ def _bias(part: Stack, where: Tensor) -> Tensor:
 
 
 def _scheme(part: Stack) -> str:
-    return part.positions.config.positions
+    return part.positions.spec.positions

@@ -18,7 +18,8 @@ from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row, gap
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer, attending
 from clearhead.model.window_cache import WindowCache
 
@@ -57,7 +58,7 @@ def forward_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
             yield Row(
                 f"padded = unpadded ({side})", what, partial(_padded, inputs, side, per_token), tolerance
             )
-    if model.main.plan.causal and inputs.sequences and inputs.length > 1:
+    if model.main.spec.causal and inputs.sequences and inputs.length > 1:
         yield Row(
             "past = whole",
             "states of the past when the future is another one",
@@ -84,7 +85,7 @@ def caches(inputs: Inputs) -> bool:
 
 def cache_forms(model: Transformer) -> dict[str, CacheForm]:
     """The forms that differ for this model: without a window, the windowed one is the growing one."""
-    windows = any(window is not None for window in model.main.plan.windows)
+    windows = any(window is not None for window in model.main.spec.windows)
     return {name: form for name, form in CACHES.items() if windows or name != "windowed"}
 
 
@@ -213,7 +214,7 @@ def _strangers(model: Transformer, config: ModelConfig) -> float:
         (model.encoder, config.encoder),
         (model.decoder, config.decoder),
     ]
-    return float(len(wrong) + sum(stack is not None and stack.plan != plan for stack, plan in stacks))
+    return float(len(wrong) + sum(stack is not None and stack.spec != plan for stack, plan in stacks))
 
 
 def _disagreeing(found: list[set[str]], said: list[set[str]]) -> list[set[str]]:

@@ -50,7 +50,7 @@ class Inputs:
             )
             return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
-        plan = model.main.plan
+        plan = model.main.spec
         self.kind = plan.input
         self.main = draw(plan.input, plan.vocab_size, self.length)
         self.other = draw(plan.input, plan.vocab_size, self.length)  # for padding and for another future
@@ -63,7 +63,7 @@ class Inputs:
         self.other_source: Tensor | None = None
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
-            front = model.encoder.plan
+            front = model.encoder.spec
             self.source_kind = front.input
             self.source, self.other_source = (
                 draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2)
@@ -96,7 +96,7 @@ class Inputs:
 
     def run(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Tensor:
         """The model's logits."""
-        return self.output(main, rows, **options).logits
+        return self.output(main, rows, **options).required_logits
 
     def padded(self, side: str) -> Padded:
         """The same inputs with padding left, right or in between ("gaps"), in the source too."""

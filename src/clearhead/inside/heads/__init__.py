@@ -1,7 +1,7 @@
 """Head roles: what each attention head does, measured on texts, beside the score of a uniform head.
 
     found = head_roles(m)                      # or head_roles(m, ["The cat sat on the mat.", ...])
-    found.role("3.2"), found.named("previous") # "first", [HeadName, ...]
+    found.role("3.2"), found.named("previous") # "first", [AttentionHead, ...]
     found.grid("induction")                    # [L, H], NaN where a head is pruned or the role cannot be
 
 `roles` says what the roles are. A role is named only where it takes a clear part of the attention that a
@@ -23,7 +23,7 @@ from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
 from clearhead.inside.heads.rows import repeated_rows, rows, samples
 from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.inside.names import HeadName, all_heads, attentions
+from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Floats, Result, filled
 
 MIXED = "mixed"
@@ -35,7 +35,7 @@ EVEN = 0.9  # of the largest entropy: from here on a head is uniform
 class HeadRoles(Result):
     """The scores of every head; N heads."""
 
-    heads: tuple[HeadName, ...]
+    heads: tuple[AttentionHead, ...]
     scores: dict[str, Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
     baselines: dict[str, Floats]  # by role: [N], what a uniform head would score
     entropy: Floats  # [N], bits, the mean over queries
@@ -60,7 +60,7 @@ class HeadRoles(Result):
         least = EVEN if role == "uniform" else CLEAR
         return np.nan_to_num(self.lift(role), nan=-1.0) >= least
 
-    def named(self, role: str) -> list[HeadName]:
+    def named(self, role: str) -> list[AttentionHead]:
         """Return the heads that clearly play a role, best first, whether or not they are named after it."""
         if role == MIXED:
             return [head for head, own in zip(self.heads, self.roles) if own == MIXED]
@@ -69,7 +69,7 @@ class HeadRoles(Result):
             self.heads[at] for at in np.argsort(-np.nan_to_num(lift, nan=-1.0), kind="stable") if clear[at]
         ]
 
-    def role(self, head: str | HeadName) -> str:
+    def role(self, head: str | AttentionHead) -> str:
         """Return what one head does."""
         names = {str(one): role for one, role in zip(self.heads, self.roles)}
         if str(head) not in names:

@@ -30,7 +30,7 @@ from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
-from clearhead.inside.names import HeadName, all_heads, attentions
+from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, on_cpu
 
 WITHIN = ("first to second", "second to first")
@@ -51,7 +51,7 @@ class Aligned:
 class Agreement(Result):
     """How well each head agrees; shares from 0 to 1."""
 
-    heads: tuple[HeadName, ...]
+    heads: tuple[AttentionHead, ...]
     directions: tuple[str, str]  # WITHIN or ACROSS
     accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
     mass: NDArray[np.float64]  # [2, N]: the attention that goes there

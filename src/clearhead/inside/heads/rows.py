@@ -23,7 +23,7 @@ from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
-from clearhead.inside.names import AttentionName, attentions, plan_of, stack_plans
+from clearhead.inside.names import AttentionName, attentions, spec_of
 from clearhead.inside.results import on_cpu
 from clearhead.model.masks import compose, tokens_from
 
@@ -59,9 +59,9 @@ def _allowed(m: Model, name: AttentionName, queries: InputTokens, keys: InputTok
     whole = torch.ones(len(queries), len(keys), dtype=torch.bool)
     if name.kind == "cross":
         return whole
-    plan = plan_of(m.config, name.kind)
+    spec = spec_of(m.config, name.kind)
     tokens = tokens_from(1, len(keys), torch.device("cpu"))
-    mask, causal = compose(tokens, tokens, causal=plan.causal, window=plan.windows[name.layer])
+    mask, causal = compose(tokens, tokens, causal=spec.causal, window=spec.windows[name.layer])
     if mask is not None:
         return mask[0, 0]
     return whole.tril() if causal else whole
@@ -72,7 +72,7 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
     given = [given] if isinstance(given, str) else given
     if given is not None and not len(given):
         raise InputError("there is no text to look at: give at least one")
-    first = plan_of(m.config, "encoder")
+    first = m.config.stacks[0]
     if given is None and first.input == "tokens" and m.tokenizer is not None:
         given = library_sentences(COUNT)
     draw = torch.Generator().manual_seed(seed)
@@ -112,12 +112,12 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     look back at a fixed distance nor one at a fixed place finds what it is after. Empty where the model has
     no room for them.
     """
-    plans = list(stack_plans(m.config))
-    if any(plan.input != "tokens" for plan in plans):
+    specs = m.config.stacks
+    if any(spec.input != "tokens" for spec in specs):
         return []
     before, after = _frame(m)
     special = {*m.special.values(), *before, *after}
-    sizes = min(plan.vocab_size for plan in plans)
+    sizes = min(spec.vocab_size for spec in specs)
     pool = torch.tensor([token for token in range(sizes) if token not in special])
     longest = min(LONGEST, (m.max_length - len(before) - len(after)) // 2, len(pool))
     starts = {"self": len(before)}

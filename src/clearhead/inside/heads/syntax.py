@@ -29,7 +29,7 @@ from clearhead.data.treebank import Sentence
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.inputs import device_of, grouped, padded, recorded
-from clearhead.inside.names import HeadName, all_heads, attentions, stack_plans
+from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, plain
 from clearhead.model.transformer import Transformer
 
@@ -64,7 +64,7 @@ class Relation(Result):
 class Syntax(Result):
     """How often each head is right about each relation."""
 
-    heads: tuple[HeadName, ...]
+    heads: tuple[AttentionHead, ...]
     relations: tuple[str, ...]  # most frequent first
     arcs: NDArray[np.int64]  # [2, R]: in either half of the sentences
     right: NDArray[np.int64]  # [2, 2, N, R]: halves, DIRECTIONS, heads
@@ -122,7 +122,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
     if isinstance(m, Transformer):
         raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if any(plan.input != "tokens" for plan in stack_plans(m.config)):
+    if any(spec.input != "tokens" for spec in m.config.stacks):
         raise InputError("syntax needs a model that reads text, and this one reads images or vectors")
     if not any(word.head for sentence in sentences for word in sentence.words):
         raise InputError("there is no arc to judge by: give sentences of two words or more")

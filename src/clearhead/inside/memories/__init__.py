@@ -260,7 +260,7 @@ def _context(m: Model, value: float, note: list[int]) -> Context:
     """Return a note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     here = window[AROUND]
-    if m.model.main.plan.input != "tokens":
+    if m.model.main.spec.input != "tokens":
         return Context(f"image {text} ", patch_names(m.config)[here], "", value, None, text, place)
     left, right = (
         [token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :])

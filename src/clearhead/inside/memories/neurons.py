@@ -33,7 +33,7 @@ from clearhead.model.experts import Experts
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
-from clearhead.model.transformer import Stack
+from clearhead.model.stack import Stack
 from clearhead.tasks.run import names_of
 
 _NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
@@ -136,7 +136,7 @@ def feedforwards(m: Model) -> dict[Place, int]:
     return {
         (kind, layer, expert): feedforward(stack_of(m, kind), layer, expert).down.in_features
         for kind in kinds
-        for layer in range(stack_of(m, kind).plan.n_layers)
+        for layer in range(stack_of(m, kind).spec.n_layers)
         for expert in experts
     }
 

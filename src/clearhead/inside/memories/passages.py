@@ -126,7 +126,7 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
                     prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
                 ends = m.stops[0] if m.stops else NOTHING  # after its last token, the target ends
                 yield Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
-        elif m.model.main.plan.input != "tokens":
+        elif m.model.main.spec.input != "tokens":
             prepared = prepare(m, given)
             yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
         elif isinstance(given, tuple):

@@ -35,7 +35,7 @@ from torch import Tensor
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, nearest
 from clearhead.inside.inputs import AnyModel, as_model, device_of, recorded
-from clearhead.inside.names import HeadName, all_heads, attentions, find_heads, layer_names, plan_of
+from clearhead.inside.names import AttentionHead, all_heads, attentions, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
 from clearhead.inside.results import Result, filled
 from clearhead.model.taps import edit
@@ -43,7 +43,7 @@ from clearhead.model.transformer import Transformer
 from clearhead.training.losses import arguments_for
 
 How = Literal["zero", "mean"]
-Heads = Iterable[HeadName | str] | HeadName | str
+Heads = Iterable[AttentionHead | str] | AttentionHead | str
 Layers = Iterable[int | str] | int | str  # 3 or "3" of the stack that feeds the head, else "encoder.3"
 Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
 AVERAGED = ("*.attention.z", "*.attention.out", "*.feedforward.out")
@@ -59,13 +59,13 @@ class HeadTable(Result):
     values: NDArray[np.float64]  # L, most heads; NaN where an attention has fewer heads
 
     @classmethod
-    def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[HeadName, float]) -> HeadTable:
+    def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> HeadTable:
         """Return the table of one number for each head."""
         found = attentions(config)
         rows = [[numbers[head] for head in one.heads] for one in found]
         return cls(quantity, tuple(map(str, found)), filled(rows))
 
-    def numbers(self, config: ModelConfig) -> dict[HeadName, float]:
+    def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
         """Return one number for each head of the model that the table is of."""
         return {
             head: float(value)
@@ -100,7 +100,7 @@ class Ablation(Result):
 class Selection:
     """Heads, layers and feed-forwards of a model that are off together; layers as activations are named."""
 
-    heads: list[HeadName]
+    heads: list[AttentionHead]
     layers: list[str]
     feedforwards: list[str]
 
@@ -125,7 +125,7 @@ class Selection:
         gone: dict[str, Any] = {}  # by activation: which of its heads, or all of it
         for head in self.heads:
             gone.setdefault(f"{head.part}.z", []).append(head.number)
-        cross = plan_of(model.config, "self").cross
+        cross = model.config.main.cross
         for block in self.layers:
             own = ("attention", "cross") if cross and not block.startswith("encoder.") else ("attention",)
             gone |= {f"{block}.{part}.out": slice(None) for part in own}
@@ -171,9 +171,9 @@ def _replaced(x: Tensor, heads: Any, mean: Tensor | None) -> Tensor:
     return x
 
 
-def as_heads(config: ModelConfig, heads: Heads) -> list[HeadName]:
+def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
     """Return heads, given as such or by name; each once, in the order of their names."""
-    given = [heads] if isinstance(heads, HeadName | str) else heads
+    given = [heads] if isinstance(heads, AttentionHead | str) else heads
     return sorted(set(find_heads(config, map(str, given))))
 
 
@@ -195,16 +195,18 @@ def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
 # Means ------------------------------------------------------------------------------------------------------
 
 
-Pass = tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]  # activations, mask and source mask [B, T]
+def averaged(
+    config: ModelConfig, passes: Iterable[tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Return the mean of each activation over real tokens: [H, 1, E] of heads, [D] of sublayers.
 
-
-def averaged(config: ModelConfig, passes: Iterable[Pass]) -> dict[str, Tensor]:
-    """Return the mean of each activation over real tokens: [H, 1, E] of heads, [D] of sublayers."""
+    A pass has its activations by name, the mask and the source mask [B, T].
+    """
     sums, counts = dict[str, Tensor](), Counter[str]()
     for seen, mask, source_mask in passes:
         for name, x in seen.items():
             kind, real = ("encoder", source_mask) if name.startswith("encoder.") else ("self", mask)
-            if real is not None and plan_of(config, kind).input == "frames":
+            if real is not None and spec_of(config, kind).input == "frames":
                 real = real[:, :: config.conv_stride]
             rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...
             rows = rows.flatten(0, 1) if real is None else rows[real]  # N ...
@@ -216,7 +218,7 @@ def averaged(config: ModelConfig, passes: Iterable[Pass]) -> dict[str, Tensor]:
 
 def averaged_taps(model: Transformer) -> tuple[str, ...]:
     """Return patterns for the names of everything that can be ablated."""
-    return (*AVERAGED, "*.cross.z", "*.cross.out") if model.main.plan.cross else AVERAGED
+    return (*AVERAGED, "*.cross.z", "*.cross.out") if model.main.spec.cross else AVERAGED
 
 
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
@@ -287,7 +289,11 @@ def ablate_each(
     """Measure by how much the loss rises without each head alone: one pass over the data for each head."""
     model, examples = opened(m, data, options)
     means = means_for(how, means, lambda: mean_activations(model, examples))
-    whole, increase, heads = judge(model, examples).loss, dict[HeadName, float](), all_heads(model.config)
+    whole, increase, heads = (
+        judge(model, examples).loss,
+        dict[AttentionHead, float](),
+        all_heads(model.config),
+    )
     for done, head in enumerate(heads, start=1):
         with ablating(model, [head], means=means):
             increase[head] = judge(model, examples).loss - whole

@@ -97,7 +97,7 @@ def effect(
         return averaged(config, [(seen, None, None)])
 
     def logits() -> Tensor:
-        return choices.scores(prepared.run().logits)[0, where or 0].float().cpu()  # C
+        return choices.scores(prepared.run().required_logits)[0, where or 0].float().cpu()  # C
 
     means = means_for(how, means, average)
     with torch.no_grad():

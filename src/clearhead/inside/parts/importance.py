@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from clearhead.inside.inputs import AnyModel, device_of
-from clearhead.inside.names import HeadName, attentions, layer_names
+from clearhead.inside.names import AttentionHead, attentions, layer_names
 from clearhead.inside.parts.ablate import HeadTable, OnProgress, opened
 from clearhead.inside.parts.examples import Data
 from clearhead.inside.results import Result
@@ -70,7 +70,7 @@ def importance(
             sums[name] = sums.get(name, torch.zeros_like(total)) + total
         on_progress("gradients", done, len(examples.batches))
     means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
-    numbers: dict[HeadName, float] = {}
+    numbers: dict[AttentionHead, float] = {}
     for one in attentions(model.config):
         row = means[f"{one.part}.z"]
         length = (float(np.linalg.norm(row)) or 1.0) if normalise else 1.0

@@ -37,7 +37,7 @@ from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
 from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.inside.names import HeadName, all_heads, attentions, plan_of
+from clearhead.inside.names import AttentionHead, all_heads, attentions, spec_of
 from clearhead.inside.parts.ablate import (
     Heads,
     HeadTable,
@@ -55,7 +55,7 @@ from clearhead.model.transformer import Transformer
 
 By = Literal["importance", "ablation", "random"]
 WAYS = ("importance", "ablation", "random")
-Unit = tuple[HeadName, ...]  # heads that can only go together
+Unit = tuple[AttentionHead, ...]  # heads that can only go together
 
 
 def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
@@ -89,16 +89,16 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
 
 def units(config: ModelConfig) -> list[Unit]:
     """Return heads in units that go together: a key/value group, at all depths that share the weights."""
-    found: dict[tuple[str, int, int], list[HeadName]] = {}
+    found: dict[tuple[str, int, int], list[AttentionHead]] = {}
     for one in attentions(config):
-        plan = plan_of(config, one.kind)
-        first, size = config.first_sharing(one.layer, plan.n_layers), plan.n_heads // plan.n_kv_heads
+        spec = spec_of(config, one.kind)
+        first, size = spec.block_of.index(spec.block_of[one.layer]), spec.n_heads // spec.n_kv_heads
         for head in one.heads:
             found.setdefault((one.kind, first, head.number // size), []).append(head)
     return [tuple(unit) for unit in found.values()]
 
 
-def least(config: ModelConfig, numbers: Mapping[HeadName, float], keep: float) -> list[HeadName]:
+def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: float) -> list[AttentionHead]:
     """Return the heads to remove so that about a share of `keep` stays: those that count least.
 
     One unit at least is left to each layer.
@@ -107,7 +107,7 @@ def least(config: ModelConfig, numbers: Mapping[HeadName, float], keep: float) -
         raise InputError(f"keep {keep} is no share of the heads: choose above 0, up to 1")
     left = {one.part: one.n_heads for one in attentions(config)}
     total = sum(left.values())
-    gone: list[HeadName] = []
+    gone: list[AttentionHead] = []
     for unit in ordered(config, numbers):
         here = {head.part for head in unit}
         size = len(unit) // len(here)
@@ -117,12 +117,12 @@ def least(config: ModelConfig, numbers: Mapping[HeadName, float], keep: float) -
     return sorted(gone)
 
 
-def ordered(config: ModelConfig, numbers: Mapping[HeadName, float]) -> list[Unit]:
+def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list[Unit]:
     """Return heads in the order in which they go: the least first, units by the sum over their heads."""
     return sorted(units(config), key=lambda unit: sum(numbers[head] for head in unit))
 
 
-def _together(config: ModelConfig, heads: list[HeadName], whole: bool) -> list[HeadName]:
+def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
     """Return the heads, with those they can only go with."""
     if not heads:
         raise InputError("no head is named: name those to remove, such as 0.1")
@@ -140,7 +140,7 @@ def _together(config: ModelConfig, heads: list[HeadName], whole: bool) -> list[H
     return sorted(chosen)
 
 
-def _check(config: ModelConfig, gone: Iterable[HeadName]) -> None:
+def _check(config: ModelConfig, gone: Iterable[AttentionHead]) -> None:
     if config.qk_norm == "full":
         raise InputError(
             "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
@@ -154,11 +154,11 @@ def _check(config: ModelConfig, gone: Iterable[HeadName]) -> None:
 # What is left -----------------------------------------------------------------------------------------------
 
 
-def _without(config: ModelConfig, gone: Iterable[HeadName]) -> ModelConfig:
+def _without(config: ModelConfig, gone: Iterable[AttentionHead]) -> ModelConfig:
     """Return the config of the smaller model; numbers in it are those that heads had at first."""
     pruned = {name: set(heads) for name, heads in config.pruned_heads.items()}
     for head in gone:
-        kept = config.kept_heads(head.part, plan_of(config, head.kind).n_heads)
+        kept = spec_of(config, head.kind).heads_of(head.part)
         pruned.setdefault(head.part, set()).add(kept[head.number])
     return dataclasses.replace(
         config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
@@ -283,7 +283,7 @@ def prune_curve(
     def ranked() -> list[Unit]:
         return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))
 
-    waiting, gone = ranked(), list[HeadName]()
+    waiting, gone = ranked(), list[AttentionHead]()
     count = len(waiting)
     shares = np.linspace(0, count, min(steps or count, count) + 1)
     points = sorted({round(share) for share in shares})

@@ -23,7 +23,7 @@ from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
 from clearhead.inside.inputs import device_of, grouped, padded, patch_names, prepare_first, recorded
-from clearhead.inside.names import plan_of, stack_plans, states
+from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
 
@@ -61,22 +61,22 @@ class Vectors:
 
 def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     """Return the stack that is probed, "encoder" or "decoder", and the prefix of its activations."""
-    plans = list(stack_plans(m.config))
+    specs = m.config.stacks
     there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
     if stack not in there:
         raise InputError(f'stack "{stack}" is not there: this model has {" and ".join(there)}')
-    if plans[0].input not in (("tokens", "patches") if len(plans) == 1 else ("tokens",)):
+    if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
         raise InputError(
-            f"this model reads {plans[0].input}, "
+            f"this model reads {specs[0].input}, "
             "and probes take a model of text, or one of images without a decoder"
         )
-    return stack, plans[there.index(stack)].prefix
+    return stack, specs[there.index(stack)].prefix
 
 
 def depths(m: Model, prefix: str) -> list[str]:
     """Return the activations that are probed, from the embedding up."""
-    return states(plan_of(m.config, "encoder" if prefix else "self"))
+    return states(spec_of(m.config, "encoder" if prefix else "self"))
 
 
 def vectors_of(
@@ -129,7 +129,7 @@ def vectors_of(
 
 def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
     """Return the tokens of one item."""
-    kinds = ("images", "text") if m.model.main.plan.input == "patches" else ("text", "images")
+    kinds = ("images", "text") if m.model.main.spec.input == "patches" else ("text", "images")
     if kinds[0] != ("text" if item.image is None else "images"):
         raise InputError(f"this model reads {kinds[0]}, and the data holds {kinds[1]}")
     if item.image is not None:
