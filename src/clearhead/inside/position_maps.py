@@ -62,9 +62,7 @@ def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") 
     else:
         bias = _bias(part, where)
         last = where.shape[1] - 1
-        values = torch.cat(
-            [bias[:, -1], bias[:, 0, 1:]], -1
-        )  # H distances, from `last` before to `last` behind
+        values = torch.cat([bias[:, -1], bias[:, 0, 1:]], -1)  # H distances: -last to last
         if part.spec.causal:
             values = values[:, : last + 1]
         columns = tuple(str(place - last) for place in range(values.shape[1]))

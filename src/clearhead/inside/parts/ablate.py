@@ -289,11 +289,8 @@ def ablate_each(
     """Measure by how much the loss rises without each head alone: one pass over the data for each head."""
     model, examples = opened(m, data, options)
     means = means_for(how, means, lambda: mean_activations(model, examples))
-    whole, increase, heads = (
-        judge(model, examples).loss,
-        dict[AttentionHead, float](),
-        all_heads(model.config),
-    )
+    whole, heads = judge(model, examples).loss, all_heads(model.config)
+    increase: dict[AttentionHead, float] = {}
     for done, head in enumerate(heads, start=1):
         with ablating(model, [head], means=means):
             increase[head] = judge(model, examples).loss - whole

@@ -75,7 +75,7 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
     _check(whole.config, gone)
     model = empty_model(_without(whole.config, gone))
-    weights, even = _weights(whole.model, model), _evened(model)
+    weights, even = _weights(whole.model, model), _evened(model.config)
     if even is not None and not nearest_to(even)[1]:
         model = empty_model(even)
     model.load_state_dict(weights, assign=True)
@@ -165,28 +165,24 @@ def _without(config: ModelConfig, gone: Iterable[AttentionHead]) -> ModelConfig:
     )
 
 
-def _evened(model: Transformer) -> ModelConfig | None:
-    """Return the config of a pruned model as one with fewer heads in all layers.
+def _evened(config: ModelConfig) -> ModelConfig | None:
+    """Return a config with pruned heads as one with fewer heads in all layers.
 
     None where layers differ, or a bias tells heads apart.
     """
-    config = model.config
-    stacks = [model.main] + ([model.encoder] if model.encoder not in (None, model.main) else [])
-    sizes = [
-        {(part.n_heads, part.n_kv_heads) for part in stack.modules() if isinstance(part, Attention)}
-        for stack in stacks
-        if stack is not None
-    ]
-    grouped = config.n_kv_heads != config.n_heads and len(sizes) > 1
-    if config.positions in ("alibi", "relative") or any(len(several) > 1 for several in sizes) or grouped:
+    sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}  # heads; True: of an encoder
+    for one in attentions(config):
+        n_kv_heads = spec_of(config, one.kind).kv_heads_of(one.part)
+        sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
+    grouped = config.n_kv_heads != config.n_heads and len(sizes[True]) > 0
+    differ = any(len(several) > 1 for several in sizes.values())
+    if config.positions in ("alibi", "relative") or differ or grouped:
         return None
-    (n_heads, n_kv_heads), *encoder = (several.pop() for several in sizes)
-    changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    if encoder:
-        changes["n_encoder_heads"] = encoder[0][0]
-    return dataclasses.replace(
-        config, pruned_heads={}, **changes
-    )  # widths stay as they are: they are numbers by now
+    ((n_heads, n_kv_heads),) = sizes[False]
+    changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}
+    if sizes[True]:
+        changes["n_encoder_heads"] = sizes[True].pop()[0]
+    return dataclasses.replace(config, **changes)  # widths stay as they are: they are numbers by now
 
 
 def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:

@@ -41,9 +41,7 @@ def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: i
         return np.full(len(x_test), classes[0])
     regression = importlib.import_module("sklearn.linear_model").LogisticRegression
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that steps were too few: a probe may stop early, as `iterations` says
+        warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
         fitted = regression(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
     found: Numbers = fitted.predict(x_test)
     return found
