@@ -28,6 +28,7 @@ from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import recorded
 from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
+from clearhead.inside.names import AttentionName, layer_names
 from clearhead.inside.results import on_cpu
 from clearhead.model.experts import Experts
 from clearhead.model.feedforward import FeedForward
@@ -143,28 +144,18 @@ def feedforwards(m: Model) -> dict[Place, int]:
 
 def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | None, top: int) -> list[Shelf]:
     """Return a shelf for every feed-forward that is to be looked at, with those of its neurons."""
-    wanted = None if layer is None else _parse_layer(m, layer)
+    wanted, known = None if layer is None else str(layer).removeprefix("self."), layer_names(m.config)
+    if wanted is not None and wanted not in known:
+        raise InputError(f'there is no layer "{layer}": layers are {", ".join(known)}')
     asked = None if neurons is None else [parse_neuron(m, name) for name in neurons]
     if asked is not None and not asked:
         raise InputError("no neurons are named: name some, such as 0.5, or leave neurons out")
     shelves = []
     for place, width in feedforwards(m).items():
         units = range(width) if asked is None else sorted({unit for own, unit in asked if own == place})
-        if units and wanted in (None, place[:2]):
+        if units and wanted in (None, str(AttentionName(*place[:2]))):
             shelves.append(Shelf(*place, torch.tensor(units), top))
     return shelves
-
-
-def _parse_layer(m: Model, layer: int | str) -> tuple[str, int]:
-    """Return kind and number from a layer's name."""
-    known = {
-        str(number) if kind == "self" else f"{kind}.{number}": (kind, number)
-        for kind, number, _ in feedforwards(m)
-    }
-    name = str(layer).removeprefix("self.")
-    if name not in known:
-        raise InputError(f'there is no layer "{layer}": layers are {", ".join(known)}')
-    return known[name]
 
 
 def parse_neuron(m: Model, name: str) -> tuple[Place, int]:

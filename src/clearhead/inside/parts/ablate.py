@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -120,7 +120,7 @@ class Selection:
             )
         return tuple(found)
 
-    def off(self, model: Transformer, means: Means | None) -> Any:
+    def off(self, model: Transformer, means: Means | None) -> AbstractContextManager[None]:
         """Return a context in which the model runs without these parts; see `ablating`."""
         gone: dict[str, Any] = {}  # by activation: which of its heads, or all of it
         for head in self.heads:

@@ -137,11 +137,11 @@ def _labeller(column: str) -> Callable[[Word, int], str | None]:
     if column == "arc":
         return governor
     name = column.removeprefix("feats.")
-    if name != column and name not in ("", "NAME"):
+    if name and name != column:
         return lambda word, place: dict(
             cell.split("=", 1) for cell in word.feats.split("|") if "=" in cell
         ).get(name)
-    if column not in COLUMNS or name != column:
+    if column not in COLUMNS:
         raise InputError(
             f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: '
             f"choose from {', '.join(COLUMNS)}"
