@@ -21,9 +21,8 @@ from torch import Tensor
 
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.bundle import Model
-from clearhead.data.columns import SHAPES
-from clearhead.data.examples import Chunk, Corpus, Pair, Rows
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
+from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
@@ -31,9 +30,9 @@ from clearhead.inside.inputs import AnyModel, as_model, device_of, padded
 from clearhead.inside.results import Result
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.training.losses import arguments_for, default_chunk, span_loss, summed
-from clearhead.training.run import open_examples
-from clearhead.training.validate import answers
+from clearhead.tasks.corpus import open_examples
+from clearhead.tasks.table import TASKS
+from clearhead.training.losses import arguments_for, default_chunk, objective_of, summed
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -42,7 +41,7 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 class Examples:
     """Batches that a model is judged on."""
 
-    task: Task
+    task: str
     batches: tuple[Batch, ...]
     notes: tuple[str, ...] = ()  # what was guessed or cut, a short sentence each
 
@@ -108,7 +107,7 @@ def examples_from(
         task=task,
         paths=tuple(map(str, named)) or plan.paths,
         validation=(),
-        max_examples=None if SHAPES[task] == "text" else most,
+        max_examples=None if TASKS[task].shape is TEXT else most,
         batch_size=batch_size or PICTURES,
         batch_tokens=None if batch_size else BATCH_TOKENS,
     )
@@ -116,8 +115,8 @@ def examples_from(
         corpus = _corpus(task, list(data))
     else:
         corpus = data if isinstance(data, Corpus) else open_examples(plan, split=False)[0]
-    notes = list(corpus.said)
-    if task in ("classify", "tag", "image"):
+    notes = list(corpus.notes)
+    if TASKS[task].classes:
         corpus = renamed(corpus, m, plan, notes)
     with tempfile.TemporaryDirectory() as folder:
         batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, notes)
@@ -142,25 +141,27 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     return Examples("lm", tuple(made))
 
 
-def _corpus(task: Task, texts: Sequence[Any]) -> Corpus:
+def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Return texts as a corpus to validate on."""
-    if task == "seq2seq":
+    shape = TASKS[task].shape
+    if shape is PAIRS:
         if not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts):
             raise InputError("texts of an encoder-decoder are pairs: give (source, target) for each")
         rows: Rows = [Pair(*one) for one in texts]
-    elif SHAPES[task] == "text":
+    elif shape is TEXT:
         rows = [Chunk(str(one), True) for one in texts]
     else:
         raise InputError(f"texts alone have no right answers for the task {task}: name a file that has them")
     if not texts:
         raise InputError("there are no texts: give one at least")
-    return Corpus(SHAPES[task], cast(Rows, []), rows, (), "texts", (), 0)
+    return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 
 @torch.no_grad()
 def judge(model: Transformer, examples: Examples) -> Quality:
     """Measure loss and accuracy over all targets; dropout is off."""
     total, right = 0.0, 0
+    objective = TASKS[examples.task].objective or objective_of("classifier")
     for batch in examples.batches:
         batch = batch.to(device_of(model))
         arguments = arguments_for(model, batch)
@@ -170,9 +171,8 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 loss, hits = _vocabulary(model.head, hidden, batch.targets)
             else:
                 logits = model(**arguments).logits
-                sides = logits, batch.targets
-                loss = span_loss(*sides, batch.mask) if batch.is_span else summed(*sides)
-                hits = _right(logits, batch)
+                loss = objective.loss(logits, batch, 0.0)
+                hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits
     count = examples.targets
     if not count:
@@ -193,9 +193,8 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Te
     return total, hits
 
 
-def _right(logits: Tensor, batch: Batch) -> int:
-    """Return how many answers are right, of a head without a vocabulary."""
-    pairs = list(zip(*answers(logits, batch)))
-    if batch.is_span:
-        return sum(said == meant for said, meant in pairs)
-    return sum(one == other for said, meant in pairs for one, other in zip(said, meant))
+def _right(answers: Sequence[Any], targets: Sequence[Any], whole: bool) -> int:
+    """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
+    if whole:
+        return sum(one == other for one, other in zip(answers, targets))
+    return sum(one == other for row, right in zip(answers, targets) for one, other in zip(row, right))

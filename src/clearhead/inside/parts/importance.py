@@ -33,6 +33,7 @@ from clearhead.inside.parts.examples import Data
 from clearhead.inside.results import Result
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.tasks.table import TASKS
 from clearhead.training.losses import batch_loss
 
 
@@ -63,7 +64,7 @@ def importance(
     sums: dict[str, Tensor] = {}
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), _masked(model) as masks:
-            loss, _ = batch_loss(model, batch.to(device_of(model)))
+            loss, _ = batch_loss(model, batch.to(device_of(model)), objective=TASKS[examples.task].objective)
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
             total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward

@@ -17,17 +17,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from clearhead.data.conll import tag_columns
 from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.files import expand
-from clearhead.data.guess import format_of
+from clearhead.data.formats import format_of
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of
 from clearhead.data.tables import counted
-from clearhead.data.tags import tag_columns
-from clearhead.data.treebank import Sentence, Span, Word, locate, read_treebank
+from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import InputError, nearest
-from clearhead.training.run import open_examples
+from clearhead.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
 FARTHEST = 4  # words to a governor that are told apart; farther ones are one class on either side
@@ -121,7 +121,7 @@ def _read(path: str, column: str | None) -> Data:
     return rows if isinstance(rows, Images) else list(rows)
 
 
-def _of_tree(sentence: Sentence, label: Callable[[Word, int], str | None]) -> ProbeItem:
+def _of_tree(sentence: Sentence, label: Callable[[TreeWord, int], str | None]) -> ProbeItem:
     forms = tuple(word.form for word in sentence.words)
     spans = sentence.spans or locate(forms, sentence.text)
     if spans is None:
@@ -132,7 +132,7 @@ def _of_tree(sentence: Sentence, label: Callable[[Word, int], str | None]) -> Pr
     return ProbeItem(forms, labels, sentence.text, spans)
 
 
-def _labeller(column: str) -> Callable[[Word, int], str | None]:
+def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:
     """Return a function that reads one column of a word at a place; "_" is no label."""
     if column == "arc":
         return governor
@@ -149,7 +149,7 @@ def _labeller(column: str) -> Callable[[Word, int], str | None]:
     return lambda word, place: None if getattr(word, column) == "_" else str(getattr(word, column))
 
 
-def governor(word: Word, place: int) -> str:
+def governor(word: TreeWord, place: int) -> str:
     """Return where a word's governor stands: "root", or words to the left (-2) or to the right (+1, +far)."""
     if word.head == 0:
         return "root"
