@@ -9,6 +9,7 @@ own, so that one that fails or takes too long harms no other; what is done when 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate import compiled, prepare
-from clearhead.generate import kernels as kernels_module
+from clearhead.fast import kernels as kernels_module
+from clearhead.fast import prepare
+from clearhead.generate import compiled
 from clearhead.generate.compiled import CompiledStep, Handover, Steps, decode_compiled
-from clearhead.generate.decode import decode, prefill
+from clearhead.generate.decode import Ends, Prompts, decode, prefill
+from clearhead.generate.request import Request
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from gpu_kernels import BATCHES, Rows, kernel_equality, noted, seconds_of, tiles
@@ -145,8 +148,12 @@ def speed(name: str) -> Rows:
 
 def plain_speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> dict[str, float]:
     """Neither compiled nor recorded."""
-    decode(model, prompts, 4)
-    took = seconds_of(lambda: decode(model, prompts, 64)) - seconds_of(lambda: decode(model, prompts, 1))
+    read = Prompts(prompts)
+    decode(model, Request(max_new_tokens=4), read)
+    long, short = (
+        seconds_of(lambda new=new: decode(model, Request(max_new_tokens=new), read)) for new in (64, 1)
+    )
+    took = long - short
     return {"step_tokens_per_second": len(prompts) * 63 / took}
 
 
@@ -165,9 +172,8 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
         first = prefill(model, prompts, cache).argmax(-1)
         step.ids[cache.settle(step.cache), 0] = first
         alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
-    whole = min(
-        seconds_of(lambda: decode_compiled(model, prompts, NEW, steps=steps, asked=True)) for _ in range(4)
-    )
+    request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
+    whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
     figures |= {
         "step_tokens_per_second": rows * (NEW - 1) / min(alone),
         "whole_tokens_per_second": rows * NEW / whole,
@@ -214,22 +220,24 @@ def equality() -> Rows:
     found = []
     model = built(SMALL, torch.float32)
     prompts = [prompt[: 20 + 17 * row] for row, prompt in enumerate(prompts_of(SMALL, 5, 100))]
-    sampled = ch.Sampling(temperature=0.8, top_p=0.9)
+    greedy = Request(max_new_tokens=100, compile=True)
+    sampled = dataclasses.replace(greedy, temperature=0.8, top_p=0.9)
+    ends = Ends(frozenset([7, 8]))
     for name in ("kernels", "descent", "kernels-recorded"):
         ready, backend = variant(name)
         torch._dynamo.reset()
         fast = ready(model)
         steps = Steps(fast, backend)
-        for batch, sampling in itertools.product((prompts[:1], prompts), (ch.Sampling(), sampled)):
-            seeds = list(range(len(batch)))
-            ours = decode_compiled(fast, batch, 100, sampling, (7, 8), seeds, steps=steps, asked=True)
-            plain = decode(model, batch, 100, sampling, (7, 8), seeds)
+        for batch, request in itertools.product((prompts[:1], prompts), (greedy, sampled)):
+            read = Prompts(batch, seeds=range(len(batch)))
+            ours = decode_compiled(fast, request, read, ends, steps=steps)
+            plain = decode(model, request, read, ends)
             differ = sum(a.ids != b.ids or a.stop_reason != b.stop_reason for a, b in zip(ours, plain)) + (
                 steps.unfit is not None
             )
             found.append(
                 noted(
-                    f"rows that differ, float32, {name}, {len(batch)} rows, temperature {sampling.temperature}",
+                    f"rows that differ, float32, {name}, {len(batch)} rows, temperature {request.temperature}",
                     differ,
                     0,
                 )
@@ -247,7 +255,8 @@ def lengths() -> Rows:
     counters.clear()
     sizes = [5 + 97 * i for i in range(20)]
     for size in sizes:
-        decode_compiled(model, prompts_of(SMALL, 1, size), 64, steps=steps, asked=True)
+        request = Request(max_new_tokens=64, compile=True)
+        decode_compiled(model, request, Prompts(prompts_of(SMALL, 1, size)), steps=steps)
     found = {
         "prompt_lengths": sizes,
         "steps_made": len(steps.made),

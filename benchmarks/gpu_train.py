@@ -35,11 +35,12 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
+from clearhead.fast.training import join_projections
 from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
 from clearhead.training.loop import Run, learn
 from clearhead.training.losses import batch_loss
-from clearhead.training.machine import join_projections, quick_attention
+from clearhead.training.machine import quick_attention
 from clearhead.training.optim import make_optimizer
 from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import choose_precision

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
 from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import Row, decode
-from clearhead.generate.sampling import Sampling
+from clearhead.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.generate.request import Request
 from clearhead.generate.stream import TextStream
 from common import device_name, save
 
@@ -103,7 +103,7 @@ def main() -> None:
     model, stamps = prepared(ch.Transformer(config)), []
     stream = TextStream(byte_tokenizer(), stop=("never said",)) if options.text else None
 
-    def watch(number: int, row: Row) -> None:
+    def watch(number: int, row: Continuation) -> None:
         if stream is not None:
             stream.push(row.ids[-1])
         stamps.append(time.process_time())
@@ -113,8 +113,10 @@ def main() -> None:
         if options.penalties
         else {}
     )
-    decode(model, [[1]], 50)
-    decode(model, [[1]], options.new, Sampling(temperature=1.0, **looking), on_token=watch)
+    prompts = Prompts([[1]])
+    decode(model, Request(), prompts)
+    request = Request(max_new_tokens=options.new, temperature=1.0, **looking)
+    decode(model, request, prompts, Ends(on_token=watch))
     steps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
     print(
         f"{options.new} tokens, width {options.width}, {options.layers} layers  [{device_name()}, torch {torch.__version__}]"

@@ -42,8 +42,8 @@ def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], cou
     changes = []
     for context in memory.contexts[:count]:
         source, target = pairs[context.text]
-        ids = torch.tensor([[*m._start(), *(t for t in m._prompt(target) if t not in m.stops)]])
-        given = torch.tensor([m._prompt(source)])
+        ids = torch.tensor([[*m.start_ids, *(t for t in m.prompt_ids(target) if t not in m.stops)]])
+        given = torch.tensor([m.prompt_ids(source)])
         with torch.no_grad():
             before = m.model(ids, source=given).logits[0, context.place]
             with ch.edit(m.model, {f"blocks.{layer}.feedforward.post": silence}):

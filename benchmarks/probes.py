@@ -13,7 +13,7 @@ import argparse
 import importlib.metadata
 from pathlib import Path
 
-from clearhead.bundle import load
+from clearhead.api import load
 from clearhead.inside.probe import Probes, probe
 from clearhead.plot.canvas import save as save_figure
 from clearhead.plot.probe import probe_figure

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from clearhead.bundle import load
+from clearhead.api import load
 from clearhead.data.treebank import read_treebank
 from clearhead.inside.heads import head_roles
 from clearhead.inside.heads.syntax import syntax

@@ -21,7 +21,7 @@ LAYERS = [
     {"config"},
     {"model", "presets", "costs"},
     {"tokens", "data", "batches"},
-    {"fast", "generate", "hub", "training", "evaluation", "bundle", "tasks"},
+    {"fast", "generate", "hub", "training", "evaluation", "bundle", "tasks", "api"},
     {"inside", "long", "parallel", "report"},
     {"plot", "explorer", "serve", "lab", "tour"},
     {"commands"},

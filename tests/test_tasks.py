@@ -1,4 +1,4 @@
-"""Tasks: classify, tag, fill, answer and translate give what transformers gives, and a batch gives what each row gives alone."""
+"""Tasks: classify, tag, fill, answer and translate give what transformers gives; a batch is its rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from tokenizers import (
 )
 
 import clearhead as ch
-from clearhead.tasks import Word, spans_of, tag_all
+from clearhead.tasks.results import Word
+from clearhead.tasks.words import spans_of, tag
 
 transformers.logging.set_verbosity_error()
 
-PROSE = """the river runs past a quiet town where old boats wait and children count birds over grey water in autumn
-anna lives near berlin with two dogs while peter writes long letters from oslo about rain and trains"""
+PROSE = """the river runs past a quiet town where old boats wait and children count birds over grey water
+in autumn anna lives near berlin with two dogs while peter writes long letters from oslo about
+rain and trains"""
 WORDS = PROSE.split()
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -92,7 +94,7 @@ def pipeline(task: str, folder: pathlib.Path, **options):
     return transformers.pipeline(task, model=str(folder), tokenizer=str(folder), **options)
 
 
-# Classify -------------------------------------------------------------------------------------------------------------
+# Classify ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1")
@@ -212,7 +214,7 @@ def test_images_that_do_not_fit(vit, tmp_path):
         assert words in str(error.value)
 
 
-# Tag ------------------------------------------------------------------------------------------------------------------
+# Tag --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -254,7 +256,7 @@ def test_words_and_batches(tagger):
     ]
     assert [(word.start, word.end) for word in m.tag(words).words] == [(0, 5), (6, 12), (13, 23), (24, 31)]
     assert [word.label for word in m.tag(["Peter", "\u200b\x00", "writes"]).words][1] == "O"
-    for together, text in zip(tag_all(m, TEXTS, batch_size=3), TEXTS):
+    for together, text in zip(tag(m, TEXTS, batch_size=3), TEXTS):
         alone = m.tag(text)
         assert [word.label for word in together.words] == [word.label for word in alone.words]
         assert [word.score for word in together.words] == pytest.approx(
@@ -297,7 +299,7 @@ def test_spans_from_tags():
     ]
 
 
-# Fill -----------------------------------------------------------------------------------------------------------------
+# Fill -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1", "A4")
@@ -349,7 +351,7 @@ def test_a_mask_that_takes_the_space_before_it(tmp_path):
     assert words["s"] == "thes wait"
 
 
-# Answer ---------------------------------------------------------------------------------------------------------------
+# Answer -----------------------------------------------------------------------------------------------------
 
 
 def reference_answer(
@@ -419,7 +421,7 @@ def test_no_answer_can_win(tmp_path):
     assert m.answer(question, context).text != ""
 
 
-# Translate --------------------------------------------------------------------------------------------------------------
+# Translate --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -449,7 +451,7 @@ def test_translate_is_generate_with_beams(two_stacks):
     )
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------------------
 
 
 def test_the_wrong_head_is_one_clear_line(tagger, two_stacks):

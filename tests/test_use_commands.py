@@ -18,7 +18,7 @@ import clearhead as ch
 from clearhead import cli
 from clearhead.commands.output import writing
 from clearhead.commands.texts import Input, results
-from clearhead.tasks import tag_all
+from clearhead.tasks.words import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
 
@@ -295,7 +295,7 @@ def test_readers_say_what_the_methods_say(readers, capsys, tmp_path):
     }
     for row, wanted in zip(rows["classify"], m["classify"].classify(TEXTS)):
         assert (row["label"], row["scores"]) == (wanted.label, pytest.approx(wanted.scores, abs=1e-5))
-    for row, wanted in zip(rows["tag"], tag_all(m["tag"], TEXTS)):
+    for row, wanted in zip(rows["tag"], tag(m["tag"], TEXTS)):
         assert [word["label"] for word in row["words"]] == [word.label for word in wanted.words]
         assert [(span["start"], span["text"]) for span in row["spans"]] == [
             (span.start, span.text) for span in wanted.spans

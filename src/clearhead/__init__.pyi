@@ -4,8 +4,8 @@ Type checkers and editors read this file. `__init__.py` reads it too, and import
 used. To add a public name, add it here. An assignment gives an old name, which warns when it is used.
 """
 
-from clearhead.bundle import Model as Model
-from clearhead.bundle import load as load
+from clearhead.api import Model as Model
+from clearhead.api import load as load
 from clearhead.config import ModelConfig as ModelConfig
 from clearhead.config import RopeScaling as RopeScaling
 from clearhead.costs import Cost as Cost
@@ -20,9 +20,7 @@ from clearhead.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.evaluation.evaluate import evaluate as evaluate
 from clearhead.explorer.notebook import Shown as Shown
 from clearhead.explorer.notebook import show as show
-from clearhead.generate.sampling import Sampling as Sampling
-from clearhead.generate.text import Generation as Generation
-from clearhead.generate.text import Score as Score
+from clearhead.generate.request import Sampling as Sampling
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
 from clearhead.inside.trace import Trace as Trace
@@ -40,12 +38,14 @@ from clearhead.model.transformer import attending as attending
 from clearhead.model.window_cache import WindowCache as WindowCache
 from clearhead.presets import PRESETS as PRESETS
 from clearhead.presets import preset as preset
-from clearhead.tasks import Answer as Answer
-from clearhead.tasks import Candidate as Candidate
-from clearhead.tasks import Classification as Classification
-from clearhead.tasks import Span as Span
-from clearhead.tasks import Tags as Tags
-from clearhead.tasks import Word as Word
+from clearhead.tasks.results import Answer as Answer
+from clearhead.tasks.results import Candidate as Candidate
+from clearhead.tasks.results import Classification as Classification
+from clearhead.tasks.results import Generation as Generation
+from clearhead.tasks.results import Score as Score
+from clearhead.tasks.results import Span as Span
+from clearhead.tasks.results import Tags as Tags
+from clearhead.tasks.results import Word as Word
 from clearhead.training.recipe import Recipe as Recipe
 from clearhead.training.recipe import read_recipe as read_recipe
 from clearhead.training.run import Trained as Trained

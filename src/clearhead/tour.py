@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.costs import cost
 from clearhead.inside.checks import check
 from clearhead.model.taps import record

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import clearhead as ch
 from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.cli import main
-from clearhead.tasks.corpus import open_data
 from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.evaluate import data_plan
 from clearhead.evaluation.figures import Figures
 from clearhead.presets import preset
+from clearhead.tasks.corpus import open_data
 from clearhead.training.losses import batch_loss
 from clearhead.training.validate import examine
 from tests.test_tasks import LABELS, WORDS, saved

@@ -5,6 +5,7 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.prepare import prepared
+from clearhead.fast.step import StepBlock
 from clearhead.generate.decode import greedy
 
 CONFIGS = {
@@ -41,3 +42,21 @@ def test_the_copy_generates_the_same_tokens():
     model = ch.Transformer(CONFIGS["grouped, gated"]).eval()
     ids = torch.randint(model.config.vocab_size, (4, 5))
     assert torch.equal(greedy(prepared(model), ids, 20), greedy(model, ids, 20))
+
+
+def test_an_option_that_the_kernels_do_not_know_is_not_lost():
+    """A block with one more weight takes its own forward; the copy has that weight, whatever its name."""
+    config = CONFIGS["grouped, gated"].replace(activation="silu", n_layers=2)
+    model = ch.Transformer(config).eval()
+    attention = model.decoder.blocks[0].attention
+    attention.added = torch.nn.Parameter(torch.zeros(config.n_heads))
+    fast = prepared(model, kernels=True)
+    assert [isinstance(block, StepBlock) for block in fast.decoder.blocks] == [False, True]
+    assert fast.decoder.blocks[0].attention.added is attention.added
+
+
+def test_the_copy_runs_none_of_the_models_hooks():
+    model = ch.Transformer(CONFIGS["decoder"]).eval()
+    for part in model.modules():
+        part.register_forward_hook(lambda *given: pytest.fail("a hook of the model ran"))
+    prepared(model)(torch.zeros(1, 3, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""The kernel of the loss, where it can run: on a GPU, or with TRITON_INTERPRET=1 where Triton is installed."""
+"""The kernel of the loss, where it can run: on a GPU, or with TRITON_INTERPRET=1 and Triton installed."""
 
 from __future__ import annotations
 

@@ -10,11 +10,13 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.generate.beam import Beams, beam_search
-from clearhead.generate.decode import decode
+from clearhead.generate.beam import beam_search
+from clearhead.generate.decode import Ends, Prompts, decode
+from clearhead.generate.request import Request
 from tests.parity import harness, seq2seq
 
 EOS = 2
+ENDS_AT_EOS = Ends(frozenset([EOS]))
 SIZE = {
     "vocab_size": 13,
     "hidden_size": 16,
@@ -106,7 +108,7 @@ def log_probability(
 def exhaustive(
     model: ch.Transformer, prompt: list[int], length: int, penalty: float, **source: torch.Tensor
 ) -> list[tuple[float, list[int]]]:
-    """Every continuation with its score, best first: those that end with EOS, and those of full length that do not."""
+    """Every continuation with its score, best first: those that end with EOS, and those of full length."""
     others = [token for token in range(5) if token != EOS]
     made = [[*ids, EOS] for n in range(length) for ids in itertools.product(others, repeat=n)]
     made += [list(ids) for ids in itertools.product(others, repeat=length)]
@@ -123,8 +125,10 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
     wanted = exhaustive(model, prompt, 4, penalty, **source)
     assert len(wanted) == 1 + 4 + 16 + 64 + 256
     for early in (False, "never"):
-        beams = Beams(num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early)
-        found = beam_search(model, [prompt], 4, beams, stop_ids=(EOS,), **source)[0]
+        request = Request(
+            max_new_tokens=4, num_beams=320, num_return=320, length_penalty=penalty, early_stopping=early
+        )
+        found = beam_search(model, request, Prompts([prompt], **source), ENDS_AT_EOS)[0]
         assert [one.score for one in found] == pytest.approx(
             [score for score, _ in wanted[:320]], abs=1e-5, rel=1e-6
         )
@@ -136,16 +140,11 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
 
 @pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
 def test_stopping_early_loses_nothing(penalty):
-    """`never` gives what the same beams give when they run on to the last token; 12 models, narrow beams, ends that come often."""
+    """`never` gives what the same beams give when they run on to the last token: 12 models, narrow beams."""
     for seed in range(12):
         model = model_of("decoder", seed)
-        short = beam_search(
-            model,
-            [[1, 3]],
-            10,
-            Beams(num_beams=2, length_penalty=penalty, early_stopping="never"),
-            stop_ids=(EOS,),
-        )
+        request = Request(max_new_tokens=10, num_beams=2, length_penalty=penalty, early_stopping="never")
+        short = beam_search(model, request, Prompts([[1, 3]]), ENDS_AT_EOS)
         assert short[0][0].score == pytest.approx(
             slow_groups(model, [1, 3], 10, 2, 1, 0.0, penalty)[0][0], rel=1e-6
         )
@@ -157,8 +156,9 @@ def test_one_beam_is_greedy(family):
     for seed in range(10):
         model = model_of(family, seed)
         prompt, source = asked(family)
-        wanted = decode(model, [prompt], 12, stop_ids=(EOS,), **source)[0]
-        found = beam_search(model, [prompt], 12, Beams(), stop_ids=(EOS,), **source)[0][0]
+        request, prompts = Request(max_new_tokens=12), Prompts([prompt], **source)
+        wanted = decode(model, request, prompts, ENDS_AT_EOS)[0]
+        found = beam_search(model, request, prompts, ENDS_AT_EOS)[0][0]
         assert (found.ids, found.stop_reason) == (wanted.ids, wanted.stop_reason)
         m = ch.Model(model, special={"eos": EOS, "decoder_start": 1})
         given = source["source"][0] if source else prompt
@@ -233,7 +233,7 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize("name", REFERENCES)
 def test_equal_to_transformers(name, tmp_path):
-    """Twenty random models: greedy, and three of four beams, with every rule of stopping and penalties of either sign."""
+    """Twenty random models: greedy, and three of four beams, with every stopping rule and either sign."""
     kind, config = REFERENCES[name]
     choices = itertools.cycle(itertools.product([1.0, 0.0, 2.0, -1.0], [False, True, "never"]))
     ended = 0
@@ -289,7 +289,7 @@ def test_a_forced_first_token_counts_as_written(tmp_path):
 
 
 def slow_groups(model, prompt, length, beams, groups, diversity, penalty):
-    """Diverse beam search spelled out, nothing cached or batched, and nothing stopped early: (score, ids) best first."""
+    """Diverse beam search spelled out, nothing cached, batched or stopped early: (score, ids) best first."""
     size = beams // groups
     live = [[(0.0, [])] for _ in range(groups)]
     found = [[] for _ in range(groups)]
@@ -322,7 +322,8 @@ def test_diverse_groups(diversity):
     """Against the slow reference; so wide a rule that no search ends before its time."""
     for seed in range(4):
         model = model_of("decoder", seed, vocab_size=9)
-        options = Beams(
+        request = Request(
+            max_new_tokens=7,
             num_beams=6,
             num_return=6,
             num_beam_groups=3,
@@ -330,7 +331,7 @@ def test_diverse_groups(diversity):
             early_stopping="never",
             length_penalty=3.0,
         )
-        found = beam_search(model, [[1, 4]], 7, options, stop_ids=(EOS,))[0]
+        found = beam_search(model, request, Prompts([[1, 4]]), ENDS_AT_EOS)[0]
         wanted = slow_groups(model, [1, 4], 7, 6, 3, diversity, 3.0)
         assert [one.score for one in found] == pytest.approx([score for score, _ in wanted], abs=1e-5)
         if diversity:
@@ -354,7 +355,7 @@ def test_time_ends_a_search():
 
 
 def test_watched_keys_are_per_beam():
-    """The eager kernel, which shows patterns, gives what the fused one gives where beams share the keys of a source."""
+    """The eager kernel gives what the fused one gives where beams share the keys of a source."""
     m = ch.Model(model_of("encoder-decoder", 2, vocab_size=40), special={"decoder_start": 1})
     sources = [[5, 6, 7], [8, 9]]
     plain = m.generate(sources, 6, num_beams=3)

@@ -9,9 +9,11 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.kernels import step_attend, step_linear
-from clearhead.fast.prepare import StepBlock, prepared
+from clearhead.fast.prepare import prepared
+from clearhead.fast.step import StepBlock
 from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slots_bucket
-from clearhead.generate.decode import decode
+from clearhead.generate.decode import Ends, Prompts, decode
+from clearhead.generate.request import Request
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm
 from clearhead.model.rope import Rotary, rotate
@@ -30,7 +32,7 @@ SHAPES = {
     "t5": BOTH.replace(positions="relative", norm="rmsnorm", bias=False),
     "bart": BOTH.replace(norm_position="post", embedding_norm=True, final_norm=False),
 }
-DRAWN = ch.Sampling(temperature=0.9)
+DRAWN = {"temperature": 0.9}
 
 
 def built(config, kernels=None):
@@ -38,14 +40,19 @@ def built(config, kernels=None):
     return prepared(ch.Transformer(config).eval(), kernels)
 
 
-def request(config, lengths=(3, 9, 6)):
+def prompts_of(config, lengths=(3, 9, 6), **more):
     """Prompts of unequal length, or, with an encoder, sources of unequal length."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocab_size, (len(lengths), max(lengths)), generator=generator)
     if config.family == "decoder":
-        return {"prompts": [row[:length].tolist() for row, length in zip(ids, lengths)]}
+        return Prompts([row[:length].tolist() for row, length in zip(ids, lengths)], **more)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return {"prompts": [[0] for _ in lengths], "source": ids, "source_mask": mask}
+    return Prompts([[0] for _ in lengths], ids, mask, **more)
+
+
+def asking(count, **options):
+    """A request that wants the step compiled."""
+    return Request(max_new_tokens=count, compile=True, **options)
 
 
 def same(ours, plain):
@@ -62,20 +69,14 @@ def same(ours, plain):
 @pytest.mark.ledger("G2", "G3")
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_compiled_step_gives_the_same_tokens(name):
-    model, given = built(SHAPES[name]), request(SHAPES[name])
+    model, given = built(SHAPES[name]), prompts_of(SHAPES[name], seeds=[3, 4, 5])
     steps = Steps(model, backend="eager")
-    for sampling, more in (
-        (ch.Sampling(), {}),
-        (DRAWN, {"logprobs": True, "alternatives": 2}),
-        (ch.Sampling(repetition_penalty=1.3), {}),
-    ):
-        asked = {**given, "max_new_tokens": 24, "sampling": sampling, "seeds": [3, 4, 5], **more}
-        plain = decode(model, **asked)
-        asked["stop_ids"] = {
-            plain[0].ids[5],
-            plain[1].ids[18],
-        }  # one row ends early, another later, perhaps one never
-        same(decode_compiled(model, **asked, steps=steps, asked=True), decode(model, **asked))
+    for options in ({}, {**DRAWN, "logprobs": True, "alternatives": 2}, {"repetition_penalty": 1.3}):
+        request = asking(24, **options)
+        plain = decode(model, request, given)
+        # One row ends early, another later, perhaps one never.
+        ends = Ends(frozenset([plain[0].ids[5], plain[1].ids[18]]))
+        same(decode_compiled(model, request, given, ends, steps=steps), decode(model, request, given, ends))
     assert len(steps.made) == 1 and steps.unfit is None
 
 
@@ -87,14 +88,9 @@ def test_blocks_made_of_kernels_give_the_same_tokens(config):
     assert all(isinstance(block, StepBlock) for block in model.decoder.blocks)
     steps = Steps(model, backend="aot_eager")
     for lengths in ((5,), (3, 9, 6)):
-        for sampling in (ch.Sampling(), DRAWN):
-            given = {
-                **request(config, lengths),
-                "max_new_tokens": 30,
-                "sampling": sampling,
-                "seeds": list(range(len(lengths))),
-            }
-            same(decode_compiled(model, **given, steps=steps, asked=True), decode(plain, **given))
+        for options in ({}, DRAWN):
+            request, given = asking(30, **options), prompts_of(config, lengths, seeds=range(len(lengths)))
+            same(decode_compiled(model, request, given, steps=steps), decode(plain, request, given))
     assert len(steps.made) == 2
 
 
@@ -134,8 +130,8 @@ def test_twenty_lengths_need_three_steps_at_most():
     steps = Steps(model, backend="eager")
     counters.clear()
     for length in range(4, 1904, 95):
-        given = {**request(config, (length,)), "max_new_tokens": 20}
-        same(decode_compiled(model, **given, steps=steps, asked=True), decode(model, **given))
+        request, given = asking(20), prompts_of(config, (length,))
+        same(decode_compiled(model, request, given, steps=steps), decode(model, request, given))
     assert len(steps.made) <= 3
     assert counters["stats"]["unique_graphs"] <= 3
 
@@ -146,58 +142,60 @@ def test_sizes_go_by_buckets():
 
 
 def test_rows_that_end_at_once_or_late_by_time():
-    model, given = built(LLAMA), request(LLAMA)
+    model, given = built(LLAMA), prompts_of(LLAMA)
     steps = Steps(model, backend="eager")
-    first = decode(model, **given, max_new_tokens=1)
-    stops = [first[0].ids[0], first[2].ids[0]]
-    for sampling in (ch.Sampling(), DRAWN):
-        more = {**given, "max_new_tokens": 12, "stop_ids": stops, "sampling": sampling}
-        same(decode_compiled(model, **more, steps=steps, asked=True), decode(model, **more))
-    late = decode_compiled(model, **given, max_new_tokens=300, deadline=0.0, steps=steps, asked=True)
+    first = decode(model, asking(1), given)
+    ends = Ends(frozenset([first[0].ids[0], first[2].ids[0]]))
+    for options in ({}, DRAWN):
+        request = asking(12, **options)
+        same(decode_compiled(model, request, given, ends, steps=steps), decode(model, request, given, ends))
+    late = decode_compiled(model, asking(300), given, Ends(deadline=0.0), steps=steps)
     assert [(len(row.ids), row.stop_reason) for row in late] == [(1, "time")] * 3
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
     for config, backend in ((LLAMA, "no such compiler"), (DECODER.replace(n_experts=4), "eager")):
-        model, given = built(config), {**request(config), "max_new_tokens": 4}
+        model, given = built(config), prompts_of(config)
         steps = Steps(model, backend=backend)
         with pytest.warns(RuntimeWarning, match="runs uncompiled"):
-            same(decode_compiled(model, **given, steps=steps, asked=True), decode(model, **given))
+            same(decode_compiled(model, asking(4), given, steps=steps), decode(model, asking(4), given))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            decode_compiled(model, **given, steps=steps)  # nobody asked, so nothing is said
+            decode_compiled(
+                model, Request(max_new_tokens=4), given, steps=steps
+            )  # nobody asked, so nothing is said
 
 
 def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch):
-    monkeypatch.setattr("clearhead.bundle.Steps", functools.partial(Steps, backend="eager"))
+    monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)
-    assert loaded._steps is None  # on a CPU only when asked
+    assert loaded.engine.steps is None  # on a CPU only when asked
     assert loaded.generate([1, 2, 3], 8, compile=True).ids == plain.ids
-    first = loaded._steps
+    first = loaded.engine.steps
     assert first is not None and len(first.made) == 1
     loaded.generate([1, 2, 3, 4], 8, compile=True)
-    assert loaded._steps is first and len(first.made) == 1
+    assert loaded.engine.steps is first and len(first.made) == 1
     with torch.no_grad():
         loaded.model.main.norm.weight.mul_(torch.linspace(-1, 1, LLAMA.d_model))
     changed = loaded.generate([1, 2, 3], 8)
     assert changed.ids != plain.ids
     assert loaded.generate([1, 2, 3], 8, compile=True).ids == changed.ids
-    assert loaded._steps is not first
+    assert loaded.engine.steps is not first
 
 
 def test_a_compiled_step_that_is_made_to_run_uncompiled():
     """As it is while another thread watches the model."""
-    model, given = built(DECODER), request(DECODER)
+    model, given = built(DECODER), prompts_of(DECODER, seeds=[3, 4, 5])
     steps = Steps(model, backend="eager")
-    asked = {**given, "max_new_tokens": 40}
-    decode_compiled(model, **asked, steps=steps, asked=True)
+    greedy, drawing = asking(40), asking(40, **DRAWN)
+    decode_compiled(model, greedy, given, steps=steps)
     with torch.compiler.set_stance("force_eager"):
-        found = decode_compiled(model, **asked, steps=steps, asked=True)
-        drawn = decode_compiled(model, **asked, sampling=DRAWN, seeds=[3, 4, 5], steps=steps, asked=True)
-    same(found, decode(model, **asked))
-    same(drawn, decode(model, **asked, sampling=DRAWN, seeds=[3, 4, 5]))
+        found = decode_compiled(model, greedy, given, steps=steps)
+        drawn = decode_compiled(model, drawing, given, steps=steps)
+    same(found, decode(model, greedy, given))
+    same(drawn, decode(model, drawing, given))
 
 
 def test_threads_that_watch_at_once_leave_the_compiler_as_it_was():

@@ -1,4 +1,4 @@
-"""The decode loop: batched = alone, cached = recomputed, streamed = not streamed, token for token in float32."""
+"""The decode loop: batched = alone, cached = recomputed, streamed = not streamed, token for token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate.decode import PREFILL_CHUNK, Row, cache_for, decode, greedy
+from clearhead.generate.decode import (
+    LENGTH_ALONE,
+    PREFILL_CHUNK,
+    Continuation,
+    Ends,
+    Prompts,
+    cache_for,
+    decode,
+    greedy,
+)
+from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw
 from tests.harness import scramble
 
@@ -54,6 +64,11 @@ def model_of(shape: str) -> ch.Transformer:
 def prompts_of(lengths=LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
+
+
+def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **options) -> list[Continuation]:
+    """`decode`, by what its request and prompts are made of."""
+    return decode(model, Request(max_new_tokens=count, **options), Prompts(prompts), ends, cache, step)
 
 
 def recomputed(
@@ -121,7 +136,7 @@ def test_tensors_may_be_padded_on_either_side(shape, side):
         assert row == (wanted + [STOP] * count)[: made.shape[1]]
 
 
-# Windows ----------------------------------------------------------------------------------------------------------------
+# Windows ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")
@@ -133,10 +148,10 @@ def test_windows_bound_what_is_kept(window):
     assert isinstance(cache, ch.WindowCache)
     assert type(cache_for(model, 12)) is ch.Cache  # nothing to gain
     prompts = prompts_of((1, 9, 30))
-    assert [row.ids for row in decode(model, prompts, 40)] == [
+    assert [row.ids for row in decoded(model, prompts, 40)] == [
         recomputed_rows(model, prompt, 40) for prompt in prompts
     ]
-    decode(model, prompts[:1], 90, cache=cache)
+    decoded(model, prompts[:1], 90, cache=cache)
     windows = model.config.decoder.windows
     for layer, keys in cache.layers.items():
         assert windows[layer] is None or keys.k.shape[2] == windows[layer] + 1
@@ -151,14 +166,14 @@ def recomputed_rows(model: ch.Transformer, prompt: list[int], count: int) -> lis
     return ids[len(prompt) :]
 
 
-# A prompt in pieces, a step of one's own ----------------------------------------------------------------------------------
+# A prompt in pieces, a step of one's own --------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")
 def test_a_long_prompt_is_read_in_pieces():
     model = scramble(ch.Transformer(ch.ModelConfig(**{**TINY, **LLAMA, "window": (8, None)})), seed=1).eval()
     prompts = prompts_of((PREFILL_CHUNK + 70, 3))
-    for row in decode(model, prompts, 4):
+    for row in decoded(model, prompts, 4):
         assert row.ids == recomputed(model, row.prompt, 4, Sampling(), seed=0)
 
 
@@ -171,13 +186,13 @@ def test_a_step_may_be_handed_in():
         return model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
 
     prompts = prompts_of((2, 5))
-    assert [row.ids for row in decode(model, prompts, 6, step=step)] == [
-        row.ids for row in decode(model, prompts, 6)
+    assert [row.ids for row in decoded(model, prompts, 6, step=step)] == [
+        row.ids for row in decoded(model, prompts, 6)
     ]
     assert called == [2] * 5
 
 
-# Cancelling, stopping, overflowing ---------------------------------------------------------------------------------------
+# Cancelling, stopping, overflowing --------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G4")
@@ -222,7 +237,7 @@ def test_tokens_that_stop(byte_tokenizer):
             m.generate([1], 4, stop_tokens=[stop])
         assert "\n" not in str(error.value)
     with pytest.raises(ch.InputError, match="stop_ids"):
-        decode(m.model, [[1]], 4, stop_ids=[V])
+        decoded(m.model, [[1]], 4, Ends(frozenset([V])))
     m.special = {
         "eos": V + 5
     }  # of the checkpoint's own stops, those that cannot come are no reason to refuse
@@ -246,7 +261,7 @@ def test_a_prompt_too_long_is_refused_or_cut(shape):
             m.generate(prompt, 200, overflow="window")
 
 
-# Reading what was read before no second time -----------------------------------------------------------------------------
+# Reading what was read before no second time ----------------------------------------------------------------
 
 
 class Counting:
@@ -306,7 +321,7 @@ def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
     with torch.no_grad():
         for parameter in m.model.parameters():
             parameter.mul_(1.5)
-    wanted = decode(m.model, [prompt], 5)[0].ids
+    wanted = decoded(m.model, [prompt], 5)[0].ids
     made: list[ch.Generation] = []
     assert counting.of(lambda: made.append(m.generate(prompt, 5, reuse=True))) == 24
     assert made[0].ids == wanted
@@ -322,12 +337,12 @@ def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
 
 
 def test_rows_have_what_was_asked_for():
-    row = decode(model_of("gpt2"), [[1, 2]], 5, alternatives=2)[0]
-    assert isinstance(row, Row)
+    row = decoded(model_of("gpt2"), [[1, 2]], 5, alternatives=2)[0]
+    assert isinstance(row, Continuation)
     assert row.steps == len(row.ids) == len(row.logprobs) == len(row.alternatives) == 5
 
 
 def test_a_limit_beyond_all_memory_reserves_none_of_it():
     model = ch.Transformer(ch.ModelConfig(vocab_size=9, d_model=8, n_layers=1, n_heads=2, positions="rope"))
-    rows = decode(model, [[1, 2]], 10**12, cancel=lambda: True)
+    rows = decoded(model, [[1, 2]], 10**12, Ends(cancel=lambda: True))
     assert [(len(row.ids), row.stop_reason) for row in rows] == [(1, "cancelled")]

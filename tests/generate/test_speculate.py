@@ -1,4 +1,4 @@
-"""Speculation changes how fast tokens come, never which: the same tokens, or draws from the same distribution."""
+"""Speculation changes how fast tokens come, never which: the same tokens, or the same distribution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import scipy.stats
 import torch
 
 import clearhead as ch
-from clearhead.generate.sampling import Sampling, adjust, distribution, draw
+from clearhead.generate.decode import Prompts
+from clearhead.generate.request import Request, Sampling
+from clearhead.generate.sampling import adjust, distribution, draw
 from clearhead.generate.speculate import Draft, Guess, Lookup, accept, speculate
 from tests.harness import build
 
@@ -52,7 +54,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lookup_gives_the_same_tokens(shape, options):
-    """Token for token, seed for seed, with log-probabilities, alternatives and stop reasons, in fewer runs of the model."""
+    """Token for token, with log-probabilities, alternatives and stop reasons, in fewer runs of the model."""
     runs = tokens = 0
     for seed in range(2):
         m = loaded(shape, seed)
@@ -141,7 +143,7 @@ class Fixed:
 
 
 class Bigrams(torch.nn.Module):
-    """A model that is quick enough to be asked thousands of times: a token's logits depend on the one before it alone."""
+    """A model quick enough to be asked thousands of times: logits depend on the last token alone."""
 
     config = build(vocab_size=6).config
 
@@ -159,7 +161,7 @@ class Bigrams(torch.nn.Module):
 @pytest.mark.parametrize("kind", ["draft", "fixed"])
 def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
     """From end to end: 1,500 pairs of tokens, against the product of the two conditional distributions."""
-    sampling = Sampling(temperature=1.1, repetition_penalty=1.4)
+    sampling = Request(max_new_tokens=3, temperature=1.1, repetition_penalty=1.4)
     model, draft, prompt = Bigrams(3), Bigrams(4), [1, 4, 2, 1, 4]
     q = torch.tensor([[0.3, 0.1, 0.2, 0.1, 0.1, 0.2]], dtype=torch.float64)
 
@@ -172,8 +174,9 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
     exact = torch.stack([first[token] * next_of([*prompt, token]) for token in range(6)]).flatten()
 
     def pairs(count):
-        guessers = [Draft(draft, 2, sampling) if kind == "draft" else Fixed(q) for _ in range(count)]
-        rows = speculate(model, [prompt] * count, 3, sampling, seeds=range(count), guessers=guessers)
+        read = Prompts([prompt] * count, seeds=range(count))
+        guessers = [Draft(draft, 2, sampling, read) if kind == "draft" else Fixed(q) for _ in range(count)]
+        rows = speculate(model, sampling, read, guessers=guessers)
         return torch.tensor([6 * row.ids[0] + row.ids[1] for row in rows])
 
     assert fits(pairs(1_500), exact)

@@ -38,7 +38,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama's kind: words with a mark for the space, bytes for what the vocabulary lacks, one space stripped at the start."""
+    """Llama's kind: words with a mark for the space, bytes for unknown characters, first space stripped."""
     pieces = [
         "<unk>",
         "<s>",
@@ -148,7 +148,7 @@ def test_any_text(kind, text):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_tokens(kind, data):
-    """Half characters, bytes that are no character, special tokens in between, ids that the tokenizer does not know."""
+    """Half characters, bytes that are no character, special tokens in between, unknown ids."""
     size = KINDS[kind].get_vocab_size()
     tokens = st.integers(0, size + 2)
     few = st.lists(tokens | st.integers(max(size - 12, 0), size - 1), max_size=25)
@@ -163,7 +163,7 @@ def test_any_tokens(kind, data):
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("between", ["<s>", None], ids=["special", "unknown"])
 def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
-    """Two bytes that are no character are two signs of it, though a token without a text stands between them."""
+    """Two bytes that are no character are two signs of it, even with a token without a text between them."""
     tokenizer = KINDS["byte fallback"]
     gap = tokenizer.get_vocab_size() if between is None else tokenizer.token_to_id(between)
     ids = [tokenizer.token_to_id("<0x00>"), gap, tokenizer.token_to_id("<0x80>")]
@@ -212,7 +212,7 @@ def test_a_model_that_says_anything(kind):
             "the café", 60, temperature=1.5, seed=seed, on_text=lambda _, new, seen=seen: seen.append(new)
         )
         plain = m.generate("the café", 60, temperature=1.5, seed=seed)
-        prompt = m._prompt("the café")
+        prompt = m.prompt_ids("the café")
         assert "".join(seen) == made.text == plain.text == whole(kind, plain.ids, prompt)
 
 

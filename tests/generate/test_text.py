@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
 from clearhead import cli
-from clearhead.generate.decode import decode
-from clearhead.generate.sampling import Sampling
+from clearhead.generate.decode import Prompts, decode
+from clearhead.generate.request import Request
 from clearhead.generate.stream import TextStream
 
 SHAPES = {
@@ -65,7 +65,7 @@ def model_of(name, seed=0, vocab_size=256):
 @pytest.mark.ledger("G3")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_is_its_rows(name):
-    """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone, greedy and sampled."""
+    """Prompts of 1 to 40 tokens in one batch, rows that end at different times: each as it is alone."""
     m = ch.Model(model_of(name))
     prompts = [
         torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -83,7 +83,7 @@ def test_a_batch_is_its_rows(name):
 @pytest.mark.ledger("G2")
 def test_cached_is_recomputed():
     model = model_of("windows, soft-caps")
-    rows = decode(model, [[1, 2, 3], [4] * 9], 20)
+    rows = decode(model, Request(max_new_tokens=20), Prompts([[1, 2, 3], [4] * 9]))
     for row in rows:
         ids = list(row.prompt)
         for token in row.ids:
@@ -161,7 +161,8 @@ def test_the_fast_copy_follows_the_weights():
     with torch.no_grad():
         for parameter in m.model.parameters():
             parameter.add_(torch.randn_like(parameter))
-    assert m.generate([1, 2], 20).ids == decode(m.model, [[1, 2]], 20)[0].ids != before
+    plain = decode(m.model, Request(max_new_tokens=20), Prompts([[1, 2]]))[0].ids
+    assert m.generate([1, 2], 20).ids == plain != before
 
 
 @pytest.mark.parametrize(
@@ -253,8 +254,8 @@ def test_prompts_may_be_tensors():
 @pytest.mark.ledger("G1")
 def test_penalties_reach_the_loop():
     model = model_of("learned, full")
-    plain = decode(model, [[1, 2, 3]], 30)[0].ids
-    without = decode(model, [[1, 2, 3]], 30, Sampling(no_repeat_ngram=1))[0].ids
+    plain = decode(model, Request(max_new_tokens=30), Prompts([[1, 2, 3]]))[0].ids
+    without = decode(model, Request(max_new_tokens=30, no_repeat_ngram=1), Prompts([[1, 2, 3]]))[0].ids
     assert len(set(without) | {1, 2, 3}) == 33
     assert len(set(plain)) < 30
 

@@ -14,7 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.cli import main
 from clearhead.data.treebank import Sentence, TreeWord, read_treebank
 from clearhead.errors import InputError
@@ -313,7 +313,7 @@ def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[st
         ids = torch.tensor([words.ids])
         given = {"source": ids} if kind == "encoder" else {}
         with torch.no_grad(), ch.record(m.model, "*.attention.pattern") as seen:
-            m.model(torch.tensor([m._start()]) if kind == "encoder" else ids, **given)
+            m.model(torch.tensor([m.start_ids]) if kind == "encoder" else ids, **given)
         for name, pattern in seen.items():
             if name.startswith("encoder.") != (kind == "encoder"):
                 continue

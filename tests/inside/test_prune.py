@@ -329,7 +329,7 @@ def test_a_pruned_copy_keeps_what_belongs_to_the_model(trained):
     kept = [
         field.name
         for field in dataclasses.fields(m)
-        if field.name not in ("model", "folder", "_copy", "_steps", "_prefix")
+        if field.name not in ("model", "folder", "_engine")
     ]
     assert all(getattr(smaller, name) is getattr(m, name) for name in kept)
     assert smaller.classify("good film").label in ("yes", "no")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.bundle import load
+from clearhead.api import load
 from clearhead.data.treebank import Sentence, locate, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads.words import align, positions, word_attention, word_matrices
@@ -174,7 +174,7 @@ def test_minilm_and_stories_words(shared: Path) -> None:
     stories = load(folder / "hf", tokenizer=folder / "tok512.bin")
     found = align(stories, WORDS, TEXT)
     assert [len(word) for word in found.words][4] == 6  # three bytes for each letter
-    assert found.ids == tuple(stories._prompt(TEXT)) and not any(0 in word for word in found.words)
+    assert found.ids == tuple(stories.prompt_ids(TEXT)) and not any(0 in word for word in found.words)
 
 
 def test_attention_between_words_is_a_sum_to_and_a_mean_from() -> None:

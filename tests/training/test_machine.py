@@ -9,19 +9,19 @@ import torch
 
 import clearhead as ch
 from clearhead.data.plan import DataPlan
-from clearhead.tasks.table import TASKS
-from clearhead.training import machine
-from clearhead.training.lora import add_lora
-from clearhead.training.machine import (
+from clearhead.fast import training as fast_training
+from clearhead.fast.training import (
     JoinedAttention,
     join_projections,
     narrow_gelu,
     narrow_linear,
-    pays,
-    quick_attention,
     recompute,
     suit_narrow,
+    unjoined,
 )
+from clearhead.tasks.table import TASKS
+from clearhead.training.lora import add_lora
+from clearhead.training.machine import pays, quick_attention
 from clearhead.training.plan import TrainPlan
 from tests.harness import build, some_ids, worst
 
@@ -51,11 +51,27 @@ def learned(model: ch.Transformer) -> list[torch.Tensor]:
     [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))],
 )
 def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
-    monkeypatch.setattr(machine, "MANY", 1)
+    monkeypatch.setattr(fast_training, "MANY", 1)
     model = build(**change).double()
     before = learned(model)
     make(model)
     assert max(worst(a, b) for a, b in zip(before, learned(model), strict=True)) < 1e-10
+
+
+def test_made_quicker_or_smaller_it_has_the_same_parameters_by_the_same_names():
+    model = build()
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    join_projections(model)
+    recompute(model)
+    suit_narrow(model)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == keys
+    joined = [part for part in model.modules() if isinstance(part, JoinedAttention)]
+    with unjoined(model):
+        assert joined and not any(isinstance(part, JoinedAttention) for part in model.modules())
+        assert list(model.state_dict()) == keys
+    assert [part for part in model.modules() if isinstance(part, JoinedAttention)] == joined
 
 
 def test_a_joined_model_speaks_and_is_saved_like_any_other(tmp_path):

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 import clearhead as ch
+from clearhead.api import Model
 from clearhead.batches.batch import Batch
-from clearhead.bundle import Model
 from clearhead.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
 from clearhead.tasks.table import TASKS

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.fast.training import join_projections
 from clearhead.training import precision
 from clearhead.training.averaging import average
 from clearhead.training.faults import find_fault
 from clearhead.training.log import read_log
 from clearhead.training.losses import batch_loss
-from clearhead.training.machine import join_projections
 from clearhead.training.precision import Precision
 from clearhead.training.state import State
 from tests.harness import build, some_ids

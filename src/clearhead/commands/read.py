@@ -80,9 +80,9 @@ def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> 
     model = options.load(folder)
 
     def work(batch: list[Input]) -> list[Any]:
-        from clearhead.tasks import tag_all
+        from clearhead.tasks.words import tag
 
-        return tag_all(model, _texts(batch), options.batch_size)
+        return tag(model, _texts(batch), options.batch_size)
 
     def line(item: Input, made: Any) -> str:
         return " ".join(f"{word.text}/{word.label}" for word in made.words)

@@ -82,7 +82,7 @@ class TextOptions:
         refuse(self.batch_size < 1, f"batch-size {self.batch_size} must be 1 or more")
         refuse(single and self.file is not None, "a text and --file were both given: choose one")
         check_apart(self.output, [self.file] if self.file is not None else [])
-        fields = Fields(tuple(given), tuple(more or {}))
+        fields = FieldNames(tuple(given), tuple(more or {}))
         argument = {**given, **(more or {})} if single else None
         with writing(self.output) as write, self._inputs(argument, fields) as inputs:
             for item, result in results(inputs, work, self.batch_size):
@@ -94,7 +94,7 @@ class TextOptions:
                     write(line(item, result))
 
     @contextmanager
-    def _inputs(self, argument: dict[str, str | None] | None, fields: Fields) -> Iterator[Iterator[Input]]:
+    def _inputs(self, argument: dict[str, str | None] | None, fields: FieldNames) -> Iterator[Iterator[Input]]:
         """Give the inputs: those of the command's arguments, or of a file, or of stdin."""
         if argument is not None:
             yield iter([Input(fields.check(argument))])
@@ -110,7 +110,7 @@ Options = Annotated[TextOptions, arg(name="")]  # its flags without a prefix
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldNames:
     """The names of the fields of an input."""
 
     needed: tuple[str, ...]
@@ -162,7 +162,7 @@ def _placed(error: ClearheadError, place: str) -> ClearheadError:
     return type(error)(f"{place}: {error}") if place else error
 
 
-def _parse(lines: Any, name: str, fields: Fields, jsonl: bool) -> Iterator[Input]:
+def _parse(lines: Any, name: str, fields: FieldNames, jsonl: bool) -> Iterator[Input]:
     """Give the inputs of a stream of lines: JSON objects, or texts with tabs between several fields."""
     number = 0
     try:

@@ -11,16 +11,16 @@ from typing import Any, cast
 
 import numpy as np
 
+from clearhead.api import Model
 from clearhead.batches.batch import Batches
 from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
-from clearhead.bundle import Model
 from clearhead.data.examples import TEXT, Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.data.formats import way_for
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.evaluation.examples import SeenPictures, begun, examples, led, names_in, renamed, summed_by
+from clearhead.evaluation.examples import SeenPictures, begun, examples, led, renamed, summed_by
 from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.judgement import Judgement, OnProgress, Options
 from clearhead.evaluation.metrics import Counts, bleu
@@ -198,7 +198,7 @@ def judged_batches(
     spec = task_named(task)
     if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    tokenizer, labels = loaded.text_tokenizer, names_in(loaded)
+    tokenizer, labels = loaded.text_tokenizer, loaded.class_names
     encoded = encode_corpus(
         corpus, "validation", spec.batching, tokenizer, labels, folder, special=loaded.special
     )
@@ -222,7 +222,7 @@ def _evaluation(
     """Measure the loss, then what the task is about."""
     if task.classes:
         corpus = renamed(corpus, loaded, plan, figures.said)
-    judgement = Judgement(loaded, names_in(loaded), plan, corpus.validation, figures, options)
+    judgement = Judgement(loaded, loaded.class_names, plan, corpus.validation, figures, options)
     rows, places = judgement.rows, dict[tuple[str, ...], int]()
     if task.shape.row is not None and task.shape.row.ASKED:
         places, judgement.references = examples(rows)

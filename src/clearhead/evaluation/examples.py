@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clearhead.api import Model
 from clearhead.batches.batch import Batch
 from clearhead.batches.batching import Encoded, tensor
 from clearhead.batches.even import EvenRows
 from clearhead.batches.rows import Ints
-from clearhead.bundle import Model
 from clearhead.data.corpus import place_of
 from clearhead.data.examples import TAGS, Corpus, Example, Images
 from clearhead.data.plan import DataPlan
@@ -68,7 +68,7 @@ def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
     """
     if loaded.config.family != "encoder-decoder":
         return encoded, loaded.special
-    start, *forced = loaded._start()
+    start, *forced = loaded.start_ids
     if "target" in encoded.arrays:
         encoded = led(encoded, "target", tuple(forced) or encoded.frame.before)
     return encoded, {**loaded.special, "bos": start}
@@ -99,17 +99,12 @@ def summed_by(rows: Counts, places: NDArray[np.int64], count: int) -> Counts:
     return sums
 
 
-def names_in(loaded: Model) -> tuple[str, ...]:
-    """Return the names of the model's classes."""
-    return loaded.labels or tuple(f"LABEL_{number}" for number in range(loaded.config.n_classes))
-
-
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> Corpus:
     """Return the examples with the model's labels.
 
     Numbers stand for classes that the model has no names for.
     """
-    labels = names_in(loaded)
+    labels = loaded.class_names
     theirs = {label: label for label in labels}
     if all(LABEL.fullmatch(label) for label in labels):
         theirs |= {str(number): label for number, label in enumerate(labels)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.figures import Figures
 
@@ -47,7 +47,7 @@ class Judgement:
         loaded, options, written = self.loaded, self.options.generation, [""] * len(self.asked)
         ids = loaded.encode([source for (source,) in self.asked], loaded.max_length)
         if options.get("max_new_tokens") is None:
-            stated, room = loaded.generation, loaded.config.max_positions - len(loaded._start())
+            stated, room = loaded.generation, loaded.config.max_positions - len(loaded.start_ids)
             limit = stated.get("max_new_tokens") or stated.get("max_length", 257) - 1
             options = {**options, "max_new_tokens": max(1, min(limit, room))}
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.explorer.pages import single_file
 from clearhead.model.transformer import Transformer
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.costs import cost
 from clearhead.errors import ClearheadError, InputError
 from clearhead.explorer.pack import finite

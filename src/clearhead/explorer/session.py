@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.pictures import pixels_of
 from clearhead.errors import ClearheadError, InputError, MissingExtraError
 from clearhead.explorer.views import Run, begin, model_view

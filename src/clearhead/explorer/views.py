@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError, nearest
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
@@ -144,7 +144,7 @@ class Run:
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
         """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""
-        start = self.m._start()
+        start = self.m.start_ids
         body = stages(tokenizer, written).to_dict()
         begins = [
             {

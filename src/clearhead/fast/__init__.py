@@ -1,1 +1,5 @@
-"""Speed: modules that compute what the core's parts compute, faster on some machine."""
+"""Speed in one place: replacements for parts of a model that compute the same, faster.
+
+`prepare` builds the copy that generates, from the parts in `fused` and `step`. `training` puts replacements
+into a model that is to be trained. `parts` builds one part from another.
+"""

@@ -1,43 +1,46 @@
-"""Kernels for one new token per row: a linear layer with all that stands around it, and attention with rotation and cache.
+"""Kernels for one new token per row: a linear layer with norm, gate and residual, and attention.
 
-A decode step reads every weight once for a handful of rows, so what counts is how few kernels it takes and how evenly
-each of them reads. Where Triton is there and the tensors are on a GPU, these are single kernels; anywhere else, the same
-formulas in plain PyTorch. Both are PyTorch operators, so that a compiled step takes them as they are.
+A decode step reads every weight once for a few rows, so its speed depends on how few kernels it takes and how
+evenly each of them reads. Where Triton is installed and the tensors are on a GPU, each function here is a
+single kernel; elsewhere it calls the model's own formulas. Both are PyTorch operators, which a compiled
+step takes as they are.
 
-Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R rotated columns.
+Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R rotated
+columns.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from typing import cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.model.attend import eager
-from clearhead.model.dtypes import wide
 from clearhead.model.feedforward import ACTIVATIONS
+from clearhead.model.norms import rms_norm
 from clearhead.model.rope import Rotary, rotate
 
-MOST_ROWS = 1  # rows for which a product of ours, joined with what stands around it, beats the library's
+MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def available(x: Tensor) -> bool:
-    """Are there kernels for this tensor's device and dtype?"""
+    """Return True if there are kernels for this tensor's device and dtype."""
     on = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return on and x.dtype in DTYPES and importlib.util.find_spec("triton") is not None
 
 
-@torch.library.custom_op("clearhead::held", mutates_args=())
-def held(x: Tensor) -> Tensor:
-    """The same tensor, computed here and now: a compiler would else compute it again wherever it is used."""
+@torch.library.custom_op("clearhead::materialise", mutates_args=())
+def materialise(x: Tensor) -> Tensor:
+    """Return the same tensor, computed once: a compiler might compute it again wherever it is used."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@held.register_fake
+@materialise.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -52,14 +55,14 @@ def step_linear(
     gate: str | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
-    """[B, 1, D] through RMS norm (with `scale` [D]), `weight` [N, D] and `bias` [N], then plus `add` [B, 1, N].
+    """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
 
-    `gate` names an activation: then the first half of the rows of `weight` is the gate and the result has N/2 columns.
-    A single kernel for few rows; for more of them, steps that a compiler joins around the library's product.
+    `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
+    N/2 columns. For few rows this is a single kernel; for more, steps that a compiler joins around the
+    library's product.
     """
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
-    out: Tensor = way(x, weight, bias, scale, eps, unit_offset, gate, add)
-    return out
+    return cast(Tensor, way(x, weight, bias, scale, eps, unit_offset, gate, add))
 
 
 def _in_steps(
@@ -72,13 +75,7 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    y = x
-    if scale is not None:
-        y = wide(x)
-        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (wide(scale) + unit_offset)).to(
-            x.dtype
-        )
-    y = nnf.linear(y, weight, bias)
+    y = nnf.linear(x if scale is None else rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
         y = ACTIVATIONS[gate](pre) * up
@@ -131,10 +128,10 @@ def step_attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Queries, keys and values of one token, side by side [B, 1, (H+K)·E + K·Ev] -> what attention gives, [B, 1, H·Ev].
+    """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
-    The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]; `mask` [B|1, S] says which of the
-    slots before it may be seen. The token sees itself. `cos` and `sin` are [B|1, 1, 1, R].
+    The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]. `mask` [B|1, S] says
+    which of the slots before it may be seen; the token sees itself. `cos` and `sin` are [B|1, 1, 1, R].
     """
     if available(qkv):
         from clearhead.fast import triton_step

@@ -1,7 +1,8 @@
 """Cross-entropy over a large vocabulary, in Triton. Imported only where Triton is.
 
-The scores are the largest tensor of training, and what takes time is to move them: they are read once for the loss, and
-read and written once for the gradient, which takes their place. There is nothing of their size in float32.
+The scores are the largest tensor of training, and moving them takes the time. They are read once for the
+loss, and read and written once for the gradient, which takes their place. Nothing of their size is kept in
+float32.
 
 Shapes: N positions, V vocabulary.
 """
@@ -72,9 +73,9 @@ def _gradient_kernel(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The cross-entropy of scores [N, V], in any floating type of 32 bits or fewer, with targets [N], summed in float32 -> [].
+    """The cross-entropy of scores [N, V], of 32 bits or fewer, with targets [N], summed in float32 -> [].
 
-    The gradient is written over the scores: they are the caller's to give away, and there is one backward pass.
+    The gradient is written over the scores: nobody may need them later, and there is one backward pass.
     """
 
     @staticmethod

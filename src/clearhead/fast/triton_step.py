@@ -1,6 +1,7 @@
 """The kernels of `kernels`, in Triton. Imported only where Triton is.
 
-Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R rotated columns.
+Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R
+rotated columns.
 """
 
 # mypy: ignore-errors
@@ -98,8 +99,8 @@ def _vector_kernel(
 @triton.jit
 def _matrix_kernel(
     x, weight, bias, scale, add, out, B, N, eps,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A few rows. Each program multiplies all of them with a few rows of the weight."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -223,10 +224,11 @@ def _capped(scores, softcap, CAP: tl.constexpr):
 @triton.jit
 def _attend_kernel(
     qkv, keys, values, slot, mask, cos, sin, out, partial, stats, mask_stride, angle_stride, scale, softcap,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr, LAYOUT: tl.constexpr,
-    CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
+    LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one group, over one part of the slots; the first part also sees and keeps the new token."""
+    """The heads of one group and one part of the slots; the first part also keeps the new token."""
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -333,8 +335,10 @@ def attend(
     wide_v = max(16, triton.next_power_of_2(EV))
     _attend_kernel[(B, K, tile.k)](
         qkv, keys, values, slot, seen, cos, sin, out, partial, stats,
-        seen.stride(0) if seen.shape[0] > 1 else 0, cos.stride(0) if turned and cos.shape[0] > 1 else 0, scale, softcap or 1.0,
-        H=H, K=K, S=S, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1, CAP=softcap is not None,
+        seen.stride(0) if seen.shape[0] > 1 else 0, cos.stride(0) if turned and cos.shape[0] > 1 else 0,
+        scale, softcap or 1.0,
+        H=H, K=K, S=S, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,
+        CAP=softcap is not None,
         GROUP=max(16, triton.next_power_of_2(H // K)), WIDE=max(16, triton.next_power_of_2(E)), WIDE_V=wide_v,
         BLOCK_S=tile.n, SPLITS=tile.k, num_warps=tile.warps,
     )  # fmt: skip

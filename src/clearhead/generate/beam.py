@@ -1,86 +1,37 @@
-"""Beam search: of each prompt the best few continuations are carried on together, and the best that ended are returned.
+"""Beam search: carry on the best few continuations of each prompt together, and return the best that ended.
 
-A prompt is read once, and so is a source; its beams then share what they have in common. Of the cache only tokens
-written since the prompt move from beam to beam, and only to beams that change; keys of a source are not copied at all.
+A prompt is read once, and so is a source; its beams then share what they have in common. Of the cache only
+tokens written since the prompt move from beam to beam, and only to beams that change; keys of a source are
+not copied at all.
 
-A continuation of L tokens, the one that ended it included, has the score sum of log-probabilities / L ** length_penalty.
+A continuation of L tokens, the one that ended it included, has the score sum of log-probabilities / L **
+length_penalty.
 
-Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams of a group, C candidates, L tokens
-written, V vocabulary.
+Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams of a group, C candidates, L
+tokens written, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
-from clearhead.generate.decode import RESERVE, check_request, prefill
-from clearhead.generate.sampling import REMOVED, Sampling, adjust
+from clearhead.batches.padding import by_length
+from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
+from clearhead.generate.request import Request
+from clearhead.generate.sampling import REMOVED, adjust
 from clearhead.model.cache import Cache, GrowingKeys, rows_of
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
-# Beams carried on together. Prompts are taken in the order of their length, so that less is padding, and on a CPU more rows
-# than this gain nothing.
+# Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU
+# more rows gain nothing.
 ROWS_CPU, ROWS = 64, 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beams:
-    """How wide to search, and what is best."""
-
-    num_beams: int = 1  # continuations carried on for each prompt; 1: greedy
-    num_return: int = 1  # how many of the best to return
-    length_penalty: float = 1.0  # above 0 favours long continuations, below 0 short ones
-    early_stopping: bool | Literal["never"] = False  # when a prompt is done: see `Search.done`
-    num_beam_groups: int = 1  # searches side by side, each kept from the tokens of those before it
-    diversity_penalty: float = (
-        0.0  # taken from a log-probability for each beam of an earlier group that writes the token now
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("num_beams", "num_return", "num_beam_groups"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise InputError(f"{name} {value!r} must be a whole number, 1 or more")
-        for name in ("length_penalty", "diversity_penalty"):
-            if (
-                isinstance(value := getattr(self, name), bool)
-                or not isinstance(value, int | float)
-                or not math.isfinite(value)
-            ):
-                raise InputError(f"{name} {value!r} is not a number")
-        if abs(self.length_penalty) > 20:
-            raise InputError(
-                f"length_penalty {self.length_penalty} is outside [-20, 20]: it is an exponent, 1 takes the mean"
-            )
-        if self.num_return > self.num_beams:
-            raise InputError(
-                f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams"
-            )
-        if self.num_beams % self.num_beam_groups:
-            raise InputError(
-                f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: change one of them"
-            )
-        if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
-            raise InputError(
-                f"diversity_penalty {self.diversity_penalty} must be 0 or more, and needs num_beam_groups above 1"
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise InputError(
-                f"early_stopping {self.early_stopping!r} is not known: choose True, False or 'never'"
-            )
-
-    @property
-    def group_size(self) -> int:
-        """Beams of each group."""
-        return self.num_beams // self.num_beam_groups
 
 
 class Hypothesis(NamedTuple):
@@ -93,40 +44,43 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Search:
-    """What one group of a prompt's beams has found: as many hypotheses as it has beams, the best."""
+    """The best hypotheses that one group of a prompt's beams has found, as many as it has beams."""
 
-    beams: Beams
+    request: Request
     longest: int  # the greatest length a hypothesis may have
     found: list[Hypothesis] = field(default_factory=list)  # best first
 
     def score(self, total: float, length: int) -> float:
-        """Of a sum of log-probabilities over this length."""
-        return total / float(length**self.beams.length_penalty)
+        """Return the score of a sum of log-probabilities over this length."""
+        return total / float(length**self.request.length_penalty)
 
     def add(self, hypothesis: Hypothesis) -> None:
         """Keep a hypothesis if it is among the best."""
-        self.found = sorted([*self.found, hypothesis], key=lambda one: -one.score)[: self.beams.group_size]
+        self.found = sorted([*self.found, hypothesis], key=lambda one: -one.score)[: self.request.group_size]
 
     def done(self, best: float, length: int) -> bool:
-        """May the search end, when its best open beam has the sum `best` over `length` tokens?
+        """Return True where the search may end; its best open beam has the sum `best` over `length` tokens.
 
-        Not before it has as many hypotheses as beams, unless no beam is open. Then at once with `early_stopping` True,
-        else when the open beam can no more enter. Its sum can only fall, so the best score it may reach is its sum over
-        the greatest length if the penalty is above 0, and over the present one otherwise. "never" goes by that, and
-        misses nothing; False takes the present length in either case, which ends earlier and is the custom.
+        Not before it has as many hypotheses as beams, unless no beam is open. Then at once with
+        `early_stopping` True, else when the open beam can no more enter. Its sum can only fall, so the best
+        score it may reach is its sum over the greatest length if the penalty is above 0, and over the present
+        one otherwise. "never" goes by that, and misses nothing; False takes the present length in either
+        case, which ends earlier and is the custom.
         """
-        if best == REMOVED or len(self.found) < self.beams.group_size:
+        if best == REMOVED or len(self.found) < self.request.group_size:
             return best == REMOVED
-        if self.beams.early_stopping is True:
+        if self.request.early_stopping is True:
             return True
         reach = (
-            self.longest if self.beams.early_stopping == "never" and self.beams.length_penalty > 0 else length
+            self.longest
+            if self.request.early_stopping == "never" and self.request.length_penalty > 0
+            else length
         )
         return self.score(best, reach) <= self.found[-1].score
 
 
 class Candidates(NamedTuple):
-    """Ways to go on, best first, in each row."""
+    """Tokens that may extend the beams of each row, best first."""
 
     totals: Tensor  # B C: sums of log-probabilities
     origins: Tensor  # B C: the beam each goes on from
@@ -134,7 +88,7 @@ class Candidates(NamedTuple):
     ended: Tensor  # B C: does the token end it?
 
     def going_on(self, count: int) -> Candidates:
-        """The best `count` of each row that do not end; where there are fewer, others whose sum is -inf."""
+        """Return the best `count` of each row that do not end, filled up with others whose sum is -inf."""
         open_ones = self._replace(totals=self.totals.masked_fill(self.ended, REMOVED))
         index = open_ones.totals.topk(count, dim=-1).indices
         return Candidates(*(x.gather(1, index) for x in open_ones))
@@ -142,50 +96,29 @@ class Candidates(NamedTuple):
 
 @torch.inference_mode()
 def beam_search(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    beams: Beams,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    deadline: float | None = None,
+    model: Transformer, request: Request, prompts: Prompts, ends: Ends = LENGTH_ALONE
 ) -> list[list[Hypothesis]]:
-    """The best `beams.num_return` continuations of each prompt, best first; fewer where no more are possible.
+    """Find the `request.num_return` best continuations of each prompt, best first; all, if there are fewer.
 
-    Args:
-        model: a decoder, or an encoder and decoder with `source` [B, S].
-        prompts: ids of each row, one at least. What follows the first one of a decoder with a source counts as written.
-        max_new_tokens: where every beam ends at the latest.
-        beams: how wide to search.
-        sampling: penalties, allowed and banned tokens, which change log-probabilities; nothing is drawn.
-        stop_ids: tokens that end a beam; the token itself is not part of the result.
-        source: what the encoder reads.
-        source_mask: [B, S] boolean.
-        deadline: a `time.monotonic()` at which to stop, and take the open beams as they are.
+    Penalties, allowed and banned tokens change log-probabilities; nothing is drawn. Once the time of `ends`
+    is over, the open beams are taken as they are. With a source, what follows the first token of a prompt
+    counts as written.
     """
-    sampling = sampling or Sampling()
-    _check(beams, sampling)
-    check_request(model, prompts, max_new_tokens, sampling, stop_ids=stop_ids)
-    lengths = list(map(len, prompts)) if source_mask is None else source_mask.sum(1).tolist()
-    order = sorted(range(len(prompts)), key=lambda row: -lengths[row])
-    at_once = max(1, (ROWS_CPU if next(model.parameters()).device.type == "cpu" else ROWS) // beams.num_beams)
-    size = -(-len(order) // -(-len(order) // at_once))  # batches of one size, or nearly
+    check_request(model, request, prompts, ends)
+    source, mask = prompts.sources
+    lengths = list(map(len, prompts.ids)) if mask is None else mask.sum(1).tolist()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    at_once = max(1, (ROWS_CPU if on_cpu else ROWS) // request.num_beams)
+    size = math.ceil(len(lengths) / math.ceil(len(lengths) / at_once))  # batches of one size, or nearly
     found: dict[int, list[Hypothesis]] = {}
-    for first in range(0, len(order), size):
-        rows = order[first : first + size]
-        some = [prompts[row] for row in rows]
-        some_source, some_mask = _some(source, source_mask, rows)
-        found |= zip(
-            rows,
-            _search(model, some, max_new_tokens, beams, sampling, stop_ids, some_source, some_mask, deadline),
-        )
-    return [found[row] for row in range(len(prompts))]
+    for rows in by_length(lengths, lambda count, _: count <= size):
+        some = Prompts([prompts.ids[row] for row in rows], *_some(source, mask, rows))
+        found |= zip(rows, _search(model, request, some, ends))
+    return [found[row] for row in range(len(lengths))]
 
 
 def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """Some rows of sources [B, S] and their mask, without what is padding in all of them."""
+    """Return some rows of sources [B, S] and their mask, without columns that are padding in all of them."""
     if source is None or mask is None:
         return None if source is None else source[rows], None
     columns = mask[rows].any(0)
@@ -193,26 +126,17 @@ def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[
     return source, None if bool(mask.all()) else mask
 
 
-def _search(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    beams: Beams,
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    source: Tensor | None,
-    source_mask: Tensor | None,
-    deadline: float | None,
-) -> list[list[Hypothesis]]:
-    """`beam_search` for prompts that are read together."""
-    longest = max(map(len, prompts))
-    forced = longest - 1 if source is not None else 0
-    cache = Cache(reserve=min(longest + max_new_tokens, RESERVE))
-    logits = prefill(model, prompts, cache, source, source_mask)  # B V
-    B, N, M, device = len(prompts), beams.num_beams, beams.group_size, logits.device
-    stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
+def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> list[list[Hypothesis]]:
+    """Search for the continuations of prompts that are read together."""
+    longest = prompts.longest
+    forced = longest - 1 if prompts.source is not None else 0
+    cache = Cache(reserve=min(longest + request.max_new_tokens, RESERVE))
+    logits = prefill(model, prompts.ids, cache, *prompts.sources)  # B V
+    B, N, M, device = len(prompts.ids), request.num_beams, request.group_size, logits.device
+    stops = torch.tensor(list(ends.stop_ids), dtype=torch.long, device=device)
     searches = [
-        [Search(beams, max_new_tokens + forced) for _ in range(beams.num_beam_groups)] for _ in prompts
+        [Search(request, request.max_new_tokens + forced) for _ in range(request.num_beam_groups)]
+        for _ in prompts.ids
     ]
     running = list(range(B))
     # All beams of a group are alike at first, so that all but one must not count.
@@ -221,11 +145,10 @@ def _search(
     written = torch.empty(B, N, 0, dtype=torch.long, device=device)
     logits = logits.repeat_interleave(N, 0)
     cache.reorder(torch.arange(B, device=device).repeat_interleave(N), cross=False)
-    for step in range(1, max_new_tokens + 1):
-        late = deadline is not None and time.monotonic() >= deadline
-        ending = "time" if late else "length" if step == max_new_tokens else None
-        values = _log_probabilities(logits, sampling, written, [prompts[row] for row in running])
-        groups = _propose(values, totals, beams, stops)
+    for step in range(1, request.max_new_tokens + 1):
+        ending = ends.reason() or ("length" if step == request.max_new_tokens else None)
+        values = _log_probabilities(logits, request, written, [prompts.ids[row] for row in running])
+        groups = _propose(values, totals, request, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step + forced, ending)
         chosen = Candidates(
@@ -238,9 +161,8 @@ def _search(
         ]
         if ending is not None or all(done):
             break
-        rows = (
-            torch.arange(len(running), device=device)[:, None] * N + chosen.origins
-        )  # B N: the cache's row that each goes on from
+        # B N: the cache's row that each goes on from
+        rows = torch.arange(len(running), device=device)[:, None] * N + chosen.origins
         written = torch.cat([written.flatten(0, 1)[rows], chosen.tokens[..., None]], -1)  # B N L
         if any(done):
             kept = torch.tensor([i for i, over in enumerate(done) if not over], device=device)
@@ -255,36 +177,36 @@ def _search(
         sorted((one for search in row for one in search.found), key=lambda one: -one.score)
         for row in searches
     ]
-    return [row[: beams.num_return] for row in found]
+    return [row[: request.num_return] for row in found]
 
 
 def _log_probabilities(
-    logits: Tensor, sampling: Sampling, written: Tensor, prompts: Sequence[Sequence[int]]
+    logits: Tensor, request: Request, written: Tensor, prompts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """[BN, V] -> [B, N, V], with penalties and bans."""
+    """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
     B, N, _ = written.shape
     values = wide(logits).log_softmax(-1)
-    if sampling.looks_back:
+    if request.looks_back:
         seen = [[*prompt, *ids] for prompt, row in zip(prompts, written.tolist()) for ids in row]
-        values = adjust(values, sampling, seen, [len(prompt) for prompt in prompts for _ in range(N)])
-    elif sampling.restricts:
-        values = adjust(values, sampling)
+        values = adjust(values, request, seen, [len(prompt) for prompt in prompts for _ in range(N)])
+    elif request.restricts:
+        values = adjust(values, request)
     return values.view(B, N, -1)
 
 
-def _propose(values: Tensor, totals: Tensor, beams: Beams, stops: Tensor) -> list[Candidates]:
-    """The best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
-    M = beams.group_size
+def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
+    """Return the best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
+    M = request.group_size
     count = max(2, 1 + len(stops)) * M  # so many that M of them go on, whichever end
     groups: list[Candidates] = []
-    for first in range(0, beams.num_beams, M):
+    for first in range(0, request.num_beams, M):
         own = values[:, first : first + M]
-        if groups and beams.diversity_penalty:
+        if groups and request.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
             counts = torch.zeros_like(values[:, 0]).scatter_add_(
                 1, taken, torch.ones_like(taken, dtype=values.dtype)
             )  # B V
-            own = own - beams.diversity_penalty * counts[:, None]
+            own = own - request.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C
         sums = (precise(top.values) + totals[:, first : first + M, None]).flatten(1)
@@ -299,8 +221,8 @@ def _propose(values: Tensor, totals: Tensor, beams: Beams, stops: Tensor) -> lis
 def _collect(
     searches: list[Search], group: Candidates, written: Tensor, length: int, ending: str | None
 ) -> None:
-    """Keep those among each row's first M candidates that end here; where all do (`ending`), the others too."""
-    first = Candidates(*(x[:, : searches[0].beams.group_size] for x in group))
+    """Keep those of each row's first M candidates that end here; where all rows end (`ending`), all."""
+    first = Candidates(*(x[:, : searches[0].request.group_size] for x in group))
     over = (first.totals > REMOVED) & (first.ended | (ending is not None))
     places = over.nonzero().tolist()
     totals, origins, tokens, ended = (x.tolist() for x in first) if places else ([], [], [], [])
@@ -313,7 +235,7 @@ def _collect(
 
 
 def _move(cache: Cache, rows: Tensor, since: int) -> None:
-    """Let row i be what row `rows[i]` was; the rows of one prompt differ only from slot `since` on."""
+    """Copy row `rows[i]` of the cache to row i; rows of one prompt differ only from slot `since` on."""
     to = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
     if not len(to) or cache.length == since:
         return
@@ -326,17 +248,8 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
 
 
 def _leave(cache: Cache, rows: Tensor, sources: Tensor) -> None:
-    """Let row i be what row `rows[i]` was, and source i what source `sources[i]` was."""
+    """Keep these rows of the cache, and these of its sources."""
     cache.reorder(rows, cross=False)
     for keys in cache.cross.values():
         keys.reorder(sources)
     cache.source = rows_of(cache.source, sources)
-
-
-def _check(beams: Beams, sampling: Sampling) -> None:
-    plain = Sampling()
-    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
-        if (value := getattr(sampling, name)) != getattr(plain, name):
-            raise InputError(
-                f"{name} {value} with num_beams {beams.num_beams}: beam search draws nothing, so leave one of them out"
-            )

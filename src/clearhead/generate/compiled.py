@@ -1,32 +1,35 @@
-"""Compiled decoding: the step that is run for every token, made once for a size of batch and cache and then replayed.
+"""Compiled decoding: the step of a token, compiled once for a size of batch and cache and then replayed.
 
-Prompts are read by the model as it is, whatever their length; their keys then move into buffers of one size, and from
-there on one compiled step, on a GPU recorded as one CUDA graph, takes every row one token further. Sizes go by a few
-coarse buckets, so prompts of all lengths share a handful of steps. A row that has ended runs on unseen.
+Prompts are read by the model as it is, whatever their length; their keys then move into buffers of one size,
+and from there on one compiled step, on a GPU recorded as one CUDA graph, takes every row one token further.
+Sizes go by a few coarse buckets, so prompts of all lengths share a handful of steps. A row that has ended
+runs on unseen.
 
 Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead.generate.decode import (
+    LENGTH_ALONE,
     Chooser,
+    Continuation,
     Ends,
-    OnToken,
-    Row,
+    Prompts,
     check_request,
     decode,
     prefill,
     turns_by_length,
 )
-from clearhead.generate.sampling import Sampling
+from clearhead.generate.request import Request
 from clearhead.model.cache import Cache
 from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer
@@ -39,12 +42,12 @@ OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs
 
 
 def rows_bucket(rows: int) -> int:
-    """1, 2, 4, 8, and then multiples of 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    """Round up to 1, 2, 4, 8, or a multiple of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
 
 
 def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
-    """The smallest, doubled until it is enough."""
+    """Double the smallest size until it is enough."""
     return max(smallest, 1 << (slots - 1).bit_length())
 
 
@@ -59,11 +62,10 @@ class CompiledStep:
         self.model = model
         self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
-        self.made = torch.zeros(
-            rows, slots, dtype=torch.long, device=device
-        )  # by slot: the most probable token after it
+        # By slot: the most probable token after it.
+        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
-        self._forward()  # what parts of the model make at first use, they make now, and not under the compiler
+        self._forward()  # parts of the model make now what they make at first use, before the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
         run = torch.compile(self._forward, fullgraph=True, dynamic=False, backend=backend, options=options)
         with torch._dynamo.config.patch(recompile_limit=64):  # one for each size
@@ -78,7 +80,7 @@ class CompiledStep:
         self.ids.copy_(chosen)
 
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
-        """The `Step` of `decode`, for a `Handover`: chosen [B] -> logits [B, V]."""
+        """Run as a `Step` of `decode`, with a `Handover`: chosen [B] -> logits [B, V]."""
         assert isinstance(cache, Handover)
         rows = cache.settle(self.cache)
         self.ids[rows, 0] = chosen
@@ -86,18 +88,17 @@ class CompiledStep:
         return self.logits[rows]
 
     def ahead(self, count: int) -> Tensor:
-        """Run `count` times, each time on the most probable token: those tokens, [B, count]."""
+        """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
         start = self.cache.length
         for _ in range(count):
             self.replay()
-        self.cache.length = (
-            start + count
-        )  # which a step that runs uncompiled, because someone watches, counts by itself
+        # A step that runs uncompiled, because someone watches, counts by itself.
+        self.cache.length = start + count
         return self.made[:, start : start + count]
 
 
 def _recorded(run: Callable[[], object]) -> Callable[[], object]:
-    """The kernels that `run` launches, recorded, to be launched all at once."""
+    """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -109,14 +110,14 @@ def _recorded(run: Callable[[], object]) -> Callable[[], object]:
 
 
 class Handover(Cache):
-    """A growing cache while prompts are read; after that only the list of rows that still run in a fixed one."""
+    """A growing cache while prompts are read; after that the list of rows that still run in a fixed one."""
 
     def __init__(self, reserve: int) -> None:
         super().__init__(reserve)
         self.places: Tensor | None = None
 
     def settle(self, fixed: FixedCache) -> Tensor:
-        """Move into `fixed`, the first time; the numbers of the rows there, [B]."""
+        """Move into `fixed`, the first time; return the numbers of the rows there [B]."""
         if self.places is None:
             fixed.adopt(self)
             self.places = torch.arange(self.rows or 0, device=fixed.cursor.device)
@@ -125,7 +126,7 @@ class Handover(Cache):
         return self.places
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """As in `Cache`."""
+        """Keep these rows, as in `Cache`."""
         if self.places is None:
             super().reorder(rows, cross)
         else:
@@ -133,87 +134,71 @@ class Handover(Cache):
 
 
 class Steps:
-    """The compiled steps of one model by their sizes, each made when first needed and kept."""
+    """The compiled steps of one model by size, each made when first needed and kept."""
 
     def __init__(self, model: Transformer, backend: str = "inductor") -> None:
         self.model, self.backend = model, backend
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
-        self.unfit = self._unfit()  # why none can be made
-
-    def _unfit(self) -> str | None:
-        if self.model.config.n_experts:
-            return "its experts are chosen on the host"
-        return "its angles depend on the longest row in the batch" if turns_by_length(self.model) else None
+        self.unfit: str | None = None  # why none can be made
+        if model.config.n_experts:
+            self.unfit = "its experts are chosen on the host"
+        elif turns_by_length(model):
+            self.unfit = "its angles depend on the longest row in the batch"
 
     def find(self, rows: int, slots: int, source: int, may_make: bool) -> CompiledStep | None:
-        """The step for these sizes; None where there is none, and none may or can be made."""
+        """Return the step for these sizes; None where there is none, and none may or can be made."""
         size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
         if size not in self.made and may_make and self.unfit is None:
             try:
                 self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
-            except (
-                Exception
-            ) as error:  # compilers fail in many ways, and none of them is a reason not to generate
+            except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
                 self.unfit = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 warn_uncompiled(self.unfit)
         return self.made.get(size)
 
 
 def warn_uncompiled(reason: str) -> None:
-    """Say that what should be fast is not."""
+    """Warn that the step runs uncompiled."""
     warnings.warn(f"the decode step runs uncompiled: {reason}", RuntimeWarning, stacklevel=2)
 
 
 @torch.inference_mode()
 def decode_compiled(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
-    seeds: Sequence[int] | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    alternatives: int = 0,
-    logprobs: bool = False,
-    on_token: OnToken | None = None,
-    deadline: float | None = None,
-    cancel: Callable[[], bool] | None = None,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
     steps: Steps,
-    asked: bool = False,
-) -> list[Row]:
-    """As `decode`, through one of `steps` where there is one for these sizes, or `asked` says to make it, or it would pay."""
-    sampling = sampling or Sampling()
-    check_request(model, prompts, max_new_tokens, sampling, alternatives, stop_ids)
-    room = max(map(len, prompts)) + max_new_tokens
-    step = None
+) -> list[Continuation]:
+    """`decode` through one of `steps`, if it is there already, is asked for, or would pay."""
+    check_request(model, request, prompts, ends)
+    asked, source = bool(request.compile), prompts.source
     if asked and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
+    step = None
     if cache is None:
-        step = steps.find(
-            len(prompts), room, 0 if source is None else source.shape[1], asked or max_new_tokens >= WORTH
-        )
-    more = (source, source_mask, alternatives, logprobs, on_token, deadline, cancel)
+        room = prompts.longest + request.max_new_tokens
+        may_make = asked or request.max_new_tokens >= WORTH
+        step = steps.find(len(prompts.ids), room, 0 if source is None else source.shape[1], may_make)
     if step is None:
-        return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, cache)
-    handover = Handover(max(map(len, prompts)))
-    watched = on_token is not None or cancel is not None or logprobs or alternatives
-    if watched or sampling.temperature > 0 or sampling.looks_back or sampling.restricts:
-        return decode(model, prompts, max_new_tokens, sampling, stop_ids, seeds, *more, handover, step)
-    rows = [Row(list(prompt)) for prompt in prompts]
-    first = Chooser(sampling, rows, None, model).choose(
-        prefill(model, prompts, handover, source, source_mask), list(range(len(rows)))
-    )
-    _follow(step, handover, first, rows, max_new_tokens, Ends(frozenset(stop_ids), None, deadline, None))
+        return decode(model, request, prompts, ends, cache)
+    handover = Handover(prompts.longest)
+    watched = ends.on_token is not None or ends.cancel is not None or request.reports
+    if watched or request.temperature > 0 or request.looks_back or request.restricts:
+        return decode(model, request, prompts, ends, handover, step)
+    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
+    logits = prefill(model, prompts.ids, handover, *prompts.sources)
+    first = Chooser(request, rows, None, model).choose(logits, list(range(len(rows))))
+    _follow(step, handover, first, rows, request.max_new_tokens, ends)
     return rows
 
 
 def _follow(
-    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Row], most: int, ends: Ends
+    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Continuation], most: int, ends: Ends
 ) -> None:
-    """Greedy rows from their first token [B] on: tokens feed one another on the device, and are looked at a piece later."""
+    """Continue greedy rows from their first token [B]; the host reads tokens some steps later."""
     running, launched, seen = list(range(len(rows))), 1, 0
     unread = [OnHost(first[:, None])]
     step.ids[cache.settle(step.cache), 0] = first
@@ -238,7 +223,7 @@ class OnHost:
             self.arrived.record()
 
     def tolist(self) -> list[list[int]]:
-        """Its numbers, as soon as they are there."""
+        """Wait for the copy, and return its numbers."""
         if self.arrived is not None:
             self.arrived.synchronize()
         numbers: list[list[int]] = self.copy.tolist()

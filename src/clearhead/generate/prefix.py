@@ -1,16 +1,16 @@
-"""What one generation leaves for the next: a prompt that begins as the last one did is read from there on."""
+"""What one generation leaves for the next: a prompt is read from where it differs from the last one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clearhead.generate.decode import Row, turns_by_length
+from clearhead.generate.decode import Continuation, turns_by_length
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 
 
 class Prefix:
-    """The cache of a single row and the tokens it has read, as long as the model stays what it is."""
+    """The cache of a single row, and the tokens it has read."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -18,18 +18,18 @@ class Prefix:
         self.tokens: list[int] = []
 
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
-        """A cache for `prompt` that holds what it has in common with the tokens read before; its last token is left to read."""
+        """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
         common = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
         self.cache.crop(common)
         self.cache.reserve = room
         return self.cache
 
-    def end(self, row: Row) -> None:
+    def end(self, row: Continuation) -> None:
         """Remember what the cache holds now."""
         self.tokens = (row.prompt + row.ids)[: self.cache.length]
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens at the beginning of both are the same."""
+    """Return how many tokens at the beginning of both are the same."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -4,92 +4,33 @@
     2  no-repeat n-gram
     3  allowed and banned tokens
     4  temperature                                        0 means greedy
-    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; what is left is renormalised
+    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
 
-What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its best token.
+What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its
+best token.
 
 Shapes: B rows, V vocabulary, N tokens so far.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from clearhead.errors import InputError
+from clearhead.generate.request import Sampling
 from clearhead.model.dtypes import precise, wide
 
 REMOVED = float("-inf")
 GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. The defaults are greedy and change nothing."""
-
-    temperature: float = 0.0  # 0: the best token; 1: the model's own distribution
-    top_k: int = 0  # keep the k best; 0: all
-    top_p: float = 1.0  # keep the best until they hold this much probability; 1: all
-    min_p: float = 0.0  # keep what has at least this share of the best one's probability; 0: all
-    typical_p: float = (
-        1.0  # keep what is nearest to the expected surprise until this much probability; 1: all
-    )
-    repetition_penalty: float = (
-        1.0  # divide (multiply, if negative) the logits of tokens seen, prompt included
-    )
-    presence_penalty: float = 0.0  # subtract from the logits of tokens generated at least once
-    frequency_penalty: float = 0.0  # subtract for each time a token was generated
-    no_repeat_ngram: int = 0  # never complete an n-gram that the row holds already; 0: off
-    allowed: tuple[int, ...] | None = None  # nothing but these tokens
-    banned: tuple[int, ...] = ()  # never these tokens
-
-    def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(entry.default, int | float) and (
-                not isinstance(value, int | float) or not math.isfinite(value)
-            ):
-                raise InputError(f"{entry.name} {value!r} is not a number: {entry.default} is its default")
-        for name, low, high in (("top_p", 0.0, 1.0), ("typical_p", 0.0, 1.0)):
-            if not low < getattr(self, name) <= high:
-                raise InputError(f"{name} {getattr(self, name)} is outside (0, 1]: 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p {self.min_p} is outside [0, 1]: 0 keeps every token")
-        if not self.temperature >= 0:
-            raise InputError(
-                f"temperature {self.temperature} is negative: 0 is greedy, 1 the model's own distribution"
-            )
-        if self.top_k < 0 or self.no_repeat_ngram < 0:
-            raise InputError(
-                f"top_k {self.top_k} and no_repeat_ngram {self.no_repeat_ngram} must be 0 (off) or more"
-            )
-        if self.repetition_penalty <= 0:
-            raise InputError(f"repetition_penalty {self.repetition_penalty} must be above 0: 1 is off")
-        if self.allowed is not None and not set(self.allowed) - set(self.banned):
-            raise InputError("allowed minus banned leaves no token to choose from")
-
-    @property
-    def restricts(self) -> bool:
-        """May a row be left without any token?"""
-        return self.allowed is not None or bool(self.banned or self.no_repeat_ngram)
-
-    @property
-    def looks_back(self) -> bool:
-        """Does any rule depend on the tokens so far?"""
-        return self.repetition_penalty != 1 or bool(
-            self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
-        )
-
-
 def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens, prompt first; `prompt_lengths` says how many are prompt."""
+    """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
     if not options.looks_back:
         return adjust_by(logits, options)
     histories = []
@@ -100,7 +41,7 @@ def adjust(
 
 
 def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = ()) -> Tensor:
-    """`adjust`, for rows whose tokens have been counted already: [B, V] -> [B, V]."""
+    """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
         logits = logits.clone()
@@ -116,7 +57,7 @@ def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = 
 
 
 class History:
-    """What one row has said, each token counted once, so that a step of a long row costs no more than one of a short row."""
+    """The tokens of one row, each counted once, so that a step costs no more in a long row."""
 
     def __init__(
         self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device
@@ -147,7 +88,7 @@ class History:
         return index
 
     def penalise(self, logits: Tensor) -> None:
-        """Steps 1 and 2 on the row's logits [V], in place."""
+        """Apply steps 1 and 2 to the row's logits [V], in place."""
         options = self.options
         if options.repetition_penalty != 1:
             penalty = options.repetition_penalty
@@ -161,20 +102,20 @@ class History:
 
 
 def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """All but these tokens removed: [B, V] -> [B, V]."""
+    """Remove all but these tokens: [B, V] -> [B, V]."""
     index = torch.tensor(list(tokens), device=logits.device)
     return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """The k best tokens; those equal to the k-th stay too: [B, V] -> [B, V]."""
+    """Keep the k best tokens, and those equal to the k-th: [B, V] -> [B, V]."""
     if k < 1 or k >= logits.shape[-1]:
         return logits
     return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """The fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
+    """Keep the fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
     if p >= 1:
         return logits
     ordered, index = logits.sort(dim=-1, descending=True)
@@ -184,7 +125,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
-    """Tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
+    """Keep tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
     if p <= 0:
         return logits
     log_p = torch.log(torch.tensor(p, dtype=torch.float64))
@@ -192,7 +133,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def typical(logits: Tensor, p: float) -> Tensor:
-    """Tokens whose surprise is nearest to the expected one, until they hold probability p: [B, V] -> [B, V]."""
+    """Keep the tokens nearest to the expected surprise, up to probability p: [B, V] -> [B, V]."""
     if p >= 1:
         return logits
     log_probability = logits.double().log_softmax(-1)
@@ -204,13 +145,13 @@ def typical(logits: Tensor, p: float) -> Tensor:
 
 
 def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
-    """`kept` [B, V] says, in the order of `index`, what stays; the first always does."""
+    """Keep the tokens at `index` [B, V] where `kept` [B, V] is True, and the first of them always."""
     first = torch.arange(kept.shape[-1], device=kept.device) == 0
     return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, index, kept | first), REMOVED)
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
-    """Steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64; greedy gives a single 1."""
+    """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
     if options.temperature < GREEDY:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = precise(logits) / options.temperature
@@ -221,7 +162,7 @@ def distribution(logits: Tensor, options: Sampling) -> Tensor:
 
 
 def draw(probability: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum passes a uniform number: [B, V], [B] -> [B].
+    """Draw the token at which the running sum passes a uniform number: [B, V], [B] -> [B].
 
     One number decides, so a row's choice does not depend on what else is in the batch.
     """
@@ -238,7 +179,7 @@ class Dice:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def roll(self, rows: Sequence[int]) -> Tensor:
-        """The next number of each of these rows: [len(rows)] in float64."""
+        """Return the next number of each of these rows: [len(rows)] in float64."""
         return torch.tensor(
             [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows],
             dtype=torch.float64,

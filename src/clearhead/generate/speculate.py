@@ -1,9 +1,10 @@
-"""Speculation: tokens are guessed cheaply, the model reads all guesses in one run, and those that stand are kept.
+"""Speculation: guess tokens cheaply, let the model read all guesses in one run, and keep those that stand.
 
-The result is what plain decoding gives. Guesses from the row's own text (`Lookup`) are not drawn, so the model draws
-as it always would, by the same seed, and goes on for as long as it draws what was guessed: the tokens themselves are
-the same. Guesses of a second model (`Draft`) are drawn from its distribution q; each is kept with probability
-min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the distribution is the same.
+The result is what plain decoding gives. Guesses from the row's own text (`Lookup`) are not drawn, so the
+model draws as it always would, by the same seed, and goes on for as long as it draws what was guessed: the
+tokens themselves are the same. Guesses of a second model (`Draft`) are drawn from its distribution q; each is
+kept with probability min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the
+distribution is the same.
 
 Rows take turns, each with a cache of its own, which forgets what was guessed wrong.
 
@@ -21,25 +22,24 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.generate.decode import (
+    LENGTH_ALONE,
     RESERVE,
     Chooser,
+    Continuation,
     Ends,
-    OnToken,
-    Row,
+    Prompts,
     check_request,
     prefill,
     report,
     turns_by_length,
 )
 from clearhead.generate.prefix import agreed
-from clearhead.generate.sampling import Sampling, adjust_by, distribution, draw
+from clearhead.generate.request import Request, Sampling
+from clearhead.generate.sampling import adjust_by, distribution, draw
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 
-MATCHED = (
-    3,
-    2,
-)  # how many of the last tokens must have stood together before; one alone says too little of what follows
+MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
 Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
 
 
@@ -47,20 +47,18 @@ class Guess(NamedTuple):
     """Tokens that may come next."""
 
     tokens: list[int]
-    drawn_from: list[Tensor] | None = (
-        None  # for each the distribution q [1, V] it was drawn from; None: they were not drawn
-    )
+    drawn_from: list[Tensor] | None = None  # of each, its distribution q [1, V]; None: they were not drawn
 
 
 class Guesser(Protocol):
     """Where guesses for one row come from."""
 
     def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
-        """Up to `most` tokens that may follow `tokens`, which only ever grow from call to call."""
+        """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
 
 
 class Lookup:
-    """Guesses that the row goes on as it did after the same few tokens before; `before` is other text to look in."""
+    """Guesses that the row goes on as it did after the same tokens; `before` is other text to look in."""
 
     def __init__(self, count: int, before: Sequence[int] = ()) -> None:
         self.count = count
@@ -82,28 +80,18 @@ class Lookup:
         at = next((self.next[last] for n in MATCHED if (last := tuple(self.text[-n:])) in self.next), None)
         guessed: list[int] = []
         if at is not None:
-            for place in range(
-                at, at + min(self.count, most)
-            ):  # past its end the text goes on with what is guessed
-                guessed.append(
-                    self.text[place] if place < len(self.text) else guessed[place - len(self.text)]
-                )
+            for place in range(at, at + min(self.count, most)):
+                beyond = place - len(self.text)  # past its end the text goes on with what is guessed
+                guessed.append(guessed[beyond] if beyond >= 0 else self.text[place])
         return Guess(guessed)
 
 
 class Draft:
     """Guesses of a second, smaller model."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        count: int,
-        sampling: Sampling,
-        source: Tensor | None = None,
-        source_mask: Tensor | None = None,
-    ) -> None:
-        self.model, self.count, self.source = model, count, (source, source_mask)
-        # Penalties and n-grams are left to the model that decides: any q gives the right result, and these need a history.
+    def __init__(self, model: Transformer, count: int, sampling: Sampling, prompts: Prompts) -> None:
+        self.model, self.count, self.sources = model, count, prompts.sources
+        # Penalties and n-grams need a history, and are left to the other model: any q gives the right result.
         self.sampling = dataclasses.replace(
             sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram=0
         )
@@ -116,14 +104,12 @@ class Draft:
         config, count = self.model.config, min(self.count, most)
         if config.positions == "learned":
             count = min(count, config.max_positions - len(tokens) + 1)
-        kept = self.length + agreed(
-            self.guessed, tokens[self.length :]
-        )  # the last guesses, as far as they came true
+        kept = self.length + agreed(self.guessed, tokens[self.length :])  # the last guesses that came true
         self.cache.crop(min(self.cache.length, kept))
         self.length, self.guessed, drawn_from = len(tokens), [], []
         while len(self.guessed) < count:
             unread = tokens[self.cache.length :] if not self.guessed else self.guessed[-1:]
-            logits = prefill(self.model, [unread], self.cache, *self.source)
+            logits = prefill(self.model, [unread], self.cache, *self.sources)
             q = distribution(adjust_by(logits, self.sampling), self.sampling)
             drawn_from.append(q)
             self.guessed.append(int(draw(q, roll())))
@@ -131,7 +117,7 @@ class Draft:
 
 
 def accept(p: Tensor, q: Tensor, guessed: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that follow p, made from guesses that follow q, and which guesses were kept.
+    """Return tokens drawn from p, made of guesses drawn from q, and which guesses were kept.
 
     Args:
         p: [B, V] the wanted distribution.
@@ -151,53 +137,39 @@ class _Speaker:
     """One row, its cache and its guesser."""
 
     def __init__(
-        self,
-        number: int,
-        row: Row,
-        cache: Cache,
-        guesser: Guesser,
-        source: Tensor | None,
-        source_mask: Tensor | None,
+        self, number: int, row: Continuation, prompts: Prompts, cache: Cache, guesser: Guesser
     ) -> None:
-        self.number, self.row, self.cache, self.guesser, self.source = (
-            number,
-            row,
-            cache,
-            guesser,
-            (source, source_mask),
-        )
+        self.number, self.row, self.cache, self.guesser = number, row, cache, guesser
+        self.sources = prompts.sources
         self.tokens = list(row.prompt)
 
-    def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends, reported: int | None) -> bool:
-        """Add up to `most` tokens in one run of the model, one at least; False when the row has ended."""
+    def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
+        """Add one to `most` tokens in one run of the model; return False when the row has ended."""
         guess = self.guesser.guess(self.tokens, most - 1, lambda: chooser.roll([self.number]))
         fed = torch.tensor(
             [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
         )
-        logits = model(fed, None, *self.source, cache=self.cache).logits[0]  # N+1 V
+        logits = model(fed, None, *self.sources, cache=self.cache).logits[0]  # N+1 V
         reason, goes_on, steps = ends.reason(), True, self.row.steps + 1
         for place in range(len(guess.tokens) + 1):
             here = logits[place, None]
             chosen, as_guessed = self._choose(here, guess, place, chooser)
-            if reported is not None:
-                report(here, chosen, [self.row], reported)
-            token = int(chosen)
-            goes_on = ends.go_on(self.number, self.row, token, steps, reason)
-            self.tokens += self.row.ids[
-                len(self.tokens) - len(self.row.prompt) :
-            ]  # nothing, where the token is a stop
+            if chooser.request.reports:
+                report(here, chosen, [self.row], chooser.request.alternatives)
+            goes_on = ends.go_on(self.number, self.row, int(chosen), steps, reason)
+            self.tokens += self.row.ids[len(self.tokens) - len(self.row.prompt) :]  # nothing, if it is a stop
             if not (goes_on and as_guessed):
                 break
         self.cache.crop(min(self.cache.length, len(self.tokens) - 1))
         return goes_on
 
     def _choose(self, logits: Tensor, guess: Guess, place: int, chooser: Chooser) -> tuple[Tensor, bool]:
-        """The token after [1, V] logits, [1], and whether it is the one guessed."""
+        """Choose the token after logits [1, V]; return it [1], and whether it is the one guessed."""
         guessed = guess.tokens[place] if place < len(guess.tokens) else None
         if guessed is None or guess.drawn_from is None:
             chosen = chooser.choose(logits, [self.number])
             return chosen, int(chosen) == guessed
-        p = distribution(chooser.adjusted(logits, [self.number]), chooser.sampling)
+        p = distribution(chooser.adjusted(logits, [self.number]), chooser.request)
         uniform, spare = chooser.roll([self.number]), chooser.roll([self.number])
         chosen, kept = accept(
             p, guess.drawn_from[place].to(p), torch.tensor([guessed], device=p.device), uniform, spare
@@ -207,87 +179,56 @@ class _Speaker:
 
 def guessers_for(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    source: Tensor | None,
-    source_mask: Tensor | None,
-    lookup: int,
+    request: Request,
+    prompts: Prompts,
+    texts: Sequence[Sequence[int]],
     draft: Transformer | None,
-    draft_tokens: int,
 ) -> list[Guesser]:
-    """One for each row, as the options say; none at all where they say nothing. `prompts` are what a source is made of, too."""
-    for name, value, least in (("lookup", lookup, 0), ("draft_tokens", draft_tokens, 1)):
-        if type(value) is not int or value < least:
-            raise InputError(f"{name} {value!r} must be a whole number, {least} or more")
-    config = model.config
+    """Make a guesser for each row, or none. `texts` are the ids given: with an encoder, the sources."""
+    config, rows = model.config, range(len(prompts.ids))
     if draft is None:
-        same = source is None or config.source_vocab_size == config.vocab_size
-        found = prompts if source is not None and same else [()] * len(prompts)
-        return [Lookup(lookup, before) for before in found] if lookup else []
-    if lookup:
-        raise InputError("lookup and draft both guess what comes next: choose one of them")
-    theirs = draft.config
+        looked_into = prompts.source is not None and config.source_vocab_size == config.vocab_size
+        return [Lookup(request.lookup, texts[row] if looked_into else ()) for row in rows if request.lookup]
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
-        if (mine := getattr(config, name)) != (other := getattr(theirs, name)):
+        mine, theirs = getattr(config, name), getattr(draft.config, name)
+        if mine != theirs:
             raise InputError(
-                f"the draft's {name} is {other} and the model's {mine}: choose a draft with the same vocabulary and family"
+                f"the draft's {name} is {theirs} and the model's {mine}: "
+                "choose a draft with the same vocabulary and family"
             )
-    guessers: list[Guesser] = []
-    for number in range(len(prompts)):
-        own = [None if x is None else x[number : number + 1] for x in (source, source_mask)]
-        guessers.append(Draft(draft, draft_tokens, sampling, *own))
-    return guessers
+    return [Draft(draft, request.draft_tokens, request, prompts.row(row)) for row in rows]
 
 
 @torch.inference_mode()
 def speculate(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_ids: Sequence[int] = (),
-    seeds: Sequence[int] | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    alternatives: int = 0,
-    logprobs: bool = False,
-    on_token: OnToken | None = None,
-    deadline: float | None = None,
-    cancel: Callable[[], bool] | None = None,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
     guessers: Sequence[Guesser],
-) -> list[Row]:
-    """`decode`, with one guesser for each row."""
-    sampling = sampling or Sampling()
-    check_request(model, prompts, max_new_tokens, sampling, alternatives, stop_ids)
+) -> list[Continuation]:
+    """Decode with one guesser for each row; the result is that of `decode`."""
+    check_request(model, request, prompts, ends)
     if turns_by_length(model):
         raise InputError(
-            "this model's rotary angles change with the length of what is read at once: leave lookup and draft out"
+            "this model's rotary angles change with the length of what is read at once: "
+            "leave lookup and draft out"
         )
-    rows = [Row(list(prompt)) for prompt in prompts]
-    chooser = Chooser(sampling, rows, seeds, model)
-    ends = Ends(frozenset(stop_ids), on_token, deadline, cancel)
-    running = []
+    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
+    chooser = Chooser(request, rows, prompts.seeds, model)
+    most, running = request.max_new_tokens, []
     for number, row in enumerate(rows):
-        own = [None if x is None else x[number : number + 1] for x in (source, source_mask)]
-        speaker = _Speaker(
-            number,
-            row,
-            cache or Cache(min(len(row.prompt) + max_new_tokens, RESERVE)),
-            guessers[number],
-            *own,
-        )
-        if unread := row.prompt[speaker.cache.length : -1]:  # the last token is read with the first guesses
-            prefill(model, [unread], speaker.cache, *own)
+        own = cache or Cache(min(len(row.prompt) + most, RESERVE))
+        speaker = _Speaker(number, row, prompts.row(number), own, guessers[number])
+        unread = row.prompt[own.length : -1]  # the last token is read with the first guesses
+        if unread:
+            prefill(model, [unread], own, *speaker.sources)
         running.append(speaker)
-    reported = alternatives if logprobs or alternatives else None
     while running:
         for speaker in list(running):
-            left = max_new_tokens - len(speaker.row.ids)
-            if (
-                not speaker.turn(model, left, chooser, ends, reported)
-                or len(speaker.row.ids) == max_new_tokens
-            ):
+            goes_on = speaker.turn(model, most - len(speaker.row.ids), chooser, ends)
+            if not goes_on or len(speaker.row.ids) == most:
                 running.remove(speaker)
     return rows

@@ -1,8 +1,8 @@
-"""Streaming: text as it grows, in whole characters, with stop strings held back until they are sure.
+"""Streaming: text as it grows, in whole characters, with stop strings held back until they are certain.
 
-What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with the few
-before it, never with the whole row: how a token reads depends on its neighbours alone (the space before a word, the
-bytes of one character), so a long row costs a token no more than a short one.
+What is emitted, put together, is exactly the text of all the ids at once. A token is decoded together with
+the few before it, never with the whole row: how a token reads depends on its neighbours alone (the space
+before a word, the bytes of one character), so a long row costs a token no more than a short one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-BYTE = re.compile(
-    r"<0x[0-9A-Fa-f]{2}>"
-)  # how SentencePiece writes a byte; a run of them is read as a whole, or as invalid
+# How SentencePiece writes a byte; a run of them is read as a whole, or as invalid.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextStream:
@@ -28,22 +27,21 @@ class TextStream:
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._known = [
-            token for token in prompt if self._is_read(token)
-        ]  # settled tokens that the next ones are read after
+        # Settled tokens that the next ones are read after.
+        self._known = [token for token in prompt if self._is_read(token)]
         self._open: list[int] = []  # tokens whose text may still change
         self._context = len(self._decode(self._known))
 
     @property
     def text(self) -> str:
-        """All the text so far, cut at the stop string where one has come."""
+        """The text so far, cut at the first stop string."""
         if self.stopped_by is not None:
             return "".join(self._emitted)
         rest = self._held + self._tail()
         return "".join(self._emitted) + rest[: self._first_stop(rest)[0]]
 
     def push(self, token: int) -> str:
-        """Add a token; return the new text that is sure: whole characters, and no beginning of a stop string."""
+        """Add a token; return the new text that is final: whole characters, no beginning of a stop string."""
         if not self._is_read(token):
             return ""
         self._open.append(token)
@@ -61,11 +59,11 @@ class TextStream:
         return self._emit(text[:sure])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens that nobody watches: they are read at once, and emitted by `finish`."""
+        """Add tokens that are read together and emitted by `finish`."""
         self._open += [token for token in tokens if self._is_read(token)]
 
     def finish(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Return the text that was held back."""
         if self.stopped_by is not None:
             return ""
         text = self._held + self._tail()
@@ -74,7 +72,7 @@ class TextStream:
         return self._emit(text[:cut])
 
     def _is_read(self, token: int) -> bool:
-        """Whether a token has a text: special tokens, and ids that the tokenizer does not know, leave no gap between their neighbours."""
+        """Return True where a token has a text; special tokens and unknown ids are skipped."""
         return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
     def _emit(self, new: str) -> str:
@@ -82,18 +80,18 @@ class TextStream:
         return new
 
     def _tail(self) -> str:
-        """The text of the tokens that are not settled."""
+        """Return the text of the tokens that are not settled."""
         return self._decode(self._known + self._open)[self._context :] if self._open else ""
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids)) if ids else ""
 
     def _first_stop(self, text: str) -> tuple[int | None, str | None]:
-        """Where the first stop string begins, and which it is."""
+        """Return where the first stop string begins, and which it is."""
         return min(((text.find(stop), stop) for stop in self.stop if stop in text), default=(None, None))
 
     def _may_stop(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Return how many characters at the end may begin a stop string."""
         return max(
             (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
         )

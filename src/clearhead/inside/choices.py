@@ -16,7 +16,6 @@ from torch import Tensor
 
 from clearhead.errors import InputError, nearest
 from clearhead.inside.inputs import Prepared
-from clearhead.tasks.run import names_of
 from clearhead.tokens.labels import label, visible
 
 KINDS = {"lm": "token", "mlm": "token", "classifier": "class", "tagger": "class", "span": "place"}
@@ -35,7 +34,7 @@ class Choices:
         """Every class, or every place; tokens are too many, see `name`."""
         if self.kind == "place":
             return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
-        return names_of(self.prepared.m)
+        return self.prepared.m.class_names
 
     @property
     def count(self) -> int:

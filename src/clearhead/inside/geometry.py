@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, as_model, prepare_first

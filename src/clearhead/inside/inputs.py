@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
 from clearhead.errors import InputError
@@ -148,18 +148,18 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
 
 def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
     """Return inputs for the first stack; the decoder after an encoder reads its start alone."""
-    return prepare(m, given, m._start() or None, pair)
+    return prepare(m, given, m.start_ids or None, pair)
 
 
 def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int]]:
     """Return the tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
-        ids = m._prompt(given)
+        ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
     encoding = framed(m.text_tokenizer, m.max_length, given, pair)
     ids = list(encoding.ids)
     if m.config.family == "decoder" and pair is None:
-        ids = m._prompt(given)[: m.max_length]  # without the token that ends a text
+        ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
     begun = [True] * (len(ids) - len(encoding.ids))  # an empty text is read as the token that begins one
     spans: list[Span] = [*encoding.offsets, *((0, 0) for _ in begun)][: len(ids)]
     special = [*map(bool, encoding.special_tokens_mask), *begun][: len(ids)]
@@ -169,13 +169,13 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
 
 def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     """Return what the decoder reads: its start, and what it has written."""
-    start = m._start()
+    start = m.start_ids
     if target is None:
         room = max(1, m.config.max_positions - len(start))
         made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
         ids = [*start, *made.ids]
     elif isinstance(target, str):
-        ids = [*start, *(token for token in m._prompt(target) if token not in (*m.stops, *start))]
+        ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
     else:
         ids = list(target)
     return InputTokens(labels(m.tokenizer, ids), tuple(ids), text=target if isinstance(target, str) else "")

@@ -34,10 +34,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] -> [..., width]."""
-        scale = 1 + wide(self.weight) if self.unit_offset else self.weight
-        y = wide(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * scale).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Compute what `RMSNorm` does: [..., width] -> [..., width]."""
+    scale = 1 + wide(weight) if unit_offset else weight
+    y = wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * scale).to(x.dtype)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

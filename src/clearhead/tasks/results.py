@@ -1,7 +1,8 @@
-"""What the tasks give."""
+"""What the tasks return. This file needs no PyTorch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -62,3 +63,35 @@ class Answer:
     start: int  # characters of the context
     end: int
     score: float  # probability that it begins there, times that it ends there
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came of one prompt."""
+
+    text: str | None  # None where the model has no tokenizer
+    ids: list[int]  # the new tokens; a token that ends the text is not among them
+    stop_reason: str  # eos, stop, length, time, cancelled
+    logprobs: list[float] | None = None  # of each token, under the model's own distribution
+    alternatives: list[list[tuple[int, float]]] | None = None  # of each step: tokens and log-probabilities
+    score: float | None = None  # of a beam search: the sum of log-probabilities over length ** length_penalty
+    steps: int | None = None  # runs of the model that tokens were chosen from; fewer than tokens if guessed
+
+
+@dataclass(frozen=True)
+class Score:
+    """How probable a model finds a text."""
+
+    ids: list[int]
+    logprobs: list[float | None]  # of each token given those before it; None for one that nothing precedes
+
+    @property
+    def total(self) -> float:
+        """Log-probability of all tokens that have one."""
+        return math.fsum(value for value in self.logprobs if value is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability per token."""
+        scored = [value for value in self.logprobs if value is not None]
+        return math.exp(-math.fsum(scored) / len(scored)) if scored else math.nan

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from clearhead.bundle import Bundle
 from clearhead.errors import InputError
+from clearhead.generate.request import make_request
+from clearhead.tasks.generation import NO_HOOKS, Hooks, Prompt, generate
+from clearhead.tasks.results import Generation
 from clearhead.tasks.run import fitting
 
-if TYPE_CHECKING:
-    from clearhead.bundle import Model
+LONGEST, BEAMS = 256, 4  # new tokens at most, and beams, where generation_config.json does not say
 
 
 def translate(
-    loaded: Model,
-    text: str | list[str],
-    max_new_tokens: int | None = None,
-    num_beams: int | None = None,
-    length_penalty: float | None = None,
-    **options: Any,
-) -> Any:
-    """What an encoder-decoder makes of a text, as a `Generation`; a list gives a list.
+    m: Bundle, texts: Sequence[Prompt], options: dict[str, Any], hooks: Hooks = NO_HOOKS
+) -> list[list[Generation]]:
+    """Return what an encoder-decoder makes of each text; see `Model.translate`.
 
-    Beams, length penalty and length are generation_config.json's where it has them, else 4 beams and as many tokens as
-    the model has positions, 256 at most. Options are `generate`'s; one that samples takes the place of the beams.
+    `options` are fields of a request. Those that are missing or None are the model's own.
     """
-    if loaded.config.family != "encoder-decoder":
+    if m.config.family != "encoder-decoder":
         raise InputError(
-            f"translate needs an encoder-decoder, and this is a model of family {loaded.config.family}: {fitting(loaded)}"
+            f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: "
+            f"{fitting(m)}"
         )
-    stated = loaded.generation
-    if max_new_tokens is None:
-        room = min(256, loaded.config.max_positions - len(loaded._start()))
-        max_new_tokens = stated.get("max_new_tokens") or max(1, stated.get("max_length", room + 1) - 1)
-    if num_beams is None:
-        num_beams = 1 if options.get("temperature") else stated.get("num_beams") or 4
-    if length_penalty is None:
-        length_penalty = stated.get("length_penalty") or 1.0
-    if num_beams > 1:
-        options |= {"num_beams": num_beams, "length_penalty": length_penalty}
-    return loaded.generate(text, max_new_tokens, **options)
+    stated, options = m.generation, {name: value for name, value in options.items() if value is not None}
+    if "max_new_tokens" not in options:
+        room = min(LONGEST, m.config.max_positions - len(m.start_ids))
+        options["max_new_tokens"] = stated.get("max_new_tokens") or max(
+            1, stated.get("max_length", room + 1) - 1
+        )
+    if "num_beams" not in options:
+        options["num_beams"] = 1 if options.get("temperature") else stated.get("num_beams") or BEAMS
+    if "length_penalty" not in options:
+        options["length_penalty"] = stated.get("length_penalty") or 1.0
+    return generate(m, texts, make_request(options), hooks)

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from tokenizers import Encoding
 from torch import Tensor
 
+from clearhead.bundle import Bundle
 from clearhead.hub.encodings import encoding_of, windows
 from clearhead.tasks.results import Span, Tags, Word
-from clearhead.tasks.run import check_head, logits_of, names_of
-
-if TYPE_CHECKING:
-    from clearhead.bundle import Model
+from clearhead.tasks.run import check_head, logits_of
 
 STRIDE = 128  # tokens that two windows over a long text share
 
 
-def tag(loaded: Model, text: Any, batch_size: int = 32) -> Tags | list[Tags]:
-    """A tag for each word of a text, or of a list of words; and the spans that B- and I- tags make.
-
-    A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its first piece.
-    A list of lists of words gives a list. Long texts are read in overlapping windows.
-    """
-    if not isinstance(text, str) and not text:
-        return []
-    single = isinstance(text, str) or isinstance(text[0], str)
-    made = tag_all(loaded, [text] if single else text, batch_size)
-    return made[0] if single else made
-
-
-def tag_all(loaded: Model, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -> list[Tags]:
-    """`tag` of several texts, each a text or a list of words."""
-    check_head(loaded, "tag")
-    tokenizer, room = loaded.text_tokenizer, loaded.max_length
+def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -> list[Tags]:
+    """Tag the words of each text, or of each list of words; see `Model.tag`."""
+    check_head(m, "tag")
+    tokenizer, room = m.text_tokenizer, m.max_length
     given = [text if isinstance(text, str) else list(text) for text in texts]
     whole = [encoding_of(tokenizer, text) for text in given]
     rows = [
@@ -43,25 +27,22 @@ def tag_all(loaded: Model, texts: Sequence[str | Sequence[str]], batch_size: int
         for number, text in enumerate(given)
         for window in windows(tokenizer, room, text, STRIDE)
     ]
-    scores: list[dict[int, tuple[int, Tensor]]] = [
-        {} for _ in texts
-    ]  # of each token: how far it is from a cut, and [C]
-    for (number, start, piece), logits in zip(
-        rows, logits_of(loaded, [piece for _, _, piece in rows], batch_size)
-    ):
+    # Of each token: how far it is from a cut, and its probabilities [C].
+    scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]
+    found = logits_of(m, [piece for _, _, piece in rows], batch_size)
+    for (number, start, piece), logits in zip(rows, found):
         inner = [at for at, part in enumerate(piece.sequence_ids) if part == 0]
         for place, at in enumerate(inner):
             token, after = start + place, start + len(inner)
             depth = min(place if start else room, after - 1 - token if after < len(whole[number]) else room)
-            if (
-                depth >= scores[number].get(token, (0,))[0]
-            ):  # of two windows, the one that shows more on both sides
+            # Of two windows, take the one that shows more on both sides.
+            if depth >= scores[number].get(token, (0,))[0]:
                 scores[number][token] = (depth, logits[at].softmax(-1))
-    return [_tags(loaded, text, encoding, found) for text, encoding, found in zip(given, whole, scores)]
+    return [_tags(m, *one) for one in zip(given, whole, scores)]
 
 
 def _tags(
-    loaded: Model, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
+    m: Bundle, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
 ) -> Tags:
     pieces: dict[int, tuple[int, int, int]] = {}  # of each word: its first token, where it starts and ends
     for token, (number, (start, end)) in enumerate(zip(encoding.word_ids, encoding.offsets)):
@@ -76,7 +57,7 @@ def _tags(
             (pieces.get(n, (-1,))[0], ends[n] - 1 - len(word), ends[n] - 1) for n, word in enumerate(text)
         ]
         text = " ".join(text)
-    names, words = names_of(loaded), []
+    names, words = m.class_names, []
     for first, start, end in places:
         label, score = "O", 0.0  # for a word of which normalisation leaves nothing
         if first >= 0:
@@ -87,27 +68,19 @@ def _tags(
 
 
 def spans_of(words: Sequence[Word], text: str) -> list[Span]:
-    """Neighbours of one kind, from a B- tag or a change of kind on; O is no kind."""
-    groups: list[list[Word]] = []
-    kinds: list[str] = []
+    """Join neighbours of one kind, from a B- tag or a change of kind on; O is no kind."""
+    groups: list[tuple[str, list[Word]]] = []
     for word in words:
-        begins, kind = (
-            word.label.startswith("B-"),
-            word.label[2:] if word.label[:2] in ("B-", "I-") else word.label,
-        )
-        if groups and kinds[-1] == kind and not begins:
-            groups[-1].append(word)
+        begins = word.label.startswith("B-")
+        kind = word.label[2:] if word.label[:2] in ("B-", "I-") else word.label
+        if groups and groups[-1][0] == kind and not begins:
+            groups[-1][1].append(word)
         else:
-            groups.append([word])
-            kinds.append(kind)
-    return [
-        Span(
-            kind,
-            text[group[0].start : group[-1].end],
-            group[0].start,
-            group[-1].end,
-            sum(word.score for word in group) / len(group),
-        )
-        for kind, group in zip(kinds, groups)
-        if kind != "O"
-    ]
+            groups.append((kind, [word]))
+    spans = []
+    for kind, group in groups:
+        if kind != "O":
+            start, end = group[0].start, group[-1].end
+            score = sum(word.score for word in group) / len(group)
+            spans.append(Span(kind, text[start:end], start, end, score))
+    return spans

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.errors import ConfigError, InputError, nearest

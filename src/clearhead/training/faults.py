@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.batches.batch import Batch
+from clearhead.fast.training import unjoined
 from clearhead.model.transformer import Transformer
 from clearhead.training.losses import Objective, batch_loss
-from clearhead.training.machine import parted
 from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import Precision
 
@@ -95,7 +95,7 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
     """
     numbers = batch.numbers if batch.numbers is not None else torch.arange(len(batch))
     everyone = tuple(numbers.flatten().tolist())
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), parted(model):
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), unjoined(model):
         with _watched(model) as broken:
             loss = loss_of(model, batch)
         if broken:

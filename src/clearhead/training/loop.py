@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
-from clearhead.bundle import Model
 from clearhead.errors import TrainingError
 from clearhead.model.transformer import Transformer
 from clearhead.tasks.spec import TaskSpec
@@ -99,7 +99,7 @@ class Run:
         """The model as it would be used now: averaged and merged, where that is asked for."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with averaged, merged(self.model) if self.plan.lora else nullcontext():
-            yield replace(self.loaded, _copy=None)
+            yield replace(self.loaded)
 
 
 def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:

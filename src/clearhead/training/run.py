@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
+from clearhead.api import Model, load
 from clearhead.batches.batch import Batches
 from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.even import EvenRows
-from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.corpora import CORPORA
@@ -26,6 +26,7 @@ from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, InputError, TrainingError
 from clearhead.evaluation.examples import begun
+from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
@@ -41,7 +42,7 @@ from clearhead.training.log import Log
 from clearhead.training.loop import Run, averaged, learn, save
 from clearhead.training.lora import add_lora
 from clearhead.training.losses import batch_loss
-from clearhead.training.machine import join_projections, narrow, pays, quick_attention, recompute, suit_narrow
+from clearhead.training.machine import narrow, pays, quick_attention
 from clearhead.training.optim import make_optimizer
 from clearhead.training.precision import best_device, choose_precision
 from clearhead.training.recipe import BASE, Recipe, read_recipe

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.examples import Corpus, Images
 from clearhead.errors import InputError
 from clearhead.tasks.spec import TaskSpec

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import CheckpointError
 from clearhead.hub.files import read_json, whole_folder
 

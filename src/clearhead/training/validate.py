@@ -17,8 +17,8 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batches
-from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.evaluation import metrics
 from clearhead.evaluation.metrics import Counts

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.checks.formula import formula_rows
 from clearhead.inside.checks.forward import disk_rows, forward_rows

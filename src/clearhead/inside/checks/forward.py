@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.inputs import Inputs

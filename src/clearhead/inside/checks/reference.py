@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model, load
+from clearhead.api import Model, load
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.inputs import Inputs

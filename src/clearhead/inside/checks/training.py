@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.bundle import Model, load
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row, gap
 from clearhead.model.transformer import Transformer

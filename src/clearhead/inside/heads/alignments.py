@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.files import missing, read_lines
 from clearhead.data.treebank import Span
 from clearhead.errors import InputError
@@ -168,7 +168,7 @@ def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputToken
         prepared = prepare_first(m, example.text)
         return prepared, prepared.first_tokens, prepared.first_tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
-    start = m._start()
+    start = m.start_ids
     kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
     kept = kept[: m.config.max_positions - len(start)]
     prepared = prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
@@ -89,7 +89,7 @@ def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
     """Return ids for either stack; the decoder of two reads its start and then `target`."""
     if m.config.family != "encoder-decoder":
         return prepare(m, ids)
-    written = [token % m.config.vocab_size for token in [*m._start(), *target]]
+    written = [token % m.config.vocab_size for token in [*m.start_ids, *target]]
     return prepare(m, ids, target=written[: m.config.max_positions])
 
 
@@ -122,8 +122,8 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     longest = min(LONGEST, (m.max_length - len(before) - len(after)) // 2, len(pool))
     starts = {"self": len(before)}
     if m.config.family == "encoder-decoder":
-        starts = {"encoder": len(before), "self": len(m._start())}
-        longest = min(longest, (m.config.max_positions - len(m._start())) // 2)
+        starts = {"encoder": len(before), "self": len(m.start_ids)}
+        longest = min(longest, (m.config.max_positions - len(m.start_ids)) // 2)
     if longest < SHORTEST:
         return []
     draw = torch.Generator().manual_seed(seed)

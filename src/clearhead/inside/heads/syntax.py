@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.treebank import Sentence
 from clearhead.errors import InputError, nearest
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
@@ -187,7 +187,7 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     ids, mask = padded([one.ids for one in batch], m.special.get("pad", 0), device)
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     if kind == "encoder":
-        start = torch.tensor([m._start()[:1]] * len(batch), device=device)
+        start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
         seen = recorded(m.model, names, start, source=ids, source_mask=mask)
     else:
         seen = recorded(m.model, names, ids, mask=mask)

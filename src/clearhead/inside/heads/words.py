@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.treebank import Sentence, Span, locate
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError, nearest
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.memories.neurons import (

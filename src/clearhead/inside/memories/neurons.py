@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.inside.inputs import recorded
 from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
@@ -35,7 +35,6 @@ from clearhead.model.feedforward import FeedForward
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
 from clearhead.model.stack import Stack
-from clearhead.tasks.run import names_of
 
 _NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
 Place = tuple[str, int, int | None]  # kind, layer and expert of a feed-forward
@@ -187,7 +186,7 @@ class OutputLayer:
 
 def output_layer(m: Model) -> OutputLayer:
     """Return what turns the last state into scores; where no straight way leads there, an error says why."""
-    head, names, note = m.model.head, names_of(m), "scores leave out what norms divide by"
+    head, names, note = m.model.head, m.class_names, "scores leave out what norms divide by"
     if not isinstance(head, LanguageHead | TokenHead | ClassifierHead):
         raise InputError(
             f"head {m.config.head} scores no tokens and no classes: what a neuron promotes cannot be read off"

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
@@ -147,7 +147,7 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
         for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
-    ids = m._prompt(given) if len(given) else []
+    ids = m.prompt_ids(given) if len(given) else []
     answers = ids if masked else [*ids[1:], NOTHING]
     for start in range(0, len(ids), length):
         yield start, ids[start : start + length], answers[start : start + length]

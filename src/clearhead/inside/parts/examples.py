@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.bundle import Model
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
@@ -130,7 +130,7 @@ def examples_from(
 
 def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     """Return texts whose tokens are guessed from those before them; texts of like length share a batch."""
-    rows = sorted((m._prompt(text)[: m.max_length] for text in texts), key=len)
+    rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
     if not rows or len(rows[0]) < 2:
         raise InputError("a text of fewer than two tokens leaves nothing to guess: give longer texts")
     made = []

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
@@ -81,7 +81,7 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     model.load_state_dict(weights, assign=True)
     model.tie()
     model.train(whole.model.training)
-    return dataclasses.replace(whole, model=model, folder=None, _copy=None, _steps=None, _prefix=None)
+    return dataclasses.replace(whole, model=model, folder=None)
 
 
 # Which heads go ---------------------------------------------------------------------------------------------

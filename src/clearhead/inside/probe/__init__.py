@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError

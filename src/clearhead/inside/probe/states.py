@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
@@ -145,7 +145,7 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
     if stack == "encoder" or m.model.encoder is None:
         return row
     # The decoder of two stacks reads the same text after its start, without the special tokens.
-    start = m._start()
+    start = m.start_ids
     own = [place for place, mark in enumerate(special) if not mark][: m.max_length - len(start)]
     moved = {place: number for number, place in enumerate(own, len(start))}
     places = tuple(tuple(moved[place] for place in places if place in moved) for places in row.places)
@@ -163,7 +163,7 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
         main, given["mask"] = padded([row.ids for row in rows], pad, device)
         if feeds:
             given = {"source": main, "source_mask": given["mask"]}
-            main = torch.tensor([m._start()] * len(rows), device=device)
+            main = torch.tensor([m.start_ids] * len(rows), device=device)
         elif rows[0].source:
             given["source"], given["source_mask"] = padded([row.source for row in rows], pad, device)
         elif m.config.n_types > 1 and rows[0].types:

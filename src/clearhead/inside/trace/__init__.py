@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import Image

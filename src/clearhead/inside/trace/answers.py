@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.trace.steps import Recorder
 from clearhead.model.dtypes import wide
-from clearhead.tasks.run import names_of
 from clearhead.tokens.labels import label
 
 
@@ -108,5 +107,5 @@ def _names(m: Model, tokens: InputTokens) -> Callable[[int], str]:
         return lambda number: label(m.tokenizer, number)
     if m.config.head == "span":
         return lambda number: tokens.labels[number]
-    classes = names_of(m)
+    classes = m.class_names
     return lambda number: classes[number]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Model
+from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
@@ -43,7 +43,7 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
         raise InputError(
             f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
         )
-    ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
+    ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target)
     tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), tokens, rows, _numbered(m.config, rows))
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from clearhead.api import Model
 from clearhead.batches.batching import Batching
 from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
 from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
 from clearhead.batches.pictures import PictureBatches
-from clearhead.bundle import Model
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation import metrics
 from clearhead.evaluation.judgement import Judgement
-from clearhead.tasks import tag_all
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
+from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
 from clearhead.training.losses import CLASSES, SPANS, TAGGED
 from clearhead.training.plan import GeneratePlan
@@ -63,7 +63,7 @@ def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> d
 
 def _tag_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
-    found = tag_all(judgement.loaded, [row.words for row in judgement.rows])
+    found = tag(judgement.loaded, [row.words for row in judgement.rows])
     tags = [[word.label for word in one.words] for one in found]
     judgement.figures.tags(tags, [row.tags for row in judgement.rows])
     return [" ".join(row) for row in tags]

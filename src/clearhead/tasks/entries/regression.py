@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.batches.batch import Batch
 from clearhead.batches.batching import Batching
 from clearhead.batches.bucketed import LabelBatches
 from clearhead.batches.encoding import Columns, Encoder, characters, encode_texts, groups
-from clearhead.bundle import Model
 from clearhead.data.examples import LABELS, Labelled
 from clearhead.data.tables import Record
 from clearhead.errors import InputError
@@ -45,7 +45,8 @@ def predict(
             "predict needs a model that gives a number, with one output and problem_type regression in "
             "config.json: train one with --set data.task=regress"
         )
-    made: Any = loaded.classify(texts, batch_size=batch_size)
+    given: Any = texts
+    made: Any = loaded.classify(given, batch_size=batch_size)
     return [float(one.probability) for one in made] if isinstance(made, list) else float(made.probability)
 
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from clearhead.api import Model
 from clearhead.batches.batching import Batching
 from clearhead.batches.bucketed import PairBatches
 from clearhead.batches.encoding import encode_pairs, encode_text
 from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
-from clearhead.bundle import Model
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec

@@ -1,0 +1,330 @@
+"""A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from clearhead.bundle import Bundle, default_names
+from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.generate.request import MAX_NEW_TOKENS, make_request
+from clearhead.hub.checkpoint import Description, describe, load_model
+from clearhead.hub.files import read_json
+from clearhead.hub.pixels import PREPROCESSOR, Image
+from clearhead.hub.sentences import read_sentences
+from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
+from clearhead.tasks.answers import AnswerOptions, answer
+from clearhead.tasks.blanks import fill
+from clearhead.tasks.classes import classify
+from clearhead.tasks.embeddings import embed
+from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
+from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
+from clearhead.tasks.scores import score
+from clearhead.tasks.translation import translate
+from clearhead.tasks.words import tag
+
+One = str | Sequence[int]  # a prompt: text or ids
+Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
+Filled = list[Candidate] | list[list[Candidate]]  # of the one mask, or of each of several
+Pair = tuple[str, str]
+Result = TypeVar("Result")
+
+
+class Model(Bundle):
+    """A Transformer with its tokenizer and settings, ready to use.
+
+    A method takes one input or a list. One input gives one result, and a list gives a list in the same order.
+    """
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # 1 is an int too
+        self,
+        prompt: One,
+        max_new_tokens: int = ...,
+        *,
+        num_return: Literal[1] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: One, max_new_tokens: int = ..., *, num_return: int, **options: Unpack[GenerateOptions]
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Many,
+        max_new_tokens: int = ...,
+        *,
+        num_return: Literal[1] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate(
+        self, prompt: Many, max_new_tokens: int = ..., *, num_return: int, **options: Unpack[GenerateOptions]
+    ) -> list[list[Generation]]: ...
+
+    def generate(
+        self,
+        prompt: One | Many,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        *,
+        num_return: int = 1,
+        on_text: OnText | None = None,
+        cancel: Cancel | None = None,
+        draft: Bundle | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation] | list[list[Generation]]:
+        """Continue a prompt, or, with an encoder, answer it.
+
+        With `num_return` above 1, each prompt gives a list, best first. In a batch each row comes out as it
+        would alone.
+
+        Args:
+            prompt: text, or ids; or a list of either.
+            max_new_tokens: new tokens of each row at most.
+            num_return: how many of the best beams to give.
+            on_text: called with the row's number and its new text as soon as that is final.
+            cancel: an event, or a function asked after each token: once set, or True, every row ends.
+            draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
+            options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
+        """
+        request = make_request({"max_new_tokens": max_new_tokens, "num_return": num_return, **options})
+        single, prompts = _prompts(prompt)
+        return _best(generate(self, prompts, request, Hooks(on_text, cancel, draft)), num_return, single)
+
+    @overload
+    def translate(  # type: ignore[overload-overlap]
+        self,
+        text: One,
+        max_new_tokens: int | None = ...,
+        num_beams: int | None = ...,
+        length_penalty: float | None = ...,
+        *,
+        num_return: Literal[1] = ...,
+        **options: Unpack[TranslateOptions],
+    ) -> Generation: ...
+
+    @overload
+    def translate(
+        self,
+        text: Many,
+        max_new_tokens: int | None = ...,
+        num_beams: int | None = ...,
+        length_penalty: float | None = ...,
+        *,
+        num_return: Literal[1] = ...,
+        **options: Unpack[TranslateOptions],
+    ) -> list[Generation]: ...
+
+    @overload
+    def translate(
+        self,
+        text: One | Many,
+        max_new_tokens: int | None = ...,
+        num_beams: int | None = ...,
+        length_penalty: float | None = ...,
+        *,
+        num_return: int,
+        **options: Unpack[TranslateOptions],
+    ) -> list[Generation] | list[list[Generation]]: ...
+
+    def translate(
+        self,
+        text: One | Many,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        length_penalty: float | None = None,
+        *,
+        num_return: int = 1,
+        on_text: OnText | None = None,
+        cancel: Cancel | None = None,
+        draft: Bundle | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation] | list[list[Generation]]:
+        """Return what an encoder-decoder makes of a text.
+
+        Beams, length penalty and length are generation_config.json's where it has them, else 4 beams and as
+        many tokens as the model has positions, 256 at most. Options are those of `generate`; a temperature
+        replaces the beams.
+        """
+        own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
+        single, prompts = _prompts(text)
+        hooks = Hooks(on_text, cancel, draft)
+        made = translate(self, prompts, {**own, "num_return": num_return, **options}, hooks)
+        return _best(made, num_return, single)
+
+    def score(self, text: One, source: One | None = None) -> Score:
+        """Return the log-probability of each token of a text; with an encoder, given a `source`."""
+        return score(self, text, source)
+
+    @overload
+    def classify(self, inputs: str | Pair | Image, batch_size: int = ...) -> Classification: ...
+
+    @overload
+    def classify(self, inputs: list[Any], batch_size: int = ...) -> list[Classification]: ...
+
+    def classify(self, inputs: Any, batch_size: int = 32) -> Classification | list[Classification]:
+        """Return the class of a text, of a pair of texts `("a", "b")`, or of an image.
+
+        Texts longer than the model takes are cut; of a pair, the longer one. Images are arrays, tensors or
+        paths of files; an array or tensor of several images is a list.
+        """
+        single = not isinstance(inputs, list)
+        if self.config.input == "patches":
+            single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
+        return _unwrapped(classify(self, [inputs] if single else list(inputs), batch_size), single)
+
+    @overload
+    def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
+
+    @overload
+    def tag(self, text: list[list[str]], batch_size: int = ...) -> list[Tags]: ...
+
+    def tag(self, text: str | list[str] | list[list[str]], batch_size: int = 32) -> Tags | list[Tags]:
+        """Tag each word of a text, or of a list of words, and join B- and I- tags into spans.
+
+        A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its
+        first piece. Long texts are read in overlapping windows.
+        """
+        single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
+        texts: Any = [text] if single else text
+        return _unwrapped(tag(self, texts, batch_size), single)
+
+    @overload
+    def fill(self, text: str, k: int = ..., batch_size: int = ...) -> Filled: ...
+
+    @overload
+    def fill(self, text: list[str], k: int = ..., batch_size: int = ...) -> list[Filled]: ...
+
+    def fill(self, text: str | list[str], k: int = 5, batch_size: int = 32) -> Filled | list[Filled]:
+        """Return the k best tokens for the mask in a text, with their probabilities.
+
+        Several masks give a list for each. Each mask is filled on its own, the others left standing.
+        """
+        found = fill(self, [text] if isinstance(text, str) else text, k, batch_size)
+        made: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in found]
+        return made[0] if isinstance(text, str) else made
+
+    @overload
+    def answer(self, question: str, context: str, **options: Unpack[AnswerOptions]) -> Answer: ...
+
+    @overload
+    def answer(
+        self, question: list[str], context: list[str], **options: Unpack[AnswerOptions]
+    ) -> list[Answer]: ...
+
+    def answer(self, question: Any, context: Any, **options: Unpack[AnswerOptions]) -> Answer | list[Answer]:
+        """Return the part of the context that answers the question; a long context is read in windows.
+
+        Options: `none` allows "no answer", an empty text where the model finds that likelier than any answer.
+        `max_tokens` is the longest answer, `stride` the tokens that two windows share, and `batch_size` the
+        windows at a time.
+        """
+        if isinstance(question, str):
+            return answer(self, [question], [context], **options)[0]
+        return answer(self, question, context, **options)
+
+    def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
+        """Return one vector for each text, in the order given: N texts -> [N, D].
+
+        The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
+        else by their mean. Texts longer than the model takes are cut.
+        """
+        return embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
+
+
+def _prompts(given: Any) -> tuple[bool, list[Any]]:
+    """Return whether one prompt was given, and a list of all; tensors and arrays of ids count as lists."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
+    return single, [given] if single else list(given)
+
+
+def _best(
+    made: list[list[Generation]], num_return: int, single: bool
+) -> Generation | list[Generation] | list[list[Generation]]:
+    """Return one generation of each prompt, or a list where several were asked for."""
+    if num_return > 1:
+        return _unwrapped(made, single)
+    best = [row[0] for row in made]
+    return best[0] if single else best
+
+
+def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
+    return made[0] if single else made
+
+
+def load(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    allow_download: bool = False,
+    tokenizer: str | Path | None = None,
+) -> Model:
+    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
+
+    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model,
+    llama2.c's .bin.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        if not allow_download:
+            raise CheckpointError(
+                f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
+                f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True"
+            )
+        path = _download(str(folder))
+    model, description = load_model(path, describe(path), dtype)
+    generation = _read_optional(path / "generation_config.json")
+    if tokenizer is None:
+        found, settings = load_tokenizer(path), read_settings(path)
+    else:
+        found, settings = open_tokenizer(Path(tokenizer), path)
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return Model(
+        model,
+        found,
+        generation,
+        description,
+        path,
+        special=special_ids(found, settings, generation, description.theirs),
+        settings=settings,
+        labels=_labels(description),
+        sentences=read_sentences(path),
+        images=_read_optional(path / PREPROCESSOR),
+    )
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _labels(description: Description) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their ids, where config.json names each."""
+    names = description.theirs.get("id2label")
+    numbers = [str(number) for number in range(description.config.n_classes)]
+    if isinstance(names, dict) and set(names) == set(numbers):
+        return tuple(str(names[number]) for number in numbers)
+    return default_names(len(numbers))
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
+    try:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,47 @@
+"""Rows of unequal length: padded into one tensor, and grouped so that little of it is padding.
+
+Shapes: B rows, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Rows = Sequence[Sequence[int]]
+
+
+def padded(rows: Rows, pad: int = 0, device: torch.device | None = None, left: bool = False) -> Tensor:
+    """Return rows as one tensor [B, T], padded to the longest, and to one token at least."""
+    length = _longest(rows)
+    gaps = [[pad] * (length - len(row)) for row in rows]
+    filled = [[*gap, *row] if left else [*row, *gap] for row, gap in zip(rows, gaps)]
+    return torch.tensor(filled, device=device)
+
+
+def real_tokens(rows: Rows, device: torch.device | None = None, left: bool = False) -> Tensor:
+    """Return the mask [B, T] of padded rows, True = real token; an empty row has one."""
+    length = _longest(rows)
+    counts = torch.tensor([[max(1, len(row))] for row in rows], device=device)  # B 1
+    slots = torch.arange(length, device=device)  # T
+    return slots >= length - counts if left else slots < counts
+
+
+def _longest(rows: Rows) -> int:
+    return max([1, *map(len, rows)])
+
+
+def by_length(lengths: Sequence[int], fits: Callable[[int, int], bool]) -> list[list[int]]:
+    """Group the places of rows of like length, shortest first.
+
+    `fits(rows, longest)` says whether so many rows, the longest of this length, may share a batch.
+    """
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and fits(len(groups[-1]) + 1, lengths[place]):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups

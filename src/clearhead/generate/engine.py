@@ -1,0 +1,52 @@
+"""What generation keeps from call to call: a fast copy of the model, compiled steps, the prompt read last."""
+
+from __future__ import annotations
+
+from clearhead.fast.prepare import prepared
+from clearhead.generate.compiled import Steps
+from clearhead.generate.prefix import Prefix
+from clearhead.model.attention import Attention
+from clearhead.model.taps import SILENT, tap_for
+from clearhead.model.transformer import Transformer
+
+
+class Engine:
+    """The fast copy of one model and what belongs to it, made when needed and again when weights change."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.state: object = None  # of the weights that the copy was made from
+        self.copy: Transformer | None = None
+        self.steps: Steps | None = None  # of the copy, compiled
+        self.prefix: Prefix | None = None  # what the last request with `reuse` has read
+
+    def runner(self) -> Transformer:
+        """Return the fast copy; the model itself while taps, hooks or a chosen kernel are set."""
+        parts = list(self.model.modules())
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
+        if hooked or chosen or tap_for(self.model) is not SILENT:
+            return self.model
+        state = [
+            (id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version)
+            for w in self.model.parameters()
+        ]
+        if self.copy is None or self.state != state:
+            self.state, self.copy = state, prepared(self.model)
+        return self.copy
+
+    def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
+        """Return the compiled steps of the fast copy, where they are asked for or may pay."""
+        on_gpu = next(runner.parameters()).is_cuda
+        if runner is self.model or not (on_gpu if asked is None else asked):
+            return None
+        if self.steps is None or self.steps.model is not runner:
+            self.steps = Steps(runner)
+        return self.steps
+
+    def take_prefix(self, runner: Transformer) -> Prefix:
+        """Take what the last request has read, if the model is still the same; no other call has it then."""
+        prefix, self.prefix = self.prefix, None
+        if prefix is not None and prefix.model is runner and runner is not self.model:
+            return prefix
+        return Prefix(runner)

@@ -1,0 +1,196 @@
+"""What is asked of a generation, as one value: how tokens are chosen, searched for, stopped and reported.
+
+The keywords of `Model.generate`, the options of the command and a JSON object all become a `Request` through
+`make_request`, or by its constructor. Everything below reads the request. This file needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict
+
+from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.typed import check_types
+
+MAX_NEW_TOKENS = 50
+POSITIVE = math.ulp(0.0)  # the smallest number above 0
+FROM_0, FROM_1 = "must be a whole number, 0 or more", "must be a whole number, 1 or more"
+# Of each field the least and the greatest value, and what is allowed, in words.
+BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, math.inf, "is negative: 0 is greedy, 1 the model's own distribution"),
+    "top_k": (0, math.inf, FROM_0),
+    "top_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
+    "min_p": (0, 1, "is outside [0, 1]: 0 keeps every token"),
+    "typical_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
+    "repetition_penalty": (POSITIVE, math.inf, "must be above 0: 1 is off"),
+    "no_repeat_ngram": (0, math.inf, FROM_0),
+    "max_new_tokens": (1, math.inf, FROM_1),
+    "num_beams": (1, math.inf, FROM_1),
+    "num_return": (1, math.inf, FROM_1),
+    "num_beam_groups": (1, math.inf, FROM_1),
+    "length_penalty": (-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"),
+    "lookup": (0, math.inf, FROM_0),
+    "draft_tokens": (1, math.inf, FROM_1),
+}
+SEQUENCES = {"allowed", "banned", "stop", "stop_tokens"}  # fields that may be given as any sequence
+WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup")  # what needs a text before its end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The defaults are greedy and change nothing."""
+
+    temperature: float = 0.0  # 0: the best token; 1: the model's own distribution
+    top_k: int = 0  # keep the k best tokens; 0: all
+    top_p: float = 1.0  # keep the best tokens that together hold this much probability; 1: all
+    min_p: float = 0.0  # keep tokens with this share of the best one's probability; 0: all
+    typical_p: float = 1.0  # keep the tokens nearest to the expected surprise, up to this probability; 1: all
+    repetition_penalty: float = 1.0  # above 1: make tokens of the prompt and of the text less likely
+    presence_penalty: float = 0.0  # subtract from the logit of every token that was generated
+    frequency_penalty: float = 0.0  # subtract for each time a token was generated
+    no_repeat_ngram: int = 0  # never write the same n tokens twice; 0: off
+    allowed: tuple[int, ...] | None = None  # ids of the only tokens to choose from
+    banned: tuple[int, ...] = ()  # ids of tokens that are never chosen
+
+    def __post_init__(self) -> None:
+        for name in SEQUENCES & vars(self).keys():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif value is not None:
+                object.__setattr__(self, name, tuple(value.tolist() if hasattr(value, "tolist") else value))
+        try:
+            check_types(self)
+        except ConfigError as error:
+            raise InputError(str(error)) from None
+        for name, (least, most, allowed) in BOUNDS.items():
+            if not least <= getattr(self, name, least) <= most:
+                raise InputError(f"{name} {getattr(self, name)} {allowed}")
+        if self.allowed is not None and not set(self.allowed) - set(self.banned):
+            raise InputError("allowed minus banned leaves no token to choose from")
+
+    @property
+    def restricts(self) -> bool:
+        """Return True where a row may be left without any token."""
+        return self.allowed is not None or bool(self.banned or self.no_repeat_ngram)
+
+    @property
+    def looks_back(self) -> bool:
+        """Return True where a rule depends on the tokens so far."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
+        return self.repetition_penalty != 1 or bool(penalties)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Sampling):
+    """One generation: sampling, search, stopping, limits, reports and speed."""
+
+    max_new_tokens: int = MAX_NEW_TOKENS  # new tokens of each text at most
+    seed: int = 0  # seed of the draws of each text
+    num_beams: int = 1  # search for the best text with this many beams; 1: no search
+    num_return: int = 1  # how many of the best beams to give
+    length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
+    early_stopping: bool | Literal["never"] = False  # of beams: end once enough are found; never: no loss
+    num_beam_groups: int = 1  # of beams: groups, each kept from the tokens of those before it
+    diversity_penalty: float = 0.0  # of groups: subtract for each beam of an earlier group with the token
+    stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
+    stop_tokens: tuple[int | str, ...] = ()  # further tokens that end the generation, by name or id
+    seconds: float | None = None  # stop after this time
+    overflow: Literal["refuse", "window"] = "refuse"  # a prompt too long: refuse it, or keep its last tokens
+    logprobs: bool = False  # report the log-probability of each new token
+    alternatives: int = 0  # report so many of the best tokens at each step
+    reuse: bool = False  # keep what is read: the next prompt is read from where it differs
+    lookup: int = 0  # guess so many tokens at a time from the text itself: the same text, sooner; 0: off
+    draft_tokens: int = 4  # how many tokens a draft model guesses at a time
+    compile: bool | None = None  # compile the step of a token; None: on a GPU, where that pays
+
+    def __post_init__(self) -> None:
+        if self.overflow not in ("refuse", "window"):
+            raise InputError(f'overflow "{self.overflow}" is not known: choose refuse or window')
+        super().__post_init__()
+        if self.num_return > self.num_beams:
+            raise InputError(
+                f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams"
+            )
+        if self.num_beams % self.num_beam_groups:
+            raise InputError(
+                f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: "
+                "change one of them"
+            )
+        if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
+            raise InputError(
+                f"diversity_penalty {self.diversity_penalty} must be 0 or more, "
+                "and needs num_beam_groups above 1"
+            )
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+            if self.num_beams > 1 and getattr(self, name) != getattr(Sampling, name):
+                raise InputError(
+                    f"{name} {getattr(self, name)} with num_beams {self.num_beams}: "
+                    "beam search draws nothing, so leave one of them out"
+                )
+        self.check_hooks()
+
+    def check_hooks(self, **hooks: object) -> None:
+        """Refuse what does not go together; `hooks` are options that are not data, such as `on_text`."""
+        watched = {name: getattr(self, name) for name in WATCHED} | hooks
+        for name, value in watched.items():
+            if self.num_beams > 1 and value not in (None, False, 0, ()):
+                raise InputError(
+                    f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
+                    "so leave one of them out"
+                )
+        if self.lookup and hooks.get("draft") is not None:
+            raise InputError("lookup and draft both guess what comes next: choose one of them")
+
+    @property
+    def group_size(self) -> int:
+        """Beams of each group."""
+        return self.num_beams // self.num_beam_groups
+
+    @property
+    def reports(self) -> bool:
+        """Return True where log-probabilities are reported."""
+        return self.logprobs or self.alternatives > 0
+
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of `Request` as keywords, with what each may be given as."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram: int
+    allowed: Sequence[int] | None
+    banned: Sequence[int]
+    seed: int
+    early_stopping: bool | Literal["never"]
+    num_beam_groups: int
+    diversity_penalty: float
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int | str]
+    seconds: float | None
+    overflow: Literal["refuse", "window"]
+    logprobs: bool
+    alternatives: int
+    reuse: bool
+    lookup: int
+    draft_tokens: int
+    compile: bool | None
+
+
+def make_request(options: Mapping[str, Any]) -> Request:
+    """Make a request of options by name, and name the nearest one where a name is unknown."""
+    known = sorted(entry.name for entry in fields(Request))
+    for name in options:
+        if name not in known:
+            raise InputError(
+                f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}'
+            )
+    return Request(**options)

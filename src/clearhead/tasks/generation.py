@@ -1,0 +1,224 @@
+"""Text in, text out: prompts to generations.
+
+Shapes: B rows, S source length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from clearhead.batches.padding import padded, real_tokens
+from clearhead.bundle import Bundle
+from clearhead.errors import InputError, nearest
+from clearhead.generate.beam import Hypothesis, beam_search
+from clearhead.generate.compiled import decode_compiled
+from clearhead.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.generate.request import Request, RequestOptions
+from clearhead.generate.speculate import Guesser, guessers_for, speculate
+from clearhead.generate.stream import TextStream
+from clearhead.model.transformer import Transformer, evaluating
+from clearhead.tasks.results import Generation
+
+Prompt = str | Sequence[int]
+OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
+Cancel = Callable[[], bool] | threading.Event
+
+
+class TranslateOptions(RequestOptions, total=False):
+    """Keywords of `translate` that it does not name itself."""
+
+    on_text: OnText | None
+    cancel: Cancel | None
+    draft: Bundle | None
+
+
+class GenerateOptions(TranslateOptions, total=False):
+    """Keywords of `generate` that it does not name itself."""
+
+    num_beams: int
+    length_penalty: float
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a generation calls or runs beside the model; apart from the request, since none of it is data."""
+
+    on_text: OnText | None = None
+    cancel: Cancel | None = None  # set, or True: every row ends with what it has
+    draft: Bundle | None = None  # a smaller model with the same vocabulary that guesses tokens
+
+    @property
+    def cancelled(self) -> Callable[[], bool] | None:
+        """The function that says whether to end."""
+        return self.cancel.is_set if isinstance(self.cancel, threading.Event) else self.cancel
+
+
+NO_HOOKS = Hooks()
+
+
+def generate(
+    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks = NO_HOOKS
+) -> list[list[Generation]]:
+    """Continue each prompt, or, with an encoder, answer it: its `request.num_return` best results."""
+    request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
+    texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
+    stop_ids = _stop_ids(m, request.stop_tokens)
+    if (request.stop or hooks.on_text) and m.tokenizer is None:
+        raise InputError(
+            "stop strings and streaming need text, and the model has no tokenizer: leave them out"
+        )
+    if request.reuse and (len(texts) != 1 or m.config.family != "decoder"):
+        raise InputError(
+            f"reuse with {len(texts)} prompts of a {m.config.family}: "
+            "it takes one prompt of a decoder at a time"
+        )
+    draft = hooks.draft
+    if draft is not None and None not in (m.tokenizer, draft.tokenizer):
+        same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
+        if not same:
+            raise InputError(
+                "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it"
+            )
+    deadline = None if request.seconds is None else time.monotonic() + request.seconds
+    ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
+    with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
+        runner, read = m.engine.runner(), _prompts(m, texts)
+        if request.num_beams > 1:
+            return _search(m, runner, request, read, ends)
+        guesser = None if draft is None else draft.engine.runner()
+        guessers = guessers_for(runner, request, read, texts, guesser)
+        return [[made] for made in _continue(m, runner, request, read, ends, guessers, hooks.on_text)]
+
+
+def _search(
+    m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
+) -> list[list[Generation]]:
+    """Find the best continuations of each prompt by beam search."""
+
+    def made(number: int, found: Hypothesis) -> Generation:
+        stream = _stream(m, prompts, number)
+        if stream is not None:
+            stream.add(found.ids)
+        text = None if stream is None else stream.text
+        return Generation(text, found.ids, found.stop_reason, score=found.score)
+
+    rows = beam_search(runner, request, prompts, ends)
+    return [[made(number, found) for found in row] for number, row in enumerate(rows)]
+
+
+def _continue(
+    m: Bundle,
+    runner: Transformer,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends,
+    guessers: list[Guesser],
+    on_text: OnText | None,
+) -> list[Generation]:
+    """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
+    streams = [_stream(m, prompts, number, request.stop) for number in range(len(prompts.ids))]
+
+    def tell(number: int, new: str) -> None:
+        if on_text is not None and new:
+            on_text(number, new)
+
+    def on_token(number: int, row: Continuation) -> str | None:
+        stream = streams[number]
+        assert stream is not None
+        tell(number, stream.push(row.ids[-1]))
+        return "stop" if stream.stopped_by is not None else None
+
+    watched = bool(request.stop) or on_text is not None
+    if watched:
+        ends = dataclasses.replace(ends, on_token=on_token)
+    made = []
+    for number, row in enumerate(_decode(m, runner, request, prompts, ends, guessers)):
+        stream = streams[number]
+        if stream is not None:
+            stream.add(() if watched else row.ids)
+            tell(number, stream.finish())
+        made.append(
+            Generation(
+                None if stream is None else stream.text,
+                row.ids,
+                row.stop_reason,
+                row.logprobs if request.reports else None,
+                row.alternatives if request.alternatives else None,
+                steps=row.steps,
+            )
+        )
+    return made
+
+
+def _decode(
+    m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends, guessers: list[Guesser]
+) -> list[Continuation]:
+    """Run the decode loop that the request asks for."""
+    prefix = m.engine.take_prefix(runner) if request.reuse else None
+    cache = None
+    if prefix is not None:
+        cache = prefix.begin(prompts.ids[0], prompts.longest + request.max_new_tokens)
+    steps = m.engine.steps_for(runner, request.compile)
+    if guessers:
+        rows = speculate(runner, request, prompts, ends, cache, guessers=guessers)
+    elif steps is not None:
+        rows = decode_compiled(runner, request, prompts, ends, cache, steps=steps)
+    else:
+        rows = decode(runner, request, prompts, ends, cache)
+    if prefix is not None:
+        prefix.end(rows[0])
+        m.engine.prefix = prefix
+    return rows
+
+
+def _stream(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) -> TextStream | None:
+    """Return the text of one row as it grows; None without a tokenizer."""
+    before = prompts.ids[number] if prompts.source is None else ()
+    return None if m.tokenizer is None else TextStream(m.tokenizer, before, stop)
+
+
+def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
+    """Return what the model reads: the texts are its prompts, or, with an encoder, its sources."""
+    if m.config.family != "encoder-decoder":
+        return Prompts(texts)
+    if not all(texts):
+        raise InputError("a prompt is empty: give one token at least")
+    device = next(m.model.parameters()).device
+    source = padded(texts, device=device)
+    unequal = any(len(text) < source.shape[1] for text in texts)
+    mask = real_tokens(texts, device) if unequal else None
+    return Prompts([m.start_ids] * len(texts), source, mask)
+
+
+def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
+    """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
+    if request.overflow == "refuse":
+        return prompt
+    room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
+    if room < 1:
+        raise InputError(
+            f"{request.max_new_tokens} new tokens leave no room for a prompt: "
+            f"the model reads {m.max_length} at most"
+        )
+    return prompt[-room:]
+
+
+def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
+    """Return every id that ends a row, with those given as ids or names."""
+    size = m.config.vocab_size
+    ids = {token for token in m.stops if token < size}
+    for token in tokens:
+        found = m.text_tokenizer.token_to_id(token) if isinstance(token, str) else token
+        if type(found) is not int or not 0 <= found < size:
+            near = f": ids go from 0 to {size - 1}"
+            if isinstance(token, str):
+                near = nearest(token, map(str, m.text_tokenizer.get_added_tokens_decoder().values()))
+            raise InputError(
+                f"stop token {token!r} is not in the vocabulary{near}; text that is no token goes into stop"
+            )
+        ids.add(found)
+    return frozenset(ids)

@@ -1,0 +1,118 @@
+"""A request is one value: the keywords, the command's options and a JSON object make the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import typing
+
+import numpy as np
+import pytest
+import tyro
+
+import clearhead as ch
+from clearhead.commands.use import CommandRequest
+from clearhead.generate.request import Request, RequestOptions, make_request
+from clearhead.tasks.generation import GenerateOptions, TranslateOptions
+
+FIELDS = {field.name for field in dataclasses.fields(Request)}
+
+
+def test_keywords_command_and_json_make_the_same_request():
+    options = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "stop": ["a", "b"], "max_new_tokens": 7}
+    flags = [
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "7",
+        "--stop",
+        "a",
+        "b",
+    ]
+    wanted = Request(temperature=0.8, top_p=0.9, seed=3, stop=("a", "b"), max_new_tokens=7)
+    assert make_request(options) == make_request(json.loads(json.dumps(options))) == wanted
+    command = tyro.cli(CommandRequest, args=flags)
+    assert dataclasses.asdict(command) == dataclasses.asdict(wanted)
+    assert dataclasses.asdict(CommandRequest()) == dataclasses.asdict(Request())  # one set of defaults
+
+
+def test_every_field_is_a_keyword_and_an_option(capsys):
+    """What an editor completes is what a request has."""
+    named = {"max_new_tokens", "num_return"}
+    assert set(GenerateOptions.__annotations__) == FIELDS - named | {"on_text", "cancel", "draft"}
+    assert set(TranslateOptions.__annotations__) == set(GenerateOptions.__annotations__) - {
+        "num_beams",
+        "length_penalty",
+    }
+    hints = typing.get_type_hints(Request)
+    for name, hint in typing.get_type_hints(RequestOptions).items():
+        if name not in ("allowed", "banned", "stop", "stop_tokens"):
+            assert hint == hints[name], name
+    with pytest.raises(SystemExit):
+        tyro.cli(CommandRequest, args=["--help"])
+    help_text = capsys.readouterr().out
+    renamed = {"num_beams": "beams", "stop_tokens": "stop-token"}
+    for name in FIELDS - {"logprobs", "alternatives", "reuse"}:  # the command has --logprobs COUNT
+        assert f"--{renamed.get(name, name.replace('_', '-'))} " in help_text, name
+
+
+def test_sequences_are_tuples():
+    request = Request(stop="end", stop_tokens=[3, "x"], allowed=np.array([1, 2]), banned=range(5, 7))
+    assert request.stop == ("end",) and request.stop_tokens == (3, "x")
+    assert request.allowed == (1, 2) and request.banned == (5, 6)
+    assert hash(request) == hash(dataclasses.replace(request))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.seed = 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens 0 must be a whole number, 1 or more"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens 2.5"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": -1.0}, "temperature -1.0 is negative"),
+        ({"typical_p": 0.0}, "typical_p 0.0 is outside"),
+        ({"min_p": 1.5}, "min_p 1.5 is outside"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"stop": [3]}, "stop"),
+        ({"overflow": "wrap"}, "choose refuse or window"),
+        ({"allowed": [1], "banned": [1]}, "no token"),
+        ({"num_beams": 2, "lookup": 3}, "lookup with num_beams 2"),
+        ({"num_beams": 2, "reuse": True}, "reuse with num_beams 2"),
+        ({"num_beams": 2, "alternatives": 1}, "alternatives with num_beams 2"),
+        ({"num_beams": 2, "min_p": 0.1}, "min_p 0.1 with num_beams 2"),
+        ({"temprature": 1.0}, 'did you mean "temperature"'),
+    ],
+)
+def test_mistakes_are_one_line(options, words):
+    with pytest.raises(ch.InputError, match=words) as error:
+        make_request(options)
+    assert "\n" not in str(error.value)
+
+
+def test_hooks_are_refused_in_one_place():
+    for name in ("on_text", "cancel", "draft"):
+        with pytest.raises(ch.InputError, match=f"{name} with num_beams 2"):
+            Request(num_beams=2).check_hooks(**{name: print})
+        Request().check_hooks(**{name: print})
+    with pytest.raises(ch.InputError, match="choose one"):
+        Request(lookup=2).check_hooks(draft=print)
+
+
+def test_a_request_needs_no_torch():
+    """Neither do the results. A stand-in for `clearhead` lets only these files be imported."""
+    script = (
+        "import sys, types, pathlib; root = types.ModuleType('clearhead'); root.__path__ = [sys.argv[1]]; "
+        "sys.modules['clearhead'] = root; import clearhead.generate.request, clearhead.tasks.results; "
+        "print(any(name in sys.modules for name in ('torch', 'tokenizers', 'tyro', 'numpy')))"
+    )
+    arguments = [sys.executable, "-c", script, str(ch.__path__[0])]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "False\n"
