@@ -24,7 +24,7 @@ from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.contributions import contributions
-from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import lens
 from clearhead.inside.names import attentions
 from clearhead.inside.parts.effect import effect
@@ -71,7 +71,7 @@ def model_view(m: Model, name: str) -> dict[str, Any]:
     }
 
 
-def tokens_view(m: Model, tokens: Tokens | None) -> dict[str, Any] | None:
+def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     """Labels, ids and where in the text each token comes from; tokens that were not typed are read as text."""
     if tokens is None:
         return None

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from clearhead.inside.attention import in_cells
-from clearhead.inside.attention_maps import Array, AttentionMaps, Axis, HeadMap, LayerMap, Rollout
+from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern, LayerMap, Rollout
+from clearhead.inside.results import Array
 from clearhead.plot.canvas import draw, heatmap, label_axis, new
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ THUMBNAIL = 48  # cells along a side
 SMALL_LABELS = 40  # labels that are still legible beside a small picture
 
 
-def draw_head(one: HeadMap) -> Figure:
+def draw_head(one: HeadPattern) -> Figure:
     """A table of weights, queries down and keys across."""
     title = f"head {one.head}, {KINDS[one.head.kind]}, entropy {one.entropy:.2f} bits"
     return _weights(one.pattern, one.queries, one.keys, title, WEIGHT)

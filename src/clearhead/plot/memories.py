@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clearhead.inside.memories import Memories, Memory
+from clearhead.inside.memories import Memories, Neuron
 from clearhead.plot.canvas import SEQUENTIAL, new, plain
 from clearhead.tokens.labels import visible
 
@@ -19,7 +19,7 @@ SHOWN = 12  # contexts, and tokens on each side
 SIDE = 22  # letters on each side of the token
 
 
-def draw_neuron(memory: Memory) -> Figure:
+def draw_neuron(memory: Neuron) -> Figure:
     """Left the places that fired it, the token in red and bars for how much; right the tokens it promotes and suppresses."""
     contexts = memory.contexts[:SHOWN]
     rows = max(len(contexts), 2 * min(len(memory.promoted), SHOWN // 2), 4)
@@ -39,7 +39,7 @@ def draw_neuron(memory: Memory) -> Figure:
     return figure
 
 
-def _contexts(axes: Axes, memory: Memory) -> None:
+def _contexts(axes: Axes, memory: Neuron) -> None:
     contexts = memory.contexts[:SHOWN]
     axes.set_title(
         "The places that fire it most" if contexts else "Nothing in the corpus fires it", fontsize=10
@@ -77,7 +77,7 @@ def _contexts(axes: Axes, memory: Memory) -> None:
         )
 
 
-def _scores(axes: Axes, memory: Memory) -> None:
+def _scores(axes: Axes, memory: Neuron) -> None:
     count = SHOWN // 2
     shown = [*memory.promoted[:count], *reversed(memory.suppressed[:count])]
     colours = [RISING if score > 0 else FALLING for _, score in shown]

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clearhead.inside.parts.ablate import HeadMap
-from clearhead.inside.parts.curve import PruneCurve
+from clearhead.inside.parts.ablate import HeadTable
 from clearhead.inside.parts.effect import Effect
+from clearhead.inside.parts.prune import PruneCurve
 from clearhead.plot.canvas import heatmap, label_axis, new, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_map(found: HeadMap, title: str) -> Figure:
+def draw_map(found: HeadTable, title: str) -> Figure:
     """Layer x head as colours; what can be of either sign is centred on zero."""
     signed = bool(np.nanmin(found.values) < 0)
     columns = [str(number) for number in range(found.values.shape[1])]

@@ -11,7 +11,7 @@ import torch
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Row, gap
 from clearhead.inside.lens import lens_taps, stopped_at
-from clearhead.inside.names import Head, attentions
+from clearhead.inside.names import AttentionHead, attentions
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
 from clearhead.model.taps import record
@@ -47,7 +47,7 @@ def machine_rows(inputs: Inputs, tolerance: float, compile: bool) -> Iterator[Ro
         )
 
 
-def _prunable(inputs: Inputs) -> list[Head]:
+def _prunable(inputs: Inputs) -> list[AttentionHead]:
     """Some heads that can be taken out together while every layer keeps one."""
     config = inputs.model.config
     if config.qk_norm == "full":
@@ -61,7 +61,7 @@ def _prunable(inputs: Inputs) -> list[Head]:
     return []
 
 
-def _pruned(inputs: Inputs, heads: list[Head]) -> float:
+def _pruned(inputs: Inputs, heads: list[AttentionHead]) -> float:
     smaller = Inputs(prune(inputs.model, heads).model, inputs.rows, inputs.length)
     with ablating(inputs.model, heads=heads):
         return gap(smaller.run(), inputs.run())
