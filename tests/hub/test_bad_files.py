@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import clearhead as ch
-from clearhead.hub import files
+from clearhead.hub import weights
 from clearhead.hub.checkpoint import describe
 
 transformers.logging.set_verbosity_error()
@@ -394,7 +394,7 @@ def only_ours(action: Callable[[], Any]) -> None:
 
 
 def read_all(path: Path) -> None:
-    for entry in files.open_safetensors(path).values():
+    for entry in weights.open_safetensors(path).values():
         entry.read()
         entry.release()
 
@@ -532,7 +532,7 @@ def test_a_fault_while_saving_changes_nothing(
         real_replace(source, destination)
 
     if fault == "weights":
-        monkeypatch.setattr(files, "save_file", failing)
+        monkeypatch.setattr(weights, "save_file", failing)
     elif fault == "config":
         monkeypatch.setattr("clearhead.hub.checkpoint.write_json", failing)
     elif fault == "sync":

@@ -63,7 +63,7 @@ def heads(
     from clearhead.inside.heads import head_roles
     from clearhead.inside.heads.alignments import agreement, read_alignments
     from clearhead.inside.heads.syntax import syntax
-    from clearhead.plot.canvas import FORMATS
+    from clearhead.plot import FORMATS
     from clearhead.training.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:

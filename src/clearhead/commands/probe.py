@@ -62,7 +62,7 @@ def probe(
     from clearhead.commands.common import progress
     from clearhead.errors import InputError
     from clearhead.inside.probe import probe as run
-    from clearhead.plot.canvas import FORMATS
+    from clearhead.plot import FORMATS
     from clearhead.training.precision import best_device
 
     if plot is not None and plot.suffix.lower() not in FORMATS:

@@ -285,7 +285,7 @@ def _opened(m: Model, data: tuple[str, ...], most: int | None, settings: tuple[s
 
 def _drawable(plot: Path | None) -> None:
     """Refuse a picture that cannot be written before any work is done."""
-    from clearhead.plot.canvas import FORMATS
+    from clearhead.plot import FORMATS
 
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {plot} cannot be written: its name must end in {', '.join(FORMATS)}")

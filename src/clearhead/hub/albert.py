@@ -1,14 +1,11 @@
 """ALBERT: BERT with a narrow token table, projected up, and layers that share their weights in groups."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bert import BLOCK, SHAPE, SPAN, TAGGER, classes, embedding, masked_head
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Says
+from clearhead.hub.bert import BLOCK, SHAPE, classes, embedding, heads, masked_head
+from clearhead.hub.fields import ACTIVATIONS, Field, Fixed
 from clearhead.hub.rules import same
 
 THEIRS = "albert.encoder.albert_layer_groups.{i}.albert_layers.0"
-POOLER = same({"albert.pooler": "head.pooler"})
 
 ALBERT = Architecture(
     model_type="albert",
@@ -17,7 +14,7 @@ ALBERT = Architecture(
     config=(
         *SHAPE,
         Fixed({"embedding_projection": True}),
-        Says({"inner_group_num": 1}),
+        Fixed(only={"inner_group_num": 1}),
         Field("vocab_size", "vocab_size", 30000),
         Field("embedding_size", "d_embedding", 128),
         Field("hidden_size", "d_model", 4096),
@@ -45,13 +42,7 @@ ALBERT = Architecture(
             }
         ),
     ),
-    heads={
-        "mlm": masked_head("predictions.dense", "predictions.LayerNorm", "predictions"),
-        "classifier": POOLER + TAGGER,
-        "tagger": TAGGER,
-        "span": SPAN,
-        "embedding": POOLER,
-    },
+    heads=heads(masked_head("predictions.dense", "predictions.LayerNorm", "predictions"), "albert.pooler"),
     ignored=("albert.embeddings.position_ids",),
     carried=("albert.pooler.*", "sop_classifier.*"),
 )

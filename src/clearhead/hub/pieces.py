@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 from clearhead.errors import CheckpointError
+from clearhead.hub.files import reading
 
 SPACE = "▁"
-UNIGRAM, CONTROL, USER_DEFINED = 1, 3, 4  # of the file's enumerations
+UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
 Settings = dict[str, Any]
 Scores = list[tuple[str, float]]
 
@@ -44,29 +45,20 @@ class PieceModel:
 
 def read_pieces(path: Path) -> PieceModel:
     """Read a SentencePiece file."""
-    try:
-        return _model(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (IndexError, ValueError, TypeError, KeyError, AttributeError, struct.error):
-        raise CheckpointError(f"{path} is no SentencePiece model, or is cut short") from None
+    with reading(path, "is no SentencePiece model, or is cut short"):
+        model = _model(path.read_bytes())
+    return model
 
 
 def _model(data: bytes) -> PieceModel:
     top = list(_fields(data))
-    pieces = []
-    for number, value in top:
-        if number == 1:
-            entry = dict(_fields(value))
-            pieces.append(
-                (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, b"\0\0\0\0"))[0], entry.get(3, 1))
-            )
-    if not pieces:
-        raise ValueError
-    trainer = dict(_fields(next((value for number, value in top if number == 2), b"")))
-    normalizer = dict(_fields(next((value for number, value in top if number == 3), b"")))
+    entries = [dict(_fields(value)) for number, value in top if number == 1]
+    pieces = [(entry[1].decode("utf-8"), _float(entry.get(2)), entry.get(3, 1)) for entry in entries]
+    trainer, normalizer = (
+        dict(_fields(next((value for number, value in top if number == wanted), b""))) for wanted in (2, 3)
+    )
     kind = trainer.get(3, UNIGRAM)
-    if kind not in (UNIGRAM, 2):
+    if not pieces or kind not in (UNIGRAM, BYTE_PAIRS):
         raise ValueError
     return PieceModel(
         pieces=pieces,
@@ -81,36 +73,33 @@ def _model(data: bytes) -> PieceModel:
 
 def read_scores(path: Path) -> PieceModel:
     """Read llama2.c's `tokenizer.bin`: the length of the longest piece, then score, length and bytes of each."""
-    try:
-        data, at = path.read_bytes(), 4
-        texts, scores = [], []
-        while at < len(data):
-            score, length = struct.unpack_from("<fi", data, at)
-            raw = data[at + 8 : at + 8 + length]
-            if length < 0 or len(raw) != length:
-                raise ValueError
-            texts.append(raw.decode("utf-8").replace(" ", SPACE))
-            scores.append(score)
-            at += 8 + length
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, struct.error):
-        texts = []
-    if len(texts) < 259 or texts[3:259] != [f"<0x{byte:02X}>" for byte in range(256)]:
-        raise CheckpointError(
-            f"{path} is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
-        )
-    pieces = [(text, score, 1) for text, score in zip(texts, scores)]
-    pieces[:3] = [
-        ("<unk>", 0.0, 2),
-        ("<s>", 0.0, CONTROL),
-        ("</s>", 0.0, CONTROL),
-    ]  # the file writes line breaks around their names
+    refusal = "is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
+    with reading(path, refusal):
+        pieces = list(_scored_pieces(path.read_bytes()))
+        if [text for text, _, _ in pieces[3:259]] != [f"<0x{byte:02X}>" for byte in range(256)]:
+            raise ValueError
+    # The file writes line breaks around the names of the special tokens.
+    pieces[:3] = [("<unk>", 0.0, 2), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     return PieceModel(pieces, unigram=False, byte_fallback=True)
 
 
+def _scored_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
+    at = 4
+    while at < len(data):
+        score, length = struct.unpack_from("<fi", data, at)
+        raw = data[at + 8 : at + 8 + length]
+        if length < 0 or len(raw) != length:
+            raise ValueError
+        yield raw.decode("utf-8").replace(" ", SPACE), score, 1
+        at += 8 + length
+
+
+def _float(raw: bytes | None) -> float:
+    return 0.0 if raw is None else float(struct.unpack("<f", raw)[0])
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of one protocol buffer message: number and value, an int or bytes."""
+    """Yield the fields of one protocol buffer message: number and value, an int or bytes."""
     at = 0
     while at < len(data):
         tag, at = _number(data, at)
@@ -213,7 +202,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 
 
 def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
-    """The tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
+    """Return the tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
     model = read_scores(path) if path.suffix == ".bin" else read_pieces(path)
     tokenizer = FAMILIES[family](model, settings)
     known = tokenizer.get_vocab()
@@ -224,10 +213,11 @@ def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
 
 
 def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: str) -> Tokenizer:
-    """Marian: `source.spm` cuts the text, and `vocab.json`, which also has the target's pieces, numbers what comes out.
+    """Return Marian's tokenizer: `source.spm` splits the text, and `vocab.json` numbers the pieces.
 
-    Pieces of the target alone score so low that they are taken for a character which the source does not know, and for
-    nothing else; several such characters in a row are one unknown. Pieces of the source that `vocab.json` lacks are left out.
+    `vocab.json` also has the target's pieces. Those score so low that they are used only for a character that the source
+    does not know; several such characters in a row are one unknown. Pieces of the source that `vocab.json` lacks are left
+    out.
     """
     model = read_pieces(source)
     scores = dict(model.scores)
@@ -252,7 +242,7 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
 
 
 def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
-    """A Unigram model that reads word by word, each with a space before it."""
+    """Return a Unigram model that reads word by word, each with a space before it."""
     tokenizer = Tokenizer(Unigram(scores, unk_id, byte_fallback=False))
     steps = [*(before or []), *_charsmap(model)]
     tokenizer.normalizer = normalizers.Sequence(steps) if steps else None
@@ -263,18 +253,12 @@ def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | N
 
 
 def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = None) -> Tokenizer:
-    """A BPE model; the file has no merges, but the pieces stand in the order in which they were merged."""
+    """Return a BPE model; the file has no merges, but the pieces stand in the order in which they were merged."""
     ids = {text: index for index, (text, _) in enumerate(scores)}
-    merges = []
-    for text, rank in ids.items():
-        halves = [
-            (text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids
-        ]
-        merges += [(rank, len(a), len(b), a, b) for a, b in halves]
-    merges.sort(key=lambda merge: merge[:3])
-    return Tokenizer(
-        BPE(ids, [(a, b) for *_, a, b in merges], unk_token=unk, fuse_unk=True, byte_fallback=fallback)
-    )
+    in_order = sorted(ids, key=ids.__getitem__)
+    halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
+    merges = [(first, second) for first, second in halves if first in ids and second in ids]
+    return Tokenizer(BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback))
 
 
 def _charsmap(model: PieceModel) -> list[Any]:
@@ -282,6 +266,6 @@ def _charsmap(model: PieceModel) -> list[Any]:
 
 
 def _spell(strip: bool) -> list[Any]:
-    """Pieces back to text: spaces, bytes, one string, and the space before the first word gone."""
+    """Return the steps from pieces back to text: spaces, bytes, one string; `strip` removes the space before the first word."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return steps + [decoders.Strip(" ", 1, 0)] if strip else steps

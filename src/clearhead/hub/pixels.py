@@ -17,6 +17,7 @@ from torch import Tensor
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
 from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.hub.files import first_line
 
 PREPROCESSOR = "preprocessor_config.json"
 KERNELS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers, which the file has
@@ -24,7 +25,7 @@ Image = str | Path | np.ndarray | Tensor
 
 
 def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:
-    """Pixels [C, H, W] of one image.
+    """Return the pixels [C, H, W] of one image.
 
     Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to what the
     model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1]. Floating-point numbers are pixels already.
@@ -47,10 +48,13 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
 
 
 def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
-    """[C, H, W] of bytes -> [C, *size] as the model was trained on."""
+    """Resize, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
     stated = settings.get("size")
-    square = (stated, stated) if isinstance(stated, int) else None
-    wanted = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else square or size
+    wanted = size
+    if isinstance(stated, int):
+        wanted = (stated, stated)
+    elif isinstance(stated, dict):
+        wanted = (stated.get("height", 0), stated.get("width", 0))
     if settings.get("do_center_crop") or wanted != size:
         raise CheckpointError(
             f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels"
@@ -78,7 +82,7 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
 
 
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
-    """One number for each channel: [C, 1, 1]."""
+    """Return one number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
     if len(listed) != channels or not all(isinstance(value, int | float) for value in listed):
         raise CheckpointError(
@@ -88,7 +92,7 @@ def _per_channel(values: Any, channels: int, name: str) -> Tensor:
 
 
 def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
-    """[C, H, W]; where both ends could be the channels, `last` decides: arrays have them last, tensors first."""
+    """Return the image as [C, H, W]; where both ends could be the channels, `last` decides: arrays have them last, tensors first."""
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
     if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
@@ -101,7 +105,7 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
 
 
 def _read(path: Path, channels: int) -> Tensor:
-    """An image file as bytes, [H, W, C]."""
+    """Read an image file as bytes [H, W, C]."""
     try:
         from PIL import Image as Picture
     except ImportError:
@@ -112,5 +116,5 @@ def _read(path: Path, channels: int) -> Tensor:
         with Picture.open(path) as picture:
             raw = np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
     except (OSError, ValueError) as error:  # no such file, no image, cut short, of numbers without a scale
-        raise InputError(f"{path} cannot be read as an image: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path} cannot be read as an image: {first_line(error)}") from None
     return torch.from_numpy(raw)

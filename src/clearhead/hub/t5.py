@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import Cases, Depths, Field, Fixed, Json, Part, Scaled, Written
+from clearhead.hub.fields import Cases, ConfigPart, Depths, Field, Fixed, Json, Scaled
 from clearhead.hub.rules import Rule, same
 
 PARTS = {"q": "q", "k": "k", "v": "v", "o": "out"}
@@ -11,7 +11,7 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "si
 
 
 def classes(name: str) -> dict[str, Json]:
-    """The classes that T5 and mT5 have."""
+    """Return the classes that T5 and mT5 have."""
     return {
         f"{name}ForConditionalGeneration": {"family": "encoder-decoder", "head": "lm"},
         f"{name}Model": {"family": "encoder-decoder", "head": "none"},
@@ -19,7 +19,7 @@ def classes(name: str) -> dict[str, Json]:
     }
 
 
-SHAPE: tuple[Part, ...] = (
+SHAPE: tuple[ConfigPart, ...] = (
     Fixed(
         {
             "positions": "relative",
@@ -42,7 +42,7 @@ SHAPE: tuple[Part, ...] = (
     Field("dropout_rate", "dropout", 0.1),
     Field("dropout_rate", "feedforward_dropout", 0.1),
     Field("tie_word_embeddings", "tie_embeddings", True),
-    Written({"decoder_start_token_id": 0}),
+    Fixed(written={"decoder_start_token_id": 0}),
 )
 # "gelu" is the tanh formula behind a gate, and the exact one without.
 BENDS = (
@@ -58,7 +58,7 @@ BENDS = (
 
 
 def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
-    """One stack's blocks, whose sublayers are numbered: SelfAttention, perhaps EncDecAttention, and the feed-forward."""
+    """Return the rules of one stack's blocks, whose sublayers are numbered: SelfAttention, perhaps EncDecAttention, and the feed-forward."""
     theirs, ours, last = f"{stack}.block.{{i}}.layer", f"{stack}.blocks.{{i}}", len(kinds)
     attention = {"SelfAttention": "attention", "EncDecAttention": "cross"}
     wide = f"{theirs}.{last}.DenseReluDense"
@@ -72,17 +72,16 @@ def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
         ),
         *same(
             {
-                f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before"
-                for n, kind in enumerate(kinds)
-            }
-        ),
-        *same(
-            {
+                **{
+                    f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before"
+                    for n, kind in enumerate(kinds)
+                },
                 f"{theirs}.{last}.layer_norm": f"{ours}.feedforward_residual.before",
                 f"{stack}.final_layer_norm": f"{stack}.norm",
+                f"{wide}.wi_0": f"{ours}.feedforward.gate",
+                f"{wide}.wo": f"{ours}.feedforward.down",
             }
         ),
-        *same({f"{wide}.wi_0": f"{ours}.feedforward.gate", f"{wide}.wo": f"{ours}.feedforward.down"}),
         Rule(f"{wide}.wi_1.weight", (f"{ours}.feedforward.up.weight",), when={"gated": True}),
         Rule(f"{wide}.wi.weight", (f"{ours}.feedforward.up.weight",), when={"gated": False}),
         Rule(

@@ -1,15 +1,13 @@
 """ViT: a pre-norm encoder of image patches with a class token. Its patch projection is stored as a convolution."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels, Says
-from clearhead.hub.rules import Reshape, Rule, same
+from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, LabelNames
+from clearhead.hub.rules import Rule, reshaped, same
 from clearhead.hub.tables import Patches
 
 BLOCK, THEIRS = "encoder.blocks.{i}", "vit.encoder.layer.{i}"
-KERNEL = Reshape(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))
-ROWS = Reshape(lambda config: (1, -1, config.d_model))
+KERNEL = reshaped(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))
+ROWS = reshaped(lambda config: (1, -1, config.d_model))
 
 VIT = Architecture(
     model_type="vit",
@@ -34,7 +32,7 @@ VIT = Architecture(
                 "init": "bert",
             }
         ),
-        Says({"pooler_act": "tanh"}),
+        Fixed(only={"pooler_act": "tanh"}),
         Patches(image=224, patch=16),
         Field("num_channels", "n_channels", 3),
         Field("hidden_size", "d_model", 768),
@@ -47,7 +45,7 @@ VIT = Architecture(
         Field("hidden_dropout_prob", "dropout", 0.0),
         Field("attention_probs_dropout_prob", "attention_dropout", 0.0),
         Field("initializer_range", "init_std", 0.02),
-        Labels(),
+        LabelNames(),
     ),
     rules=(
         Rule("vit.embeddings.cls_token", ("encoder.embedding.front.class_token",), ROWS),

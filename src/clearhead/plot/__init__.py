@@ -1,1 +1,3 @@
-"""Pictures of what `inside` returns: each function takes its data and gives a matplotlib figure; `save` writes it."""
+"""Pictures of what `inside` returns, as matplotlib figures: data in, figure out."""
+
+FORMATS = (".png", ".svg", ".pdf")  # endings of picture files; to look at them needs no matplotlib
