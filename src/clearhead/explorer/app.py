@@ -1,4 +1,7 @@
-"""The application of the page: its files, its headers, and the routes of `inside`. It answers to its own names only."""
+"""The application of the page: its files, its headers, and the routes of `inside`.
+
+It answers to its own names only.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from clearhead.explorer.session import Session
 
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -22,7 +22,8 @@ class Shown:
     def _repr_html_(self) -> str:
         page = html.escape(single_file(self.recorded, notebook=True), quote=True)
         size = f"width:100%;height:{self.height}px;border:1px solid #ccc"
-        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}" title="clearhead explorer"></iframe>'
+        frame = f'sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}"'
+        return f'<iframe {frame} title="clearhead explorer"></iframe>'
 
     def save(self, path: str | Path) -> Path:
         """Write it as one self-contained page."""

@@ -1,7 +1,7 @@
 """The page's files, and the same page as one file with a recorded run in it: no network, no second file.
 
-The modules are plain: static imports from files beside them, names at the top level that no two files share. So one
-script is their concatenation in the order of their imports, without the import and export words.
+The modules are plain: static imports from files beside them, names at the top level that no two files share.
+So one script is their concatenation in the order of their imports, without the import and export words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", r
 
 @cache
 def page_files() -> dict[str, tuple[str, str]]:
-    """Every file of the page by its name: text and type. A request can name one of these, and nothing else."""
+    """Every file of the page by its name: text and type.
+
+    A request can name one of these, and nothing else.
+    """
     folder = resources.files("clearhead.explorer") / "static"
     entries = [entry for entry in folder.iterdir() if entry.is_file() and "." in entry.name]
     kinds = {entry.name: TYPES.get("." + entry.name.rsplit(".", 1)[1]) for entry in entries}
@@ -63,7 +66,10 @@ def script() -> str:
 
 
 def single_file(record: dict[str, Any], notebook: bool = False) -> str:
-    """The page with everything inside. No text of the record can end its element: `<` is written as an escape."""
+    """The page with everything inside.
+
+    No text of the record can end its element: `<` is written as an escape.
+    """
     page, style = page_files()["index.html"][0], page_files()["style.css"][0]
     code = f"\n{script()}"
     body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
@@ -80,7 +86,8 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
     page = re.sub(r"<link[^>]*>\n", "", page)
     page = page.replace('<script type="module" src="main.js"></script>\n', "")
     page = page.replace("</head>", "\n".join(head) + "\n</head>")
-    tail = f'<script type="application/json" id="record">{body}</script>\n<script type="module">{code}</script>\n'
+    data = f'<script type="application/json" id="record">{body}</script>\n'
+    tail = f'{data}<script type="module">{code}</script>\n'
     marks = ' data-notebook=""' if notebook else ""
     return page.replace("<body>", f"<body{marks}>").replace("</body>", tail + "</body>")
 

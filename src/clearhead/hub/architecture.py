@@ -1,4 +1,4 @@
-"""An architecture: which classes its checkpoints have, how its config and its tensors become ours, and back."""
+"""An architecture: the classes of its checkpoints, and how its config and tensors become ours and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clearhead.hub.fields import ConfigPart, Json, count_labels
 from clearhead.hub.files import first_line, require
 from clearhead.hub.rules import Rule
 
-# Fields that change how a model is initialised or trained, and not what it computes; `bias` only sets other fields.
+# Fields that change how a model is initialised or trained, and not what it computes. `bias` only sets others.
 WITHOUT_EFFECT = (
     *("init", "init_std", "bias"),
     *("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop"),
@@ -38,7 +38,10 @@ MOST = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """Data alone. `classes` maps each class name to what its head is in our fields; the first is the default."""
+    """Data alone.
+
+    `classes` maps each class name to what its head is in our fields; the first is the default.
+    """
 
     model_type: str
     classes: Mapping[str, Json]
@@ -101,7 +104,7 @@ class Architecture:
                 yield {"architectures": [name], POOLER_KEY: False}, {**head, **WITHOUT_POOLER}
 
     def differences(self, config: ModelConfig) -> list[str] | None:
-        """Return the fields that this architecture cannot express, as "name value"; [] if it is exact, None without such a head."""
+        """Return what this architecture cannot express, as "name value"; None without such a head."""
         try:
             theirs = self.write(config)
             if theirs is None:
@@ -127,7 +130,7 @@ class Architecture:
         return [rule.theirs for rules in (self.rules, *self.heads.values()) for rule in rules]
 
     def names_all(self, names: Iterable[str]) -> bool:
-        """Return whether each tensor could be one of this architecture's, with the base model's prefix or without."""
+        """Return whether each tensor could be one of this architecture's, with the prefix or without."""
         numbered = [re.sub(r"\\{\w\\}", r"\\d+", re.escape(name)) for name in self.tensor_names()]
         pattern = re.compile("|".join(numbered))
         bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in names)

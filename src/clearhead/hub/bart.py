@@ -6,7 +6,7 @@ M2M-100 and Marian come from the same code and build on these tables.
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Cases, ConfigPart, Field, Fixed, Json, Scaled
+from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, cases, field, fixed, scaled
 from clearhead.hub.rules import Rule, reshaped, same
 
 PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
@@ -19,30 +19,28 @@ def classes(name: str, generator: str = "ForConditionalGeneration") -> dict[str,
 
 
 SHAPE: tuple[ConfigPart, ...] = (
-    Field("d_model", "d_model", 1024),
-    Field("encoder_layers", "n_encoder_layers", 12),
-    Field("decoder_layers", "n_layers", 12),
-    Field("encoder_attention_heads", "n_encoder_heads", 16),
-    Field("decoder_attention_heads", "n_heads", 16),
-    Field("encoder_ffn_dim", "d_encoder_ff", 4096),
-    Field("decoder_ffn_dim", "d_ff", 4096),
-    Field("dropout", "dropout", 0.1),
-    Field("activation_dropout", "feedforward_dropout", 0.0),
-    Field("init_std", "init_std", 0.02),
+    field("d_model", "d_model", 1024),
+    field("encoder_layers", "n_encoder_layers", 12),
+    field("decoder_layers", "n_layers", 12),
+    field("encoder_attention_heads", "n_encoder_heads", 16),
+    field("decoder_attention_heads", "n_heads", 16),
+    field("encoder_ffn_dim", "d_encoder_ff", 4096),
+    field("decoder_ffn_dim", "d_ff", 4096),
+    field("dropout", "dropout", 0.1),
+    field("activation_dropout", "feedforward_dropout", 0.0),
+    field("init_std", "init_std", 0.02),
 )
 # Where transformers does not tie the output layer, it shares nothing between encoder and decoder either.
-TYING = Cases(
+TYING = cases(
     {"tie_word_embeddings": True},
-    (
-        ({"tie_word_embeddings": True}, {"tie_embeddings": True, "share_embeddings": True}),
-        ({"tie_word_embeddings": False}, {"tie_embeddings": False, "share_embeddings": False}),
-    ),
+    ({"tie_word_embeddings": True}, {"tie_embeddings": True, "share_embeddings": True}),
+    ({"tie_word_embeddings": False}, {"tie_embeddings": False, "share_embeddings": False}),
 )
 GELU: tuple[ConfigPart, ...] = (
-    Field("max_position_embeddings", "max_positions", 1024),
-    Field("activation_function", "activation", "gelu", ACTIVATIONS),
-    Field("attention_dropout", "attention_dropout", 0.0),
-    Scaled("scale_embedding", "embedding_scale", 0.5, default=False, width="d_model"),
+    field("max_position_embeddings", "max_positions", 1024),
+    field("activation_function", "activation", "gelu", ACTIVATIONS),
+    field("attention_dropout", "attention_dropout", 0.0),
+    scaled("scale_embedding", "embedding_scale", 0.5, default=False, width="d_model"),
 )
 BART_LIKE: Json = {"family": "encoder-decoder", "norm": "layernorm", "head_bias": True}
 BART_LEARNED: Json = {**BART_LIKE, "positions": "learned", "position_offset": 2, "embedding_norm": True}
@@ -63,7 +61,10 @@ TABLES = (
 
 
 def blocks(stack: str) -> tuple[Rule, ...]:
-    """Return the rules of one stack. A model has a norm before or after a part: the rule for the other finds nothing."""
+    """Return the rules of one stack.
+
+    A model has a norm before or after a part: the rule for the other finds nothing.
+    """
     theirs, ours = f"model.{stack}.layers.{{i}}", f"{stack}.blocks.{{i}}"
     norms = {"self_attn": "attention", "encoder_attn": "cross", "final": "feedforward"}
     return (
@@ -94,11 +95,11 @@ OLD = ("model.encoder.version", "model.decoder.version")
 
 def bart(model_type: str, name: str, norm_position: str) -> Architecture:
     """Return BART or mBART, which differ in where their norms stand."""
-    fixed = Fixed({**BART_LEARNED, "norm_position": norm_position})
+    always = fixed({**BART_LEARNED, "norm_position": norm_position})
     return Architecture(
         model_type,
         classes(name),
-        config=(fixed, *SHAPE, Field("vocab_size", "vocab_size", 50265), *GELU, TYING),
+        config=(always, *SHAPE, field("vocab_size", "vocab_size", 50265), *GELU, TYING),
         rules=(*TABLES, *BODY),
         prefix="model.",
         ignored=OLD,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Field, Fixed, Json, LabelNames
+from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rules import Rule, renamed, same
 
 BLOCK = "encoder.blocks.{i}"
@@ -32,21 +32,21 @@ KIND: Json = {
     "init": "bert",
 }
 SHAPE: tuple[ConfigPart, ...] = (
-    Fixed(KIND),
-    Fixed(only={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
-    Field("vocab_size", "vocab_size", 30522),
-    Field("hidden_size", "d_model", 768),
-    Field("num_hidden_layers", "n_layers", 12),
-    Field("num_attention_heads", "n_heads", 12),
-    Field("intermediate_size", "d_ff", 3072),
-    Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-    Field("type_vocab_size", "n_types", 2, least=1),
-    Field("layer_norm_eps", "norm_eps", 1e-12),
-    Field("hidden_dropout_prob", "dropout", 0.1),
-    Field("attention_probs_dropout_prob", "attention_dropout", 0.1),
-    Field("initializer_range", "init_std", 0.02),
-    Field("tie_word_embeddings", "tie_embeddings", True),
-    LabelNames(),
+    fixed(KIND),
+    fixed(only={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
+    field("vocab_size", "vocab_size", 30522),
+    field("hidden_size", "d_model", 768),
+    field("num_hidden_layers", "n_layers", 12),
+    field("num_attention_heads", "n_heads", 12),
+    field("intermediate_size", "d_ff", 3072),
+    field("hidden_act", "activation", "gelu", ACTIVATIONS),
+    field("type_vocab_size", "n_types", 2, least=1),
+    field("layer_norm_eps", "norm_eps", 1e-12),
+    field("hidden_dropout_prob", "dropout", 0.1),
+    field("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    field("initializer_range", "init_std", 0.02),
+    field("tie_word_embeddings", "tie_embeddings", True),
+    LABELS,
 )
 
 
@@ -79,7 +79,10 @@ def layers(name: str) -> tuple[Rule, ...]:
 
 
 def masked_head(transform: str, norm: str, out: str) -> tuple[Rule, ...]:
-    """Return the rules of the head that predicts masked tokens. Its bias is stored twice; the output layer's own is used."""
+    """Return the rules of the head that predicts masked tokens.
+
+    Its bias is stored twice; the output layer's own is used.
+    """
     pairs = {transform: "head.transform", norm: "head.norm", f"{out}.decoder": "head.out"}
     return (*same(pairs), Rule(f"{out}.bias", ("head.out.bias",), copy=True))
 
@@ -106,7 +109,7 @@ BERT = Architecture(
     model_type="bert",
     classes=classes("Bert"),
     prefix="bert.",
-    config=(*SHAPE, Field("max_position_embeddings", "max_positions", 512)),
+    config=(*SHAPE, field("max_position_embeddings", "max_positions", 512)),
     rules=older(embedding("bert") + layers("bert")),
     heads=heads(older(MASKED), "bert.pooler.dense"),
     ignored=("bert.embeddings.position_ids",),

@@ -1,6 +1,7 @@
 """Checkpoints: a model directory becomes a config and a model, and the other way round.
 
-The model is built on the meta device, where it costs no memory, and each parameter then takes the file's own bytes.
+The model is built on the meta device, where it costs no memory, and each parameter then takes the file's own
+bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def describe(folder: Path) -> Description:
 
 
 def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the class whose rules read every tensor of the file; unchanged where none or several kinds do."""
+    """Return config.json with the class whose rules read every tensor; unchanged unless there is one kind."""
     try:
         entries = open_weights(folder)
     except CheckpointError:
@@ -89,11 +90,11 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
 
 
-# Loading --------------------------------------------------------------------------------------------------------------
+# Loading ----------------------------------------------------------------------------------------------------
 
 
 class _Undrawn(TorchFunctionMode):
-    """Skip the drawing of fresh weights: on the meta device it does nothing but import a compiler, for seconds."""
+    """Skip the drawing of fresh weights: on the meta device it only imports a compiler, for seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_"):
@@ -143,7 +144,7 @@ class _Filling:
     shapes: dict[str, Shape]  # of the model's parameters
 
     def load(self, rule: Rule, dtype: torch.dtype | None) -> list[Tensor]:
-        """Read one tensor of the file as our parameters; where that makes copies, give the file's pages back at once."""
+        """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
         entry = self.entries[rule.theirs]
         theirs = entry.read()
         if not theirs.is_floating_point():
@@ -187,7 +188,7 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
         name = min(unused)
         raise CheckpointError(
             f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}"
-            f"{nearest(name, architecture.tensor_names())}: config.json and the weights do not belong together"
+            f"{nearest(name, architecture.tensor_names())}: config.json and weights do not belong together"
         )
     if missing:
         why = "the file is incomplete, or config.json is another model's"
@@ -230,13 +231,13 @@ def _with_stored_output(description: Description, entries: dict[str, Entry]) -> 
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
-    """Return the rules of an architecture that apply to this model; our own format has each parameter under its own name."""
+    """Return the rules that apply to this model; our own format has each parameter under its own name."""
     own = tuple(Rule(name, (name,)) for name, _ in model.named_parameters())
     return architecture.rules_for(model.config) or own
 
 
 def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
-    """Yield the rules with layers and experts filled in; tied parameters go by the name under which they are listed first."""
+    """Yield the rules with layers and experts filled in; tied parameters go by their first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -248,7 +249,7 @@ def _more(names: Collection[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-# Saving ---------------------------------------------------------------------------------------------------------------
+# Saving -----------------------------------------------------------------------------------------------------
 
 
 def exported_config(
@@ -256,8 +257,8 @@ def exported_config(
 ) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture to save as, and its config.json.
 
-    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture expresses
-    all of our config, a section of our own does.
+    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture
+    expresses all of our config, a section of our own does.
     """
     if original is not None and original.config == config:
         return original.architecture, dict(original.theirs)
@@ -272,12 +273,12 @@ def exported_config(
 
 
 def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
-    """Return what a model is saved as, and, where no architecture is exactly it, which fields stand in the way."""
+    """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
     architecture, theirs = exported_config(config, original)
     if architecture is not OWN:
         return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
     closest, differences = nearest_to(config)
-    why = "no Hugging Face architecture has this family and head, so its config.json carries clearhead's own section"
+    why = "no Hugging Face architecture has this family and head, so config.json has clearhead's own section"
     if closest is not None:
         listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
         why = f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
@@ -293,7 +294,7 @@ def save_model(
     dtype: torch.dtype | None = None,
     carried: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Write config.json and the weights into a folder that exists; `carried` tensors are written as they are."""
+    """Write config.json and the weights into a folder that exists; `carried` tensors stay as they are."""
     carried = carried or {}
     rules = export_state(model, architecture)
     parameters = dict(model.named_parameters())
@@ -319,7 +320,7 @@ def save_model(
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:
-    """Return, by their name, the rule that makes each tensor of the checkpoint; each parameter is written once."""
+    """Return the rule that makes each tensor of the checkpoint, by name; each parameter is written once."""
     made: dict[str, Rule] = {}
     written: set[str] = set()
     for rule in _matches(model, architecture):

@@ -2,7 +2,7 @@
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import BLOCK, KIND, SPAN, TAGGER, classes
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, LabelNames
+from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed
 from clearhead.hub.rules import Rule, same
 
 THEIRS = "distilbert.transformer.layer.{i}"
@@ -13,19 +13,19 @@ DISTILBERT = Architecture(
     prefix="distilbert.",
     config=(
         # sinusoidal_pos_embds says how the position table was initialised; it is stored like any other.
-        Fixed({**KIND, "norm_eps": 1e-12}),
-        Field("vocab_size", "vocab_size", 30522),
-        Field("max_position_embeddings", "max_positions", 512),
-        Field("dim", "d_model", 768),
-        Field("n_layers", "n_layers", 6),
-        Field("n_heads", "n_heads", 12),
-        Field("hidden_dim", "d_ff", 3072),
-        Field("activation", "activation", "gelu", ACTIVATIONS),
-        Field("dropout", "dropout", 0.1),
-        Field("attention_dropout", "attention_dropout", 0.1),
-        Field("initializer_range", "init_std", 0.02),
-        Field("tie_word_embeddings", "tie_embeddings", True),
-        LabelNames(),
+        fixed({**KIND, "norm_eps": 1e-12}),
+        field("vocab_size", "vocab_size", 30522),
+        field("max_position_embeddings", "max_positions", 512),
+        field("dim", "d_model", 768),
+        field("n_layers", "n_layers", 6),
+        field("n_heads", "n_heads", 12),
+        field("hidden_dim", "d_ff", 3072),
+        field("activation", "activation", "gelu", ACTIVATIONS),
+        field("dropout", "dropout", 0.1),
+        field("attention_dropout", "attention_dropout", 0.1),
+        field("initializer_range", "init_std", 0.02),
+        field("tie_word_embeddings", "tie_embeddings", True),
+        LABELS,
     ),
     rules=(
         Rule("distilbert.embeddings.word_embeddings.weight", ("encoder.embedding.front.tokens.weight",)),

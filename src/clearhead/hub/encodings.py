@@ -1,4 +1,4 @@
-"""Texts as a tokenizer sees them: pairs cut to fit, long texts in overlapping windows, with offsets and segment types."""
+"""Encodings with offsets and segment types: pairs truncated to fit, long texts in overlapping windows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def windows(
     room = max_length - taken
     if room < 1:
         raise InputError(
-            f"a question takes {taken} tokens with the special ones, and a window has {max_length}: shorten it"
+            f"a question takes {taken} tokens, special ones too, and a window has {max_length}: shorten it"
         )
     stride = min(stride, room // 2)
     whole = encoding_of(tokenizer, text)

@@ -1,9 +1,9 @@
-"""Falcon: attention and feed-forward side by side after one norm or one each; few key/value heads, fused with the queries."""
+"""Falcon: attention and feed-forward side by side, few key/value heads, stored with their queries."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed
+from clearhead.hub.fields import ACTIVATIONS, cases, field, fixed
 from clearhead.hub.llama import BLOCK, INV_FREQ, QKV, TOKENS, classes, heads, sizes
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
 
 THEIRS = "transformer.h.{i}"
@@ -16,26 +16,24 @@ FALCON = Architecture(
     classes=classes("Falcon"),
     prefix="transformer.",
     config=(
-        Fixed({"bias": False, "norm_bias": True}),
-        Fixed(only={"alibi": False}),
+        fixed({"bias": False, "norm_bias": True}),
+        fixed(only={"alibi": False}),
         *sizes(vocab_size=65024, hidden_size=4544, num_attention_heads=71, tie_word_embeddings=True),
-        Field("ffn_hidden_size", "d_ff", None),
-        Field("activation", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_epsilon", "norm_eps", 1e-5),
-        Field("hidden_dropout", "dropout", 0.0),
-        *(Field("bias", ours, False) for ours in ("qkv_bias", "attention_out_bias", "feedforward_bias")),
-        Rope(),
-        Field("num_kv_heads", "n_kv_heads", None),
-        Cases(
+        field("ffn_hidden_size", "d_ff", None),
+        field("activation", "activation", "gelu", ACTIVATIONS),
+        field("layer_norm_epsilon", "norm_eps", 1e-5),
+        field("hidden_dropout", "dropout", 0.0),
+        *(field("bias", ours, False) for ours in ("qkv_bias", "attention_out_bias", "feedforward_bias")),
+        rope(),
+        field("num_kv_heads", "n_kv_heads", None),
+        cases(
             {NEW: False, MULTI_QUERY: True, PARALLEL: True, NORMS: 2},
-            (
-                ({NEW: False, MULTI_QUERY: True, PARALLEL: True}, {"n_kv_heads": 1, **ONE_NORM}),
-                ({NEW: False, MULTI_QUERY: True, PARALLEL: False}, {"n_kv_heads": 1, "parallel": False}),
-                ({NEW: True, PARALLEL: True, NORMS: 2}, {"parallel": True, "parallel_norms": 2}),
-                ({NEW: True, PARALLEL: True, NORMS: 1}, ONE_NORM),
-                ({NEW: False, MULTI_QUERY: False, PARALLEL: True}, {"n_kv_heads": None, **ONE_NORM}),
-                ({NEW: False, MULTI_QUERY: False, PARALLEL: False}, {"n_kv_heads": None, "parallel": False}),
-            ),
+            ({NEW: False, MULTI_QUERY: True, PARALLEL: True}, {"n_kv_heads": 1, **ONE_NORM}),
+            ({NEW: False, MULTI_QUERY: True, PARALLEL: False}, {"n_kv_heads": 1, "parallel": False}),
+            ({NEW: True, PARALLEL: True, NORMS: 2}, {"parallel": True, "parallel_norms": 2}),
+            ({NEW: True, PARALLEL: True, NORMS: 1}, ONE_NORM),
+            ({NEW: False, MULTI_QUERY: False, PARALLEL: True}, {"n_kv_heads": None, **ONE_NORM}),
+            ({NEW: False, MULTI_QUERY: False, PARALLEL: False}, {"n_kv_heads": None, "parallel": False}),
         ),
     ),
     rules=(

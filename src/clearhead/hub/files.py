@@ -8,7 +8,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDE
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, cut to 200 characters; the name of its class if it has none."""
+    """Return the first line of an error's message, at most 200 characters; without one, its class."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -35,7 +35,7 @@ def require(condition: bool, refusal: str) -> None:
 
 @contextmanager
 def reading(path: Path, otherwise: str) -> Iterator[None]:
-    """Refuse a file in one line: with the system's reason, or with `otherwise` where its contents make no sense."""
+    """Refuse a file in one line: with the system's reason, or with `otherwise` for what it holds."""
     try:
         yield
     except CheckpointError:
@@ -66,7 +66,7 @@ def read_json_if_any(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -83,13 +83,14 @@ def write_text(path: Path, text: str) -> None:
         _sync(new)
         os.replace(new, path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to fill. When the block ends well its files move into `target`; otherwise nothing is left of it.
+    """Give a folder to fill, whose files move into `target` when the block ends well; else nothing is left.
 
     Other files of `target` stay, save for weights: one directory holds one model.
     """
@@ -119,7 +120,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def _replace_all(work: Path, target: Path, new: list[Path]) -> None:
-    """Move files into place, config.json last, and remove old weights; if one cannot be moved, put back the old ones."""
+    """Move files into place, config.json last, and remove old weights; on failure put the old files back."""
     found = [path.relative_to(target) for pattern in ALL_WEIGHTS for path in target.glob(pattern)]
     stale = [name for name in found if name not in new]
     old = work / ".old"
@@ -144,7 +145,7 @@ def _replace_all(work: Path, target: Path, new: list[Path]) -> None:
 
 
 def _keep(path: Path, copy: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links: there is no moment without it."""
+    """Give a file a second name, or copy it where the file system has no links."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, copy, follow_symlinks=False)

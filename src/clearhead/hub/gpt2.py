@@ -1,7 +1,10 @@
-"""GPT-2: a pre-norm decoder with learned positions. Its linear weights are stored [in, out], q, k and v as one."""
+"""GPT-2: a pre-norm decoder with learned positions.
+
+Its linear weights are stored [in, out], q, k and v as one.
+"""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, LabelNames
+from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed
 from clearhead.hub.llama import BLOCK, QKV, TOKENS, classes, heads
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule, joined, same
 
@@ -13,22 +16,22 @@ GPT2 = Architecture(
     classes=classes("GPT2", "GPT2LMHeadModel"),
     prefix="transformer.",
     config=(
-        Fixed({"family": "decoder", "positions": "learned", "norm": "layernorm", "norm_position": "pre"}),
-        Fixed(only=ONLY),
-        Field("vocab_size", "vocab_size", 50257),
-        Field("n_positions", "max_positions", 1024),
-        Field("n_embd", "d_model", 768),
-        Field("n_layer", "n_layers", 12),
-        Field("n_head", "n_heads", 12),
-        Field("n_inner", "d_ff", None),
-        Field("activation_function", "activation", "gelu_new", ACTIVATIONS),
-        Field("layer_norm_epsilon", "norm_eps", 1e-5),
-        Field("resid_pdrop", "dropout", 0.1),
-        Field("attn_pdrop", "attention_dropout", 0.1),
-        Field("embd_pdrop", "embedding_dropout", 0.1),
-        Field("initializer_range", "init_std", 0.02),
-        Field("tie_word_embeddings", "tie_embeddings", True),
-        LabelNames(),
+        fixed({"family": "decoder", "positions": "learned", "norm": "layernorm", "norm_position": "pre"}),
+        fixed(only=ONLY),
+        field("vocab_size", "vocab_size", 50257),
+        field("n_positions", "max_positions", 1024),
+        field("n_embd", "d_model", 768),
+        field("n_layer", "n_layers", 12),
+        field("n_head", "n_heads", 12),
+        field("n_inner", "d_ff", None),
+        field("activation_function", "activation", "gelu_new", ACTIVATIONS),
+        field("layer_norm_epsilon", "norm_eps", 1e-5),
+        field("resid_pdrop", "dropout", 0.1),
+        field("attn_pdrop", "attention_dropout", 0.1),
+        field("embd_pdrop", "embedding_dropout", 0.1),
+        field("initializer_range", "init_std", 0.02),
+        field("tie_word_embeddings", "tie_embeddings", True),
+        LABELS,
     ),
     rules=(
         Rule("transformer.wte.weight", TOKENS),

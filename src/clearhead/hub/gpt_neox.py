@@ -1,9 +1,9 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side, part of each head rotated, q, k and v as one, head by head."""
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions in part of each head."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field
+from clearhead.hub.fields import ACTIVATIONS, cases, field
 from clearhead.hub.llama import BLOCK, INV_FREQ, QKV, TOKENS, classes, heads, sizes
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
 
 THEIRS = "gpt_neox.layers.{i}"
@@ -14,23 +14,21 @@ GPT_NEOX = Architecture(
     prefix="gpt_neox.",
     config=(
         *sizes(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64),
-        Field("intermediate_size", "d_ff", 24576),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_eps", "norm_eps", 1e-5),
-        Field("hidden_dropout", "dropout", 0.0),
-        Field("attention_bias", "qkv_bias", True),
-        Field("attention_bias", "attention_out_bias", True),
-        Rope(
+        field("intermediate_size", "d_ff", 24576),
+        field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        field("layer_norm_eps", "norm_eps", 1e-5),
+        field("hidden_dropout", "dropout", 0.0),
+        field("attention_bias", "qkv_bias", True),
+        field("attention_bias", "attention_out_bias", True),
+        rope(
             fraction=0.25,
             theta_keys=("rotary_emb_base", "rope_theta"),
             fraction_keys=("rotary_pct", "partial_rotary_factor"),
         ),
-        Cases(
+        cases(
             {"use_parallel_residual": True},
-            (
-                ({"use_parallel_residual": True}, {"parallel": True, "parallel_norms": 2}),
-                ({"use_parallel_residual": False}, {"parallel": False}),
-            ),
+            ({"use_parallel_residual": True}, {"parallel": True, "parallel_norms": 2}),
+            ({"use_parallel_residual": False}, {"parallel": False}),
         ),
     ),
     rules=(

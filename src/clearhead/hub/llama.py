@@ -1,12 +1,15 @@
-"""Llama 1, 2 and 3: a pre-norm decoder with rotary positions, RMSNorm and a gated feed-forward. Others build on its tables."""
+"""Llama 1, 2 and 3: a pre-norm decoder with rotary positions, RMSNorm and a gated feed-forward.
+
+Others build on its tables.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Field, Fixed, Json, LabelNames
-from clearhead.hub.rope import Rope
+from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import Rule, same
 
 BLOCK, THEIRS = "decoder.blocks.{i}", "model.layers.{i}"
@@ -29,7 +32,7 @@ def classes(name: str, lm: str = "", sequence: bool = True, token: bool = True) 
 
 
 def heads(tagger: str = "classifier", lm: tuple[str, ...] = ("lm_head",)) -> dict[str, tuple[Rule, ...]]:
-    """Return the rules of each head: every decoder calls the classifier's output layer "score", the others vary."""
+    """Return the rules of each head, by the names of its output layer; the classifier's is always "score"."""
     names = {"lm": lm, "classifier": ("score",), "tagger": (tagger,)}
     return {head: same(dict.fromkeys(theirs, "head.out")) for head, theirs in names.items()}
 
@@ -47,11 +50,11 @@ SIZES = {  # their key: our field, and what Llama means where the key is absent
 
 
 def sizes(norm: str = "layernorm", **defaults: object) -> tuple[ConfigPart, ...]:
-    """Return what every rotary pre-norm decoder states; `defaults` where an absent key means something else than for Llama."""
+    """Return what every rotary pre-norm decoder states; `defaults` replace Llama's for absent keys."""
     return (
-        Fixed({"family": "decoder", "positions": "rope", "norm": norm, "norm_position": "pre"}),
-        *(Field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()),
-        LabelNames(),
+        fixed({"family": "decoder", "positions": "rope", "norm": norm, "norm_position": "pre"}),
+        *(field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()),
+        LABELS,
     )
 
 
@@ -62,23 +65,23 @@ def shape(
     eps: float = 1e-6,
     **defaults: object,
 ) -> tuple[ConfigPart, ...]:
-    """Return what a decoder of Llama's kind states: RMSNorm before each part, gated feed-forward, no biases."""
+    """Return what a decoder of Llama's kind states: RMSNorm, gated feed-forward, no biases."""
     return (
         *sizes("rmsnorm", **defaults),
-        Fixed({"gated": True, "bias": False}),
-        Field("intermediate_size", "d_ff", d_ff),
-        Field("num_key_value_heads", "n_kv_heads", kv_heads),
-        Field("head_dim", "d_head", head_dim),
-        Field("rms_norm_eps", "norm_eps", eps),
+        fixed({"gated": True, "bias": False}),
+        field("intermediate_size", "d_ff", d_ff),
+        field("num_key_value_heads", "n_kv_heads", kv_heads),
+        field("head_dim", "d_head", head_dim),
+        field("rms_norm_eps", "norm_eps", eps),
     )
 
 
-ACTIVATION = Field("hidden_act", "activation", "silu", ACTIVATIONS)
+ACTIVATION = field("hidden_act", "activation", "silu", ACTIVATIONS)
 ATTENTION_BIAS = (
-    Field("attention_bias", "qkv_bias", False),
-    Field("attention_bias", "attention_out_bias", False),
+    field("attention_bias", "qkv_bias", False),
+    field("attention_bias", "attention_out_bias", False),
 )
-FEEDFORWARD_BIAS = Field("mlp_bias", "feedforward_bias", False)
+FEEDFORWARD_BIAS = field("mlp_bias", "feedforward_bias", False)
 ATTENTION = same(
     {f"{THEIRS}.self_attn.{x}_proj": f"{BLOCK}.attention.{y}" for x, y in zip("qkvo", ("q", "k", "v", "out"))}
 )
@@ -103,7 +106,7 @@ def llama_like(
     rules: tuple[Rule, ...] = RULES,
     **changes: Any,
 ) -> Architecture:
-    """Return an architecture with Llama's names of tensors; `named` is how its classes begin, or the classes themselves."""
+    """Return an architecture with Llama's tensors; `named` is how its classes begin, or the classes."""
     known = classes(named) if isinstance(named, str) else named
     usual: Json = {"prefix": "model.", "heads": heads(tagger="score"), "ignored": (INV_FREQ,)}
     return Architecture(model_type, known, config, rules, **(usual | changes))
@@ -114,8 +117,8 @@ LLAMA = llama_like(
     "Llama",
     *shape(),
     ACTIVATION,
-    Rope(),
+    rope(),
     *ATTENTION_BIAS,
     FEEDFORWARD_BIAS,
-    Fixed(only={"pretraining_tp": 1}),
+    fixed(only={"pretraining_tp": 1}),
 )

@@ -1,8 +1,11 @@
-"""Mistral: Llama with a window in every layer. Mixtral: the same with a mixture of experts for a feed-forward."""
+"""Mistral: Llama with a window in every layer.
 
-from clearhead.hub.fields import Field, SlidingWindows
+Mixtral: the same with a mixture of experts for a feed-forward.
+"""
+
+from clearhead.hub.fields import field, sliding_windows
 from clearhead.hub.llama import ACTIVATION, ATTENTION, BLOCK, EDGES, NORMS, THEIRS, llama_like, shape
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import EXPERTS, Rule
 
 MISTRAL = llama_like(
@@ -10,8 +13,8 @@ MISTRAL = llama_like(
     "Mistral",
     *shape(d_ff=14336, kv_heads=8, max_position_embeddings=131072),
     ACTIVATION,
-    Rope(),
-    SlidingWindows(default=4096),
+    rope(),
+    sliding_windows(default=4096),
 )
 
 MOE, EXPERT = f"{THEIRS}.block_sparse_moe", f"{BLOCK}.feedforward.experts"
@@ -34,9 +37,9 @@ MIXTRAL = llama_like(
     "Mixtral",
     *shape(d_ff=14336, kv_heads=8, eps=1e-5, max_position_embeddings=131072),
     ACTIVATION,
-    Rope(base=1_000_000.0),
-    SlidingWindows(),
-    Field("num_local_experts", "n_experts", 8, least=1),
-    Field("num_experts_per_tok", "n_active_experts", 2),
+    rope(base=1_000_000.0),
+    sliding_windows(),
+    field("num_local_experts", "n_experts", 8, least=1),
+    field("num_experts_per_tok", "n_active_experts", 2),
     rules=(*EDGES, *NORMS, *ATTENTION, *SEPARATE_EXPERTS, *FUSED_EXPERTS),
 )

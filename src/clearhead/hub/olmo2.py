@@ -1,6 +1,6 @@
-"""OLMo 2: Llama with its norms after each part instead of before, and a norm over all queries and over all keys."""
+"""OLMo 2: Llama with its norms after each part instead of before, and norms over queries and keys."""
 
-from clearhead.hub.fields import Fixed
+from clearhead.hub.fields import fixed
 from clearhead.hub.llama import (
     ACTIVATION,
     ATTENTION,
@@ -14,7 +14,7 @@ from clearhead.hub.llama import (
     llama_like,
     shape,
 )
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import same
 
 NORMS = same(
@@ -29,8 +29,8 @@ OLMO2 = llama_like(
     classes("Olmo2", token=False),
     *shape(eps=1e-5, vocab_size=50304),
     ACTIVATION,
-    Rope(),
+    rope(),
     *ATTENTION_BIAS,
-    Fixed({"norm_position": "output", "qk_norm": "full"}),
+    fixed({"norm_position": "output", "qk_norm": "full"}),
     rules=(*EDGES, *ATTENTION, *QK_NORMS, *FEEDFORWARD, *NORMS),
 )

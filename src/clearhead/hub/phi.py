@@ -1,6 +1,9 @@
-"""Phi 1 to 2: attention and feed-forward side by side after one norm, with biases. Phi-3 and 4: Llama, with fused weights."""
+"""Phi 1 to 2: attention and feed-forward side by side after one norm, with biases.
 
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, SlidingWindows
+Phi-3 and 4: Llama, with fused weights.
+"""
+
+from clearhead.hub.fields import ACTIVATIONS, field, fixed, sliding_windows
 from clearhead.hub.llama import (
     ACTIVATION,
     BLOCK,
@@ -14,24 +17,24 @@ from clearhead.hub.llama import (
     shape,
     sizes,
 )
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import joined, same
 
-DROPOUTS = (Field("resid_pdrop", "dropout", 0.0), Field("embd_pdrop", "embedding_dropout", 0.0))
+DROPOUTS = (field("resid_pdrop", "dropout", 0.0), field("embd_pdrop", "embedding_dropout", 0.0))
 
 PHI = llama_like(
     "phi",
     {**classes("Phi"), "PhiForCausalLM": {"head": "lm", "head_bias": True}},
-    Fixed({"parallel": True}),
+    fixed({"parallel": True}),
     *sizes(vocab_size=51200, hidden_size=2048, num_hidden_layers=24),
-    Field("intermediate_size", "d_ff", 8192),
-    Field("num_key_value_heads", "n_kv_heads", None),
-    Field("head_dim", "d_head", None),
-    Field("hidden_act", "activation", "gelu_new", ACTIVATIONS),
-    Field("layer_norm_eps", "norm_eps", 1e-5),
+    field("intermediate_size", "d_ff", 8192),
+    field("num_key_value_heads", "n_kv_heads", None),
+    field("head_dim", "d_head", None),
+    field("hidden_act", "activation", "gelu_new", ACTIVATIONS),
+    field("layer_norm_eps", "norm_eps", 1e-5),
     *DROPOUTS,
-    Field("qk_layernorm", "qk_norm", False, {False: "none", True: "head"}),
-    Rope(fraction=0.5),
+    field("qk_layernorm", "qk_norm", False, {False: "none", True: "head"}),
+    rope(fraction=0.5),
     rules=(
         EMBEDDING,
         *same(
@@ -54,10 +57,10 @@ PHI3 = llama_like(
     *shape(d_ff=8192, eps=1e-5, vocab_size=32064, hidden_size=3072, max_position_embeddings=4096),
     ACTIVATION,
     *DROPOUTS,
-    Rope(fraction=1.0),
-    SlidingWindows(),
+    rope(fraction=1.0),
+    sliding_windows(),
     # By default these are rows of the released models' token table.
-    Fixed(written={"pad_token_id": None, "eos_token_id": None}),
+    fixed(written={"pad_token_id": None, "eos_token_id": None}),
     rules=(
         *EDGES,
         *NORMS,

@@ -1,7 +1,8 @@
 """SentencePiece `.model` files as `tokenizers.Tokenizer`s.
 
-The file is a protocol buffer of which we need a handful of fields, so it is read here, without the sentencepiece and
-protobuf packages. What a family of models adds (order of the special tokens, spaces, the frame around a text) follows.
+The file is a protocol buffer of which we need a handful of fields, so it is read here, without the
+sentencepiece and protobuf packages. What a family of models adds (order of the special tokens, spaces, the
+frame around a text) follows.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _model(data: bytes) -> PieceModel:
 
 
 def read_scores(path: Path) -> PieceModel:
-    """Read llama2.c's `tokenizer.bin`: the length of the longest piece, then score, length and bytes of each."""
+    """Read llama2.c's `tokenizer.bin`: the longest length, then score, length and bytes of each piece."""
     refusal = "is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
     with reading(path, refusal):
         pieces = list(_scored_pieces(path.read_bytes()))
@@ -123,7 +124,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-# Families -------------------------------------------------------------------------------------------------------------
+# Families ---------------------------------------------------------------------------------------------------
 
 
 def t5(model: PieceModel, settings: Settings) -> Tokenizer:
@@ -215,9 +216,9 @@ def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
 def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: str) -> Tokenizer:
     """Return Marian's tokenizer: `source.spm` splits the text, and `vocab.json` numbers the pieces.
 
-    `vocab.json` also has the target's pieces. Those score so low that they are used only for a character that the source
-    does not know; several such characters in a row are one unknown. Pieces of the source that `vocab.json` lacks are left
-    out.
+    `vocab.json` also has the target's pieces. Those score so low that they are used only for a character that
+    the source does not know; several such characters in a row are one unknown. Pieces of the source that
+    `vocab.json` lacks are left out.
     """
     model = read_pieces(source)
     scores = dict(model.scores)
@@ -238,7 +239,7 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     return tokenizer
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
+# Parts ------------------------------------------------------------------------------------------------------
 
 
 def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
@@ -253,7 +254,7 @@ def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | N
 
 
 def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = None) -> Tokenizer:
-    """Return a BPE model; the file has no merges, but the pieces stand in the order in which they were merged."""
+    """Return a BPE model; its merges follow from the pieces, which stand in the order of merging."""
     ids = {text: index for index, (text, _) in enumerate(scores)}
     in_order = sorted(ids, key=ids.__getitem__)
     halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
@@ -266,6 +267,6 @@ def _charsmap(model: PieceModel) -> list[Any]:
 
 
 def _spell(strip: bool) -> list[Any]:
-    """Return the steps from pieces back to text: spaces, bytes, one string; `strip` removes the space before the first word."""
+    """Return the steps from pieces back to text; `strip` removes the space before the first word."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return steps + [decoders.Strip(" ", 1, 0)] if strip else steps

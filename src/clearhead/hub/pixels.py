@@ -27,8 +27,9 @@ Image = str | Path | np.ndarray | Tensor
 def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:
     """Return the pixels [C, H, W] of one image.
 
-    Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to what the
-    model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1]. Floating-point numbers are pixels already.
+    Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to
+    what the model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1].
+    Floating-point numbers are pixels already.
     """
     assert config.image_size is not None
     raw = _read(Path(image), config.n_channels) if isinstance(image, str | Path) else torch.as_tensor(image)
@@ -36,13 +37,14 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
     if pixels.is_floating_point():
         if tuple(pixels.shape[1:]) != config.image_size:
             raise InputError(
-                f"pixels are {list(pixels.shape)} and the model reads {[config.n_channels, *config.image_size]}: give that size, or an "
-                "image of whole numbers 0 to 255, which is resized"
+                f"pixels are {list(pixels.shape)} and the model reads "
+                f"{[config.n_channels, *config.image_size]}: give that size, or an image of whole numbers 0 to 255, "
+                "which is resized"
             )
         return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
         raise InputError(
-            f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must lie between 0 and 255"
+            f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must be 0 to 255"
         )
     return _prepared(pixels.to(torch.uint8), config.image_size, settings)
 
@@ -57,12 +59,13 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
         wanted = (stated.get("height", 0), stated.get("width", 0))
     if settings.get("do_center_crop") or wanted != size:
         raise CheckpointError(
-            f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels"
+            f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
         )
     if tuple(image.shape[1:]) != size:
         if not settings.get("do_resize", True):
             raise InputError(
-                f"an image is {list(image.shape[1:])} and the model reads {list(size)}: {PREPROCESSOR} says not to resize"
+                f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
+                f"{PREPROCESSOR} says not to resize"
             )
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
@@ -92,13 +95,12 @@ def _per_channel(values: Any, channels: int, name: str) -> Tensor:
 
 
 def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
-    """Return the image as [C, H, W]; where both ends could be the channels, `last` decides: arrays have them last, tensors first."""
+    """Return the image as [C, H, W]; where either end could be the channels, `last` decides."""
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
     if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
-        raise InputError(
-            f"an image has shape {list(image.shape)}: it must be [{channels}, H, W], [H, W, {channels}] or [H, W]"
-        )
+        allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
+        raise InputError(f"an image has shape {list(image.shape)}: it must be {allowed}")
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image

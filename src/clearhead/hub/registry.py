@@ -1,4 +1,7 @@
-"""All architectures. A checkpoint's `model_type` names one; for a config of ours, the one that expresses it best is found."""
+"""All architectures.
+
+A checkpoint's `model_type` names one; for a config of ours, the one that expresses it best is found.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
 
 
 def nearest_to(config: ModelConfig) -> tuple[Architecture | None, list[str]]:
-    """Return the architecture that expresses this config with the fewest differences, and those: none if it is exact."""
+    """Return the architecture that expresses this config with the fewest differences, and the differences."""
     best: tuple[Architecture | None, list[str]] = (None, [f"family {config.family!r}"])
     for architecture in ARCHITECTURES.values():
         differences = architecture.differences(config)

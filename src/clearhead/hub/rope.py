@@ -1,8 +1,7 @@
-"""Fields of rotary positions: base, partial rotation and scaling, in the many spellings config.json has for them."""
+"""Fields of rotary positions: base, partial rotation and scaling, in the many spellings of config.json."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from clearhead.config import ModelConfig, RopeScaling
@@ -36,92 +35,83 @@ KEYS_BY_KIND = {
 }
 
 
-@dataclass(frozen=True)
-class Rope(ConfigPart):
-    """Rotary base, partial rotation and scaling, in the old keys (rope_theta, rope_scaling) or the new (rope_parameters)."""
+def rope(
+    base: float = 10_000.0,
+    fraction: float | None = None,
+    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base"),
+    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct"),
+) -> ConfigPart:
+    """Return the part for base, partial rotation and scaling, in old keys or new (rope_parameters).
 
-    base: float = 10_000.0
-    fraction: float | None = (
-        None  # of each head, where the key is absent; None: whole heads rotate, and there is no key
-    )
-    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base")
-    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
+    `fraction` is the part of each head that rotates, where the key is absent. None: whole heads rotate, and
+    there is no key.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """Return base, fraction and scaling."""
+    def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-        usual = 1.0 if self.fraction is None else self.fraction
-        fraction = float(_first(stated, theirs, self.fraction_keys, usual))
-        base = float(_first(stated, theirs, self.theta_keys, self.base))
-        require(
-            self.fraction is not None or fraction == 1,
-            f"config.json has {self.fraction_keys[0]} {fraction}: this architecture rotates whole heads",
-        )
-        return {"rope_base": base, "rope_fraction": fraction, "rope_scaling": read_scaling(stated, theirs)}
+        part = float(_first(stated, theirs, fraction_keys, 1.0 if fraction is None else fraction))
+        partial = f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads"
+        require(fraction is not None or part == 1, partial)
+        theta = float(_first(stated, theirs, theta_keys, base))
+        return {"rope_base": theta, "rope_fraction": part, "rope_scaling": read_scaling(stated, theirs)}
 
-    def write(self, config: ModelConfig) -> Json:
-        """Return both spellings: old readers know the one, new ones the other."""
+    def write(config: ModelConfig) -> Json:
         parameters = write_scaling(config, config.rope_base, config.rope_scaling)
-        written = {self.theta_keys[0]: config.rope_base, "rope_parameters": parameters}
-        if self.fraction is not None:
-            written[self.fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
+        written = {
+            theta_keys[0]: config.rope_base,
+            "rope_parameters": parameters,
+        }  # for old readers, and for new
+        if fraction is not None:
+            written[fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
         if config.rope_scaling is not None:
             written["rope_scaling"] = parameters
         return written
 
+    return ConfigPart(read, write)
 
-@dataclass(frozen=True)
-class TwoRopes(ConfigPart):
-    """Layers with a window rotate by a base of their own, without scaling; old keys, or rope_parameters by kind of layer."""
 
-    base: float
-    local: float
+def two_ropes(base: float, local: float) -> ConfigPart:
+    """Return the part for layers with a window that rotate by a base of their own, without scaling."""
 
-    def read(self, theirs: Json) -> Json:
-        """Return base, base of the layers with a window (None: all layers are alike) and scaling."""
+    def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or {}
         full = stated.get("full_attention") or theirs.get("rope_scaling") or {}
         near = stated.get("sliding_attention") or {}
-        base = float(_first(full, theirs, ("rope_theta",), self.base))
         old = {"rope_theta": theirs.get("rope_local_base_freq")}
-        local = float(_first(near, old, ("rope_theta",), self.local))
+        theta = float(_first(full, theirs, ("rope_theta",), base))
+        near_theta = float(_first(near, old, ("rope_theta",), local))
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
-        alike = (base, scaling) == (local, near_scaling)
-        require(
-            alike or near_scaling is None,
-            "config.json scales the rotation of layers with a window: supported there is rope_type default",
+        alike = (theta, scaling) == (near_theta, near_scaling)
+        refusal = (
+            "config.json scales the rotation of layers with a window: supported there is rope_type default"
         )
-        return {"rope_base": base, "rope_local_base": None if alike else local, "rope_scaling": scaling}
+        require(alike or near_scaling is None, refusal)
+        own = None if alike else near_theta
+        return {"rope_base": theta, "rope_local_base": own, "rope_scaling": scaling}
 
-    def write(self, config: ModelConfig) -> Json:
-        """Return both spellings, as far as the old one goes."""
+    def write(config: ModelConfig) -> Json:
         full = near = write_scaling(config, config.rope_base, config.rope_scaling)
         if config.rope_local_base is not None:
             near = write_scaling(config, config.rope_local_base, None)
-        return {
-            "rope_theta": config.rope_base,
-            "rope_local_base_freq": near["rope_theta"],
-            "rope_parameters": {"full_attention": full, "sliding_attention": dict(near)},
-        }
+        new = {"full_attention": full, "sliding_attention": dict(near)}
+        old = {"rope_theta": config.rope_base, "rope_local_base_freq": near["rope_theta"]}
+        return {**old, "rope_parameters": new}
+
+    return ConfigPart(read, write)
 
 
-@dataclass(frozen=True)
-class RopeSkips(ConfigPart):
-    """Layers that do not rotate: a list with 0 for each of them and 1 for the others, or every n-th layer."""
+def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
+    """Return the part for layers that do not rotate: a list with 0 for each of them, or every n-th layer."""
 
-    key: str
-    interval_key: str
-    interval: int
-
-    def read(self, theirs: Json) -> Json:
-        """Return the numbers of these layers, from 0."""
-        every, layers = theirs.get(self.interval_key) or self.interval, theirs["num_hidden_layers"]
-        rotates = theirs.get(self.key) or [(layer + 1) % every for layer in range(layers)]
+    def read(theirs: Json) -> Json:
+        every, layers = theirs.get(interval_key) or interval, theirs["num_hidden_layers"]
+        rotates = theirs.get(key) or [(layer + 1) % every for layer in range(layers)]
         return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[:layers]) if not yes)}
 
-    def write(self, config: ModelConfig) -> Json:
-        """Return the list."""
-        return {self.key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
+    def write(config: ModelConfig) -> Json:
+        return {key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
+
+    return ConfigPart(read, write)
 
 
 def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:

@@ -1,8 +1,8 @@
 """Rules: how the tensors of a checkpoint and the parameters of a model become each other, as reversible data.
 
-A rule names tensors on both sides and an operation that goes both ways. In the names `{i}` stands for a layer, `{j}` for an
-expert and `{J}` for every expert in turn. Several rules may lead to one parameter, where weights are tied or names have
-changed: the first is written, any is read.
+A rule names tensors on both sides and an operation that goes both ways. In the names `{i}` stands for a
+layer, `{j}` for an expert and `{J}` for every expert in turn. Several rules may lead to one parameter, where
+weights are tied or names have changed: the first is written, any is read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from clearhead.config import ModelConfig
 Shape = tuple[int, ...]
 Tensors = list[Tensor]
 
-# Operations -----------------------------------------------------------------------------------------------------------
+# Operations -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A reversible change of layout between the tensors of a file (theirs) and the parameters of a model (ours)."""
+    """A reversible change of layout between the tensors of a file (theirs) and parameters (ours)."""
 
     load: Callable[[Tensors, list[Shape], ModelConfig], Tensors]  # theirs, the shapes of ours -> ours
     save: Callable[[Tensors, ModelConfig], Tensors]  # ours -> theirs
@@ -92,7 +92,7 @@ def reshaped(shape: Callable[[ModelConfig], Shape]) -> Operation:
     )
 
 
-# Rules ----------------------------------------------------------------------------------------------------------------
+# Rules ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Rule:
 def same(
     pairs: dict[str, str], operation: Operation = SAME, when: Mapping[str, Any] | None = None
 ) -> tuple[Rule, ...]:
-    """Return rules for whole modules, {"their.module": "our.module"}; `operation` changes the weight, never the bias."""
+    """Return rules for whole modules, {"their.module": "our.module"}; `operation` is for the weight only."""
     return tuple(
         Rule(
             f"{theirs}.{kind}", (f"{ours}.{kind}",), operation if kind == "weight" else SAME, when=when or {}
@@ -143,7 +143,7 @@ def renamed(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
 
 
 def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
-    """Yield each rule with its layer and expert filled in, for every parameter name it leads to, in the order of the rules."""
+    """Yield each rule with its layer and expert filled in, for every parameter that it leads to, in order."""
     known = list(names)
     present = set(known)
     for rule in rules:
@@ -155,7 +155,7 @@ def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
 
 
 def _our_names(rule: Rule, values: dict[str, str], present: set[str]) -> tuple[str, ...]:
-    """Return our names with the layer and the expert filled in; with `{J}`, those of every expert there is."""
+    """Return our names with layer and expert filled in; with `{J}`, those of every expert."""
     if "{J}" not in rule.ours[0]:
         return tuple(_fill(template, values) for template in rule.ours)
     experts = (

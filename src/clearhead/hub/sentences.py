@@ -1,4 +1,4 @@
-"""Sentence embeddings as sentence-transformers stores them: how a directory says that states become one vector."""
+"""Sentence embeddings: how a directory of sentence-transformers says that states become one vector."""
 
 from __future__ import annotations
 

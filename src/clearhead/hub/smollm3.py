@@ -1,8 +1,8 @@
 """SmolLM 3: Llama with layers, every fourth, that do not rotate."""
 
-from clearhead.hub.fields import Fixed, SlidingWindows
+from clearhead.hub.fields import fixed, sliding_windows
 from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, llama_like, shape
-from clearhead.hub.rope import Rope, RopeSkips
+from clearhead.hub.rope import rope, rope_skips
 
 SIZES = {
     "vocab_size": 128256,
@@ -18,11 +18,11 @@ SMOLLM3 = llama_like(
     "SmolLM3",
     *shape(kv_heads=4, **SIZES),
     ACTIVATION,
-    Rope(base=2_000_000.0),
-    RopeSkips("no_rope_layers", "no_rope_layer_interval", 4),
+    rope(base=2_000_000.0),
+    rope_skips("no_rope_layers", "no_rope_layer_interval", 4),
     *ATTENTION_BIAS,
     FEEDFORWARD_BIAS,
-    SlidingWindows(switch="use_sliding_window"),
+    sliding_windows(switch="use_sliding_window"),
     # By default these are rows of the released models' token table.
-    Fixed(written={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),
+    fixed(written={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),
 )

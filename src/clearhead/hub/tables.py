@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from clearhead.config import ModelConfig
@@ -11,55 +10,46 @@ from clearhead.hub.fields import ConfigPart, Json
 from clearhead.hub.files import require
 
 
-@dataclass(frozen=True)
-class PositionsAfterPadding(ConfigPart):
-    """A position table that starts at padding id + 1: the rows up to the padding id are never used."""
+def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:
+    """Return the part for a position table that starts at padding id + 1; the rows before are never used.
 
-    rows: int  # max_position_embeddings where config.json does not say
-    padding: int  # pad_token_id where config.json does not say
-    counted: bool = True  # does max_position_embeddings count the unused rows?
+    Args:
+        rows: max_position_embeddings, where config.json does not say.
+        padding: pad_token_id, where config.json does not say.
+        counted: whether max_position_embeddings counts the unused rows.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """Return the number of unused rows and of the others."""
-        padding = theirs.get("pad_token_id")
-        offset = (self.padding if padding is None else padding) + 1
-        rows = theirs.get("max_position_embeddings", self.rows)
-        return {"position_offset": offset, "max_positions": rows - offset if self.counted else rows}
+    def read(theirs: Json) -> Json:
+        stated, size = theirs.get("pad_token_id"), theirs.get("max_position_embeddings", rows)
+        offset = (padding if stated is None else stated) + 1
+        return {"position_offset": offset, "max_positions": size - offset if counted else size}
 
-    def write(self, config: ModelConfig) -> Json:
-        """Return the size of the table, and the padding id that the unused rows imply."""
+    def write(config: ModelConfig) -> Json:
         offset = config.position_offset
         require(offset >= 1, "position_offset is 0: this architecture skips a row of its table at least")
-        rows = config.max_positions + offset if self.counted else config.max_positions
-        return {"pad_token_id": offset - 1, "max_position_embeddings": rows}
+        size = config.max_positions + offset if counted else config.max_positions
+        return {"pad_token_id": offset - 1, "max_position_embeddings": size}
+
+    return ConfigPart(read, write)
 
 
-@dataclass(frozen=True)
-class Patches(ConfigPart):
-    """Images cut into squares, with a class token before them: the position table has a row for each."""
+def patches(image: int, patch: int) -> ConfigPart:
+    """Return the part for images cut into patches, with a class token: each has a row of the table."""
 
-    image: int
-    patch: int
-
-    def read(self, theirs: Json) -> Json:
-        """Return both sizes, and the rows of the table they imply; one number stands for a square."""
-        height, width = _pair(theirs.get("image_size", self.image))
-        patch, other = _pair(theirs.get("patch_size", self.patch))
+    def read(theirs: Json) -> Json:
+        height, width = _pair(theirs.get("image_size", image))
+        side, other = _pair(theirs.get("patch_size", patch))
         stated = theirs.get("patch_size")
-        require(patch == other >= 1, f"config.json has patch_size {stated!r}: only squares are supported")
-        rows = (height // patch) * (width // patch) + 1
-        return {
-            "image_size": (height, width),
-            "patch_size": patch,
-            "class_token": True,
-            "max_positions": rows,
-        }
+        require(side == other >= 1, f"config.json has patch_size {stated!r}: only squares are supported")
+        rows = (height // side) * (width // side) + 1
+        return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
 
-    def write(self, config: ModelConfig) -> Json:
-        """Return one number for a square image, two for another."""
+    def write(config: ModelConfig) -> Json:
         assert config.image_size is not None
         height, width = config.image_size
         return {"image_size": height if height == width else [height, width], "patch_size": config.patch_size}
+
+    return ConfigPart(read, write)
 
 
 def _pair(size: Any) -> tuple[int, int]:

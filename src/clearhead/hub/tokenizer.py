@@ -23,7 +23,7 @@ KEPT = (
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, with the special tokens of special_tokens_map.json that it does not name itself."""
+    """Read tokenizer_config.json, and from special_tokens_map.json the special tokens it does not name."""
     return {
         key: value
         for name in ("special_tokens_map.json", SETTINGS)
@@ -33,7 +33,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a model directory; None where it has none, or one that its files alone do not explain.
+    """Return the tokenizer of a model directory; None where it has none that we can build.
 
     It neither pads nor truncates by itself: `encode` here does.
     """
@@ -56,14 +56,14 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
         tokenizer = load_tokenizer(path)
         if tokenizer is None:
             raise CheckpointError(
-                f"{path} holds no tokenizer: name a directory with tokenizer.json or a vocabulary, or one file"
+                f"{path} holds no tokenizer: name a directory with tokenizer.json or a vocabulary, or a file"
             )
         return tokenizer, read_settings(path)
     if path.suffix == ".json":
         return _from_json(path), read_settings(path.parent)
     if path.suffix not in (".model", ".spm", ".bin"):
         raise CheckpointError(
-            f"{path} is no tokenizer: give a directory, tokenizer.json, a SentencePiece .model or a llama2.c .bin"
+            f"{path} is no tokenizer: give a directory, tokenizer.json, a SentencePiece .model or a .bin"
         )
     return from_piece_file(path, folder, read_settings(folder))
 
@@ -84,10 +84,11 @@ def special_ids(
     generation: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> dict[str, int]:
-    """Return the ids of special tokens by role: pad, bos, eos, unk, cls, sep, mask, decoder_start, forced_bos, forced_eos.
+    """Return the ids of special tokens by role.
 
-    A token that the tokenizer's files name comes first, then an id of generation_config.json, then one of config.json.
-    Where several end a text, `eos` is the first of them: `stop_ids` returns all.
+    Roles are pad, bos, eos, unk, cls, sep, mask, decoder_start, forced_bos and forced_eos. A token that the
+    tokenizer's files name comes first, then an id of generation_config.json, then one of config.json. Where
+    several end a text, `eos` is the first of them: `stop_ids` returns all.
     """
     special: dict[str, int] = {}
     for role in (*ROLES, "decoder_start", "forced_bos", "forced_eos"):
@@ -127,7 +128,7 @@ def save_tokenizer(
     settings: Mapping[str, Any] | None = None,
     max_length: int | None = None,
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer opens with the same ids."""
+    """Write tokenizer.json and tokenizer_config.json; transformers' AutoTokenizer gives the same ids."""
     settings = settings or {}
     try:
         tokenizer.save(str(folder / TOKENIZER))
@@ -152,7 +153,7 @@ def clean(text: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
-    """Return the ids of each text with its special tokens; a text is truncated to `max_length`, its special tokens stay."""
+    """Return the ids of each text with its special tokens, truncated to `max_length`."""
     cleaned = [clean(text) for text in texts]
     if max_length is None:
         return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]

@@ -1,7 +1,7 @@
 """Tokenizers from a vocabulary alone: `vocab.txt`; `vocab.json` and `merges.txt`; a SentencePiece `.model`.
 
-What surrounds the vocabulary (normalisation, special tokens, the template of a text) is known by the name of the
-tokenizer's class.
+What surrounds the vocabulary (normalisation, special tokens, the template of a text) is known by the name of
+the tokenizer's class.
 """
 
 from __future__ import annotations
@@ -61,11 +61,14 @@ TEMPLATES = {
     "T5": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),
 }
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
-    """Build the tokenizer of a directory from its vocabulary; None where it has none, or one of an unknown class."""
+    """Build the tokenizer of a directory from its vocabulary; None without one, or for an unknown class."""
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
@@ -86,7 +89,7 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
 
 
 def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Tokenizer, Settings]:
-    """Build a tokenizer from one SentencePiece or llama2.c file for the model in `folder`; return it with its settings."""
+    """Return the tokenizer of a SentencePiece or llama2.c file for the model in `folder`, and settings."""
     kind = class_of(folder, settings)
     if path.suffix == ".bin":
         kind = "Llama"
@@ -126,7 +129,7 @@ def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-# Vocabularies ---------------------------------------------------------------------------------------------------------
+# Vocabularies -----------------------------------------------------------------------------------------------
 
 
 def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
@@ -168,7 +171,7 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
     return tokenizer
 
 
-# Special tokens -------------------------------------------------------------------------------------------------------
+# Special tokens ---------------------------------------------------------------------------------------------
 
 
 def _complete(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> None:

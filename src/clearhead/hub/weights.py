@@ -1,6 +1,7 @@
-"""Weights on disk: safetensors read strictly and mapped into memory, pickles that hold only tensors, shards and their index.
+"""Weights on disk: safetensors, mapped into memory; pickles that hold only tensors; shards and their index.
 
-Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong with it.
+Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong
+with it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Entry:
 
 
 def open_weights(folder: Path) -> dict[str, Entry]:
-    """Return every tensor of a model directory, by name: safetensors, sharded or not; else a pickle, without running code."""
+    """Return every tensor of a model directory, by name: from safetensors, or else from a pickle."""
     known = ((WEIGHTS, INDEX, open_safetensors), (PICKLED, PICKLED_INDEX, open_pickle))
     for name, index, opener in known:
         if (folder / name).exists():
@@ -76,8 +77,8 @@ def open_weights(folder: Path) -> dict[str, Entry]:
 def _inside(folder: Path, name: str) -> Path:
     """Return `folder / name`, provided that it stays in the folder, through symbolic links too.
 
-    A hub cache keeps each file as a link from `snapshots/X/` into `blobs/`, both under one model's folder: such links
-    are followed.
+    A hub cache keeps each file as a link from `snapshots/X/` into `blobs/`, both under one model's folder:
+    such links are followed.
     """
     path = folder / name
     leaves = os.path.isabs(name) or ".." in Path(name).parts
@@ -105,7 +106,7 @@ def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, En
     return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
 
 
-# Safetensors ----------------------------------------------------------------------------------------------------------
+# Safetensors ------------------------------------------------------------------------------------------------
 
 
 def open_safetensors(path: Path) -> dict[str, Entry]:
@@ -136,7 +137,7 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
 
 
 def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, Shape, int, int]:
-    """Return dtype, shape, first byte and end of a tensor, as the header states them; bytes count from its end."""
+    """Return dtype, shape, first byte and end of a tensor; bytes count from the end of the header."""
     with reading(path, f"has a header whose entry for {name} lacks dtype, shape or data_offsets"):
         kind, shape, (start, stop) = stated["dtype"], stated["shape"], stated["data_offsets"]
     wrong = f"{path}: tensor {name}"
@@ -155,7 +156,7 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
 def _entry(
     mapped: mmap.mmap | None, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
 ) -> Entry:
-    """Return how to read a tensor of a mapped file whose header ends at `body`, and how to give its pages back."""
+    """Return how to read a tensor of a mapped file, whose header ends at `body`, and to free its pages."""
     if mapped is None or start == stop:
         return Entry(shape, dtype, lambda: torch.empty(shape, dtype=dtype))
 
@@ -170,17 +171,17 @@ def _entry(
     return Entry(shape, dtype, read, release)
 
 
-# Pickles --------------------------------------------------------------------------------------------------------------
+# Pickles ----------------------------------------------------------------------------------------------------
 
 
 def open_pickle(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a PyTorch file, read with `weights_only=True`: a pickle that would run code is refused."""
+    """Return the tensors of a PyTorch file, read with `weights_only=True`: code in a pickle is refused."""
     try:
         mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read whole
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
-            f"{path} is refused: it is damaged, or a pickle that holds more than tensors ({first_line(error)})"
+            f"{path} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
         ) from None
     require(isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
 
@@ -194,13 +195,16 @@ def open_pickle(path: Path) -> dict[str, Entry]:
     }
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------------------------------------
 
 
 def write_weights(
     folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int
 ) -> None:
-    """Write safetensors files of at most `shard_size` bytes: `sizes` in bytes by name; `make` returns a tensor at its turn."""
+    """Write safetensors files of at most `shard_size` bytes each.
+
+    `sizes` are bytes by name; `make` returns a tensor when its turn comes.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

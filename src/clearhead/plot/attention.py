@@ -1,7 +1,7 @@
 """Pictures of attention: one head, the heads of a layer, all heads of a model, their entropies, rollout.
 
-Weights are drawn on one scale everywhere, from 0 to 1 with the square root of the weight as colour: most weights are
-small, and would otherwise all look like zero. Rollout alone goes up to its largest share.
+Weights are drawn on one scale everywhere, from 0 to 1 with the square root of the weight as colour: most
+weights are small, and would otherwise all look like zero. Rollout alone goes up to its largest share.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _centres(count: int, size: int) -> list[float]:
 
 
 def _mosaic(layers: list[LayerMap], heads: int) -> tuple[Array, int, int]:
-    """Return every head's pattern in one table with gaps, each in few enough cells; and the height and width of one."""
+    """Return a table of every head's pattern, with gaps, and the height and width of one."""
     T, S = layers[0].pattern.shape[1:]
     down, across = math.ceil(T / THUMBNAIL), math.ceil(S / THUMBNAIL)
     height, width = math.ceil(T / down) + 1, math.ceil(S / across) + 1

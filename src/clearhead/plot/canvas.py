@@ -1,4 +1,4 @@
-"""What the pictures share: one look, heat maps, curves and bars with legible labels, and writing them to a file."""
+"""What the pictures share: one look, heat maps, curves, bars, legible labels, and writing to a file."""
 
 from __future__ import annotations
 

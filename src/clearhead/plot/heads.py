@@ -1,4 +1,4 @@
-"""A picture of which head does what: layer by head, a colour for each role, with its score and the relations it follows best."""
+"""A picture of which head does what: layer by head, a colour for each role, with its score."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from clearhead.inside.heads.syntax import Syntax
 from clearhead.plot.canvas import Axes, Figure, new, plain, write
 
 COLOURS = {
-    MIXED: "#e6e6e6", "induction": "#f28e8e", "previous": "#7db8e0", "next": "#17becf", "itself": "#c3a6e0", "first": "#ffbb55",
-    "separator": "#e377c2", "same": "#5fbf5f", "rare": "#bcbd22", "position": "#8c9bd0", "local": "#98df8a", "uniform": "#c7a58b",
+    MIXED: "#e6e6e6", "induction": "#f28e8e", "previous": "#7db8e0", "next": "#17becf",
+    "itself": "#c3a6e0", "first": "#ffbb55", "separator": "#e377c2", "same": "#5fbf5f",
+    "rare": "#bcbd22", "position": "#8c9bd0", "local": "#98df8a", "uniform": "#c7a58b",
 }  # fmt: skip
 KINDS = {"self": "self-attention", "encoder": "encoder", "cross": "cross-attention"}
 GAIN = 0.1  # beyond the baseline: from here on a relation is written into the cell of its best head

@@ -20,9 +20,10 @@ MOST_NUMBERS = 24  # layers and heads up to which numbers are written into the c
 
 
 def draw_lens(lens: Lens, most: int = MOST) -> Figure:
-    """Draw layers by columns: the likeliest choice in each cell, its probability as the colour; the last layer on top.
+    """Draw layers by columns: the likeliest choice in each cell, with its probability as the colour.
 
-    The figure grows with the text: panels of 20 columns, one below the other, the last `most` columns in all.
+    The last layer is on top. The figure grows with the text: panels of 20 columns, one below the other, the
+    last `most` columns in all.
     """
     columns = list(range(len(lens.columns)))[-most:]
     panels = [columns[start : start + PER_PANEL] for start in range(0, len(columns), PER_PANEL)]

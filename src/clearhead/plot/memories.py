@@ -16,7 +16,7 @@ SIDE = 22  # letters on each side of the token
 
 
 def draw_neuron(memory: Memory) -> Figure:
-    """Draw left the places that fired it, the token in red; right the tokens that it promotes and suppresses."""
+    """Draw the places that fired it, the token in red, and the tokens that it promotes and suppresses."""
     rows = max(len(memory.contexts[:SHOWN]), 2 * min(len(memory.promoted), SHOWN // 2), 4)
     widths = [3, 2] if memory.promoted else [1]
     figure = new(12 if memory.promoted else 8, 0.3 * rows + 1.6)
@@ -61,7 +61,7 @@ def _scores(axes: Axes, memory: Memory) -> None:
 
 
 def draw_agreement(found: Memories) -> Figure:
-    """Draw a dot per neuron: its chance across, upwards how often its contexts go on as it says; a colour per layer."""
+    """Draw a dot per neuron: chance across, upwards how often its contexts go on as it says."""
     title = (
         f"Neurons: do the {found.top} contexts that fire one go on with a token of its first {found.depth}?"
     )

@@ -18,7 +18,7 @@ WIDEST = 24.0
 
 
 def draw_patching(found: Patching) -> Figure:
-    """Draw every map of a patching: parts one below the other, two stacks side by side; layers by tokens or by heads."""
+    """Draw every map of a patching: parts one below the other, two stacks side by side."""
     tables = {(table.part, table.stack): table for table in found.maps}
     rows, columns = dict.fromkeys(PARTS, 0), dict.fromkeys((table.stack for table in found.maps), 0)
     for table in found.maps:

@@ -1,4 +1,4 @@
-"""Probes by depth as a picture: accuracy with its interval, the control task, and the two baselines as lines."""
+"""Probes by depth as a picture: accuracy with its interval, the control task and two baselines."""
 
 from __future__ import annotations
 

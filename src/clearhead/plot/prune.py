@@ -1,4 +1,4 @@
-"""Pictures of ablation and pruning: a number for each head, what the model says with and without, quality against heads removed."""
+"""Pictures of ablation and pruning: scores of heads, effects on one prediction, quality by heads removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw_effect(found: Effect, title: str) -> Figure:
 
 
 def draw_curves(curves: Mapping[str, Sequence[PruneCurve]], title: str) -> Figure:
-    """Draw loss and accuracy against heads removed; of several curves under one name the mean, and a band for their range."""
+    """Draw loss and accuracy against heads removed; several curves under one name are a mean and a band."""
     figure = new(10.0, 4.0)
     figure.suptitle(plain(title), fontsize=11)
     total = next(iter(curves.values()))[0].heads

@@ -1,4 +1,4 @@
-"""The beginning of `plainly`: weights in float64, linear layers, norms, activations, and what turns an input into vectors.
+"""The beginning of `plainly`: weights in float64, linear layers, norms, activations and embeddings.
 
 Shapes, all of one row: T tokens, D model, C channels.
 """
@@ -25,7 +25,7 @@ BENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PlainTokens:
     """The tokens of one row: which are real, where each stands, how many real ones stand before it."""
 
     real: list[bool]
@@ -61,7 +61,7 @@ class PlainInputs:
 
     def tokens(
         self, plan: StackPlan, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
-    ) -> Tokens:
+    ) -> PlainTokens:
         """The tokens that the front makes of one row."""
         config, T = self.config, x.shape[0]
         if plan.input == "patches":
@@ -70,7 +70,7 @@ class PlainInputs:
             T, mask = math.ceil(T / config.conv_stride), None if mask is None else mask[:: config.conv_stride]
         real = [True] * T if mask is None else [bool(value) for value in mask]
         order = [max(sum(real[: t + 1]) - 1, 0) for t in range(T)]
-        return Tokens(real, positions.tolist() if positions is not None else order, order, longest or T)
+        return PlainTokens(real, positions.tolist() if positions is not None else order, order, longest or T)
 
     def table(self, stack: str) -> str:
         """The name of a stack's token table: where the stacks share one, it is the encoder's."""
@@ -83,7 +83,7 @@ class PlainInputs:
         stack: str,
         plan: StackPlan,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         mask: Tensor | None,
         types: Tensor | None,
     ) -> Tensor:

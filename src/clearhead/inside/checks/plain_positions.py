@@ -1,4 +1,4 @@
-"""Positions for `plainly`: sinusoids, rotary angles and score biases, one number at a time, from the config's meaning.
+"""Positions for `plainly`: sinusoids, rotary angles and score biases, one number at a time.
 
 Shapes: T tokens, D width, R rotated columns of a head, H heads.
 """
@@ -29,7 +29,7 @@ def wave(position: int, width: int, config: ModelConfig) -> list[float]:
 
 
 def sinusoids(positions: list[int], width: int, config: ModelConfig, patches: bool) -> Tensor:
-    """[T, width]; a patch of an image gets its row in the first half and its column in the second, a class token nothing."""
+    """Return sinusoids [T, width]; a patch has its row in the first half and its column in the second."""
     rows = []
     for position in positions:
         place = position + config.position_offset
@@ -102,7 +102,7 @@ def _blended(speed: float, trained: int, scaling: RopeScaling) -> float:
 
 
 def _yarn(plain: list[float], base: float, trained: int, scaling: RopeScaling) -> list[float]:
-    """Pairs that turn more than beta_fast times over the trained length stay; below beta_slow they are slowed down."""
+    """Keep pairs that turn more than beta_fast times over the trained length; slow those below beta_slow."""
     R = 2 * len(plain)
 
     def pair_of(turns: float) -> float:
@@ -129,7 +129,10 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def slope(head: int, n_heads: int) -> float:
-    """ALiBi's slope: 2^(-8/n), 2^(-16/n), ... for a power of two n; the heads above it take every other one of 2n."""
+    """ALiBi's slope: 2^(-8/n), 2^(-16/n), ...
+
+    for a power of two n; the heads above it take every other one of 2n.
+    """
     n = 1
     while 2 * n <= n_heads:
         n *= 2

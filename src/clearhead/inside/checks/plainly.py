@@ -1,8 +1,8 @@
-"""The Transformer in one file: a forward pass in float64 from a model's weights and config, with none of its code.
+"""The Transformer in one file: a forward pass in float64 from weights and config, with none of `model/`.
 
-It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice of the config
-is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an equality cannot pass unseen.
-And it says what a config means, from top to bottom: read it beside `model/`.
+It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice
+of the config is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an
+equality cannot pass unseen. And it says what a config means, from top to bottom: read it beside `model/`.
 
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig, StackPlan
-from clearhead.inside.checks.plain_inputs import BENDS, PlainInputs, Tokens
+from clearhead.inside.checks.plain_inputs import BENDS, PlainInputs, PlainTokens
 from clearhead.inside.checks.plain_positions import bucket, rotated, slope
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
@@ -34,7 +34,8 @@ def plainly(
 ) -> Tensor:
     """What `model(ids, ...).logits` must be, in float64 on the CPU; the arguments are those of the model.
 
-    `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap `embedding` does.
+    `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
+    `embedding` does.
     """
     plain = Plain(config, weights, loudness)
     rows = []
@@ -60,7 +61,7 @@ def plainly(
 
 
 def _longest(mask: Tensor | None, positions: Tensor | None) -> int:
-    """Tokens of the longest row; 0: as many as there are."""
+    """PlainTokens of the longest row; 0: as many as there are."""
     return (
         int(positions.max()) + 1
         if positions is not None
@@ -71,22 +72,22 @@ def _longest(mask: Tensor | None, positions: Tensor | None) -> int:
 
 
 class Plain(PlainInputs):
-    """A config and its weights; the methods stand in the order of the forward pass, after those of `PlainInputs`."""
+    """A config and its weights; the methods follow the forward pass, after those of `PlainInputs`."""
 
-    # Blocks -----------------------------------------------------------------------------------------------------------
+    # Blocks -------------------------------------------------------------------------------------------------
 
     def stack(
         self,
         stack: str,
         plan: StackPlan,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         mask: Tensor | None,
         types: Tensor | None,
         memory: Tensor | None,
-        behind: Tokens | None,
+        behind: PlainTokens | None,
     ) -> Tensor:
-        """Embedding, blocks, final norm -> [T, D]; `memory` [S, D] and its tokens `behind` are what cross-attention reads."""
+        """Embed, blocks, final norm -> [T, D]; cross-attention reads `memory` [S, D] of tokens `behind`."""
         config = self.config
         stream = self.embed(stack, plan, x, tokens, mask, types)
         sets = min(config.layer_groups or plan.n_layers, plan.n_layers)
@@ -102,9 +103,9 @@ class Plain(PlainInputs):
         plan: StackPlan,
         layer: int,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         memory: Tensor | None,
-        behind: Tokens | None,
+        behind: PlainTokens | None,
     ) -> Tensor:
         """One layer: [T, D] -> [T, D]."""
         config = self.config
@@ -170,9 +171,9 @@ class Plain(PlainInputs):
         plan: StackPlan,
         layer: int,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         memory: Tensor,
-        keys: Tokens,
+        keys: PlainTokens,
         cross: bool,
     ) -> Tensor:
         """Each query [T, D] looks at the keys of `memory` [S, D] that it may see -> [T, D]."""
@@ -202,7 +203,7 @@ class Plain(PlainInputs):
             z.append(_softmax(scores, seen) @ _cut(v, shared, plan.d_value))
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
-    def seen(self, queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> Tensor:
+    def seen(self, queries: PlainTokens, keys: PlainTokens, causal: bool, window: int | None) -> Tensor:
         """Which key each query may look at: [T, S]."""
         rows = []
         for t, here in enumerate(queries.positions):
@@ -213,7 +214,7 @@ class Plain(PlainInputs):
             rows.append(allowed)
         return torch.tensor(rows)
 
-    def bias(self, stack: str, plan: StackPlan, head: int, queries: Tokens, keys: Tokens) -> Tensor:
+    def bias(self, stack: str, plan: StackPlan, head: int, queries: PlainTokens, keys: PlainTokens) -> Tensor:
         """What one head adds to its scores, by distance: [T, S]."""
         if self.config.positions == "alibi":
             steep = slope(head, plan.n_heads)
@@ -253,9 +254,9 @@ class Plain(PlainInputs):
             answers.append(sum((part * weight for part, weight in zip(parts, share)), torch.zeros_like(x[0])))
         return torch.stack(answers)
 
-    # What comes out ---------------------------------------------------------------------------------------------------
+    # What comes out -----------------------------------------------------------------------------------------
 
-    def head(self, hidden: Tensor, tokens: Tokens) -> Tensor:
+    def head(self, hidden: Tensor, tokens: PlainTokens) -> Tensor:
         """What the last states [T, D] are for."""
         kind = self.config.head
         if kind in ("lm", "mlm"):
