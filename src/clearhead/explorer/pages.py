@@ -33,17 +33,16 @@ def page_files() -> dict[str, tuple[str, str]]:
     A request can name one of these, and nothing else.
     """
     folder = resources.files("clearhead.explorer") / "static"
-    entries = [entry for entry in folder.iterdir() if entry.is_file() and "." in entry.name]
-    kinds = {entry.name: TYPES.get("." + entry.name.rsplit(".", 1)[1]) for entry in entries}
+    endings = {entry: "." + entry.name.rpartition(".")[2] for entry in folder.iterdir() if entry.is_file()}
     return {
-        entry.name: (entry.read_text(encoding="utf-8"), kind)
-        for entry in entries
-        if (kind := kinds[entry.name])
+        entry.name: (entry.read_text(encoding="utf-8"), TYPES[ending])
+        for entry, ending in endings.items()
+        if ending in TYPES
     }
 
 
 def modules() -> list[str]:
-    """The modules' names, each after those it imports."""
+    """Return the names of the modules, each after those it imports."""
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -57,12 +56,9 @@ def modules() -> list[str]:
 
 
 def script() -> str:
-    """All modules as one."""
-    parts = []
-    for name in modules():
-        body = _EXPORT.sub("", _IMPORT.sub("", page_files()[name][0]))
-        parts.append(f"// {name}\n{body}")
-    return "\n".join(parts)
+    """Return all modules as one."""
+    bodies = {name: _EXPORT.sub("", _IMPORT.sub("", page_files()[name][0])) for name in modules()}
+    return "\n".join(f"// {name}\n{body}" for name, body in bodies.items())
 
 
 def single_file(record: dict[str, Any], notebook: bool = False) -> str:
@@ -74,9 +70,10 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
     code = f"\n{script()}"
     body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     icon = base64.b64encode(page_files()["icon.svg"][0].encode()).decode()
+    digest = base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()
     policy = (
         "default-src 'none'; img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"script-src '{_digest(code)}'; style-src 'unsafe-inline'"
+        f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
     )
     head = [
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -90,8 +87,3 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
     tail = f'{data}<script type="module">{code}</script>\n'
     marks = ' data-notebook=""' if notebook else ""
     return page.replace("<body>", f"<body{marks}>").replace("</body>", tail + "</body>")
-
-
-def _digest(code: str) -> str:
-    """How a policy names a script that it allows."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()

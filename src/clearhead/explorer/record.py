@@ -58,7 +58,9 @@ def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> 
             views[f"run/recorded/attention/{kind}/{body['layer']}"] = finite(body)
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
-    for length in _lengths(small):
+    limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
+    lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
+    for length in sorted(lengths):
         given = length if m.config.input != "patches" else None
         views[f"cost?length={length}"] = finite(cost(m.config, given).to_dict())
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
@@ -88,11 +90,6 @@ def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
         for step in steps
     ]
     return [step["name"] for step, block in zip(steps, blocks) if block is None or block in early]
-
-
-def _lengths(run: PageRun) -> list[int]:
-    limit = run.m.config.max_positions if run.m.config.positions == "learned" else max(COST_LENGTHS)
-    return sorted({len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)})
 
 
 def export(recorded: dict[str, Any], path: str | Path) -> Path:

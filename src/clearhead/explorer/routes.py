@@ -9,6 +9,7 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from clearhead.costs import cost
@@ -152,6 +153,10 @@ def in_words(error: Exception) -> JSONResponse:
     """Return an error as one line of JSON."""
     if isinstance(error, KeyError):
         return JSONResponse({"error": str(error.args[0])}, status_code=404)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        return JSONResponse({"error": f"{place}: {first['msg']}"}, status_code=400)
     if isinstance(error, ClearheadError):
         return JSONResponse({"error": str(error)}, status_code=400)
     line = f"something went wrong: {type(error).__name__}: {str(error)[:200]}"

@@ -6,7 +6,6 @@ One forward pass at a time.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import itertools
 import threading
@@ -19,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from clearhead.bundle import Model
-from clearhead.data.pictures import pixels_of
-from clearhead.errors import ClearheadError, InputError, MissingExtraError
+from clearhead.errors import ClearheadError, InputError
 from clearhead.explorer.views import PageRun, begin, model_view
-from clearhead.hub.files import first_line
+from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 
 KEPT = 16  # runs that are remembered
@@ -198,15 +196,7 @@ def _image(m: Model, encoded: Any) -> Any:
     if not isinstance(encoded, str):
         raise InputError("image must be a file in base64")
     try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("reading images needs Pillow: pip install pillow") from None
-    try:
         raw = base64.b64decode(encoded.partition(",")[2] or encoded, validate=True)
-        with Image.open(io.BytesIO(raw)) as picture:
-            if picture.width * picture.height > MOST_PIXELS:
-                size = f"{picture.width} x {picture.height}"
-                raise InputError(f"the image has {size} pixels: at most {MOST_PIXELS:,} are read")
-            return np.array(pixels_of(picture, "L" if config.n_channels == 1 else "RGB"))
-    except (OSError, binascii.Error, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"the image cannot be read: {first_line(error)}") from None
+    except ValueError as error:
+        raise InputError(f"the image is not base64: {error}") from None
+    return read_image(io.BytesIO(raw), config.n_channels, "the image", MOST_PIXELS)

@@ -47,9 +47,7 @@ class Architecture:
     classes: Mapping[str, Json]
     config: tuple[ConfigPart, ...]
     rules: tuple[Rule, ...]
-    heads: Mapping[str, tuple[Rule, ...]] = field(
-        default_factory=dict
-    )  # further rules, by our name of the head
+    heads: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)  # further rules, by our head
     prefix: str = ""  # of the base model's tensors within a model with a head
     ignored: tuple[str, ...] = ()  # tensors that some files hold though they are not learned
     open: tuple[str, ...] = ()  # fields that the tensors of a file decide, and config.json does not state
@@ -135,15 +133,13 @@ class Architecture:
         pattern = re.compile("|".join(numbered))
         bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in names)
         full = [self.prefix + name if bare else name for name in names]
-        return all(pattern.fullmatch(name) or self.is_ignored(name) or self.is_carried(name) for name in full)
+        unread = (*self.ignored, *self.carried)
+        return all(pattern.fullmatch(name) or is_among(name, unread) for name in full)
 
-    def is_ignored(self, name: str) -> bool:
-        """Return whether a file may hold this tensor though the model has no use for it."""
-        return any(fnmatch.fnmatch(name, pattern) for pattern in self.ignored)
 
-    def is_carried(self, name: str) -> bool:
-        """Return whether this tensor belongs to a head that the checkpoint's class does not have."""
-        return any(fnmatch.fnmatch(name, pattern) for pattern in self.carried)
+def is_among(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether the name of a tensor matches one of the patterns."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def check_sizes(values: Json) -> None:

@@ -53,9 +53,7 @@ STACK_TABLES = (
 )
 TABLES = (
     *STACK_TABLES,
-    Rule(
-        "model.shared.weight", (SOURCE,), copy=True
-    ),  # required of every file, though two tables leave it unread
+    Rule("model.shared.weight", (SOURCE,), copy=True),  # every file must have it, read or not
     Rule("model.shared.weight", (TARGET,)),  # older files with an output layer of its own, and one table
 )
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
-from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes
+from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes, is_among
 from clearhead.hub.files import read_json, require, write_json
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Rule, Shape, matches
@@ -40,9 +40,7 @@ class Description:
     theirs: dict[str, Any]
     config: ModelConfig
     architecture: Architecture
-    carried: Mapping[str, Entry] = field(
-        default_factory=dict
-    )  # tensors of other heads in the file it came with
+    carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
 
 
 def describe(folder: Path) -> Description:
@@ -59,11 +57,12 @@ def describe(folder: Path) -> Description:
     architecture = OWN if theirs.get("model_type") == SECTION else architecture_of(theirs)
     if section is None and architecture is not OWN:
         return Description(theirs, architecture.read(theirs), architecture)
-    if not isinstance(section, dict) or not isinstance(section.get("config"), dict):
+    stated = section.get("config") if isinstance(section, dict) else None
+    if not isinstance(stated, dict):
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
-    check_sizes(section["config"])
+    check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(section["config"]), architecture)
+        return Description(theirs, ModelConfig.from_dict(stated), architecture)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
@@ -120,12 +119,11 @@ def load_model(
     with ThreadPoolExecutor(readers) as pool:
         loaded = list(pool.map(lambda rule: filling.load(rule, dtype), filling.rules))
     for rule, tensors in zip(filling.rules, loaded):
-        wrong = f"{folder}: tensor {rule.theirs} has"
+        wrong, shape = f"{folder}: tensor {rule.theirs} has", filling.entries[rule.theirs].shape
         for name, tensor in zip(rule.ours, tensors):
-            shape, needed = filling.entries[rule.theirs].shape, filling.shapes[name]
-            fits = tensor.shape == needed
-            require(fits, f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit")
-            real = tensor.is_floating_point()
+            needed, real = filling.shapes[name], tensor.is_floating_point()
+            other = f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit"
+            require(tensor.shape == needed, other)
             require(real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
             path, _, last = name.rpartition(".")
             setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
@@ -169,9 +167,8 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
     description = _with_stored_output(_without_pooler(description, entries), entries)
     layers = description.config.layer_groups or description.config.n_layers
     stated = f"config.json says {layers} layers, and the weights are {len(entries)} tensors"
-    require(
-        layers <= len(entries), f"{folder}: {stated}: they do not belong together"
-    )  # before they are built
+    # Before so many layers are built:
+    require(layers <= len(entries), f"{folder}: {stated}: they do not belong together")
     model = empty_model(description.config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
@@ -179,8 +176,8 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
         if rule.theirs in entries:
             unused.discard(rule.theirs)  # a tied tensor that is written twice is read once
             chosen.setdefault(rule.ours[0], rule)
-    carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}
-    unused = {name for name in unused - set(carried) if not architecture.is_ignored(name)}
+    carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
+    unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     filled = {name for rule in chosen.values() for name in rule.ours}
     missing = [name for name in shapes if name not in filled]

@@ -233,6 +233,57 @@ def sliding_windows(
     return ConfigPart(read, write)
 
 
+def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:
+    """Return the part for a position table that starts at padding id + 1; the rows before are never used.
+
+    Args:
+        rows: max_position_embeddings, where config.json does not say.
+        padding: pad_token_id, where config.json does not say.
+        counted: whether max_position_embeddings counts the unused rows.
+    """
+
+    def read(config_json: Json) -> Json:
+        stated, size = config_json.get("pad_token_id"), config_json.get("max_position_embeddings", rows)
+        offset = (padding if stated is None else stated) + 1
+        return {"position_offset": offset, "max_positions": size - offset if counted else size}
+
+    def write(config: ModelConfig) -> Json:
+        offset = config.position_offset
+        require(offset >= 1, "position_offset is 0: this architecture skips a row of its table at least")
+        size = config.max_positions + offset if counted else config.max_positions
+        return {"pad_token_id": offset - 1, "max_position_embeddings": size}
+
+    return ConfigPart(read, write)
+
+
+def patches(image: int, patch: int) -> ConfigPart:
+    """Return the part for images cut into patches, with a class token: each has a row of the table."""
+
+    def read(config_json: Json) -> Json:
+        height, width = _pair(config_json.get("image_size", image))
+        side, other = _pair(config_json.get("patch_size", patch))
+        stated = config_json.get("patch_size")
+        require(side == other >= 1, f"config.json has patch_size {stated!r}: only squares are supported")
+        rows = (height // side) * (width // side) + 1
+        return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
+
+    def write(config: ModelConfig) -> Json:
+        assert config.image_size is not None
+        height, width = config.image_size
+        return {"image_size": height if height == width else [height, width], "patch_size": config.patch_size}
+
+    return ConfigPart(read, write)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    match size:
+        case int():
+            return size, size
+        case [int() as height, int() as width]:
+            return height, width
+    raise CheckpointError(f"config.json has a size {size!r}: it must be one whole number, or two")
+
+
 def _write_labels(config: ModelConfig) -> Json:
     if not config.n_classes:
         return {}
@@ -240,9 +291,8 @@ def _write_labels(config: ModelConfig) -> Json:
     return {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
 
 
-LABELS = ConfigPart(
-    write=_write_labels
-)  # names for other tools, until a model brings its own; read by `count_labels`
+# Names of classes for other tools, until a model brings its own; `count_labels` reads them.
+LABELS = ConfigPart(write=_write_labels)
 
 
 def count_labels(config_json: Json) -> int:

@@ -2,8 +2,7 @@
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bart import BODY, OLD, SHAPE, TABLES, TYING, classes
-from clearhead.hub.fields import ACTIVATIONS, field, fixed, scaled
-from clearhead.hub.tables import positions_after_padding
+from clearhead.hub.fields import ACTIVATIONS, field, fixed, positions_after_padding, scaled
 
 M2M100 = Architecture(
     model_type="m2m_100",

@@ -17,8 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
-from clearhead.errors import CheckpointError
-from clearhead.hub.files import reading
+from clearhead.hub.files import reading, require
 
 SPACE = "▁"
 UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
@@ -155,40 +154,34 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     """Llama 1 and 2, Mistral: unknown characters become bytes, and spaces are kept as they are."""
-    tokenizer = _bpe(model, model.scores, fallback=True)
     prefix = settings.get("add_prefix_space")
-    prefix = model.dummy_prefix if prefix is None else prefix
-    scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
-    tokenizer.decoder = decoders.Sequence(_spell(strip=bool(prefix)))
-    return tokenizer
+    prefix = bool(model.dummy_prefix if prefix is None else prefix)
+    with_prefix = "always" if settings.get("legacy", False) else "first"
+    spaces = pre_tokenizers.Metaspace(SPACE, with_prefix if prefix else "never", split=False)
+    return assembled(_bpe(model.scores, fallback=True), None, spaces, _spell(strip=prefix))
 
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     """Gemma: as Llama, without a space before the first word."""
-    tokenizer = _bpe(model, model.scores, fallback=True, unk="<unk>")
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence(_spell(strip=False))
-    return tokenizer
+    pairs = _bpe(model.scores, fallback=True, unk="<unk>")
+    return assembled(pairs, normalizers.Replace(" ", SPACE), None, _spell(strip=False))
 
 
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:
-    """What the file alone says."""
+    """Any other family: what the file alone says."""
     if model.unigram and not model.byte_fallback:
         return _words(model, model.scores, model.unk_id)
-    tokenizer = (
-        Tokenizer(Unigram(model.scores, model.unk_id, byte_fallback=True))
-        if model.unigram
-        else _bpe(model, model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
-    )
     steps = [*_charsmap(model), normalizers.Replace(SPACE, " ")]
     if model.collapse:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     if model.dummy_prefix:
         steps += [normalizers.Prepend(" ")]
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence(_spell(strip=model.dummy_prefix))
-    return tokenizer
+    normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if model.unigram:
+        units: Any = Unigram(model.scores, model.unk_id, byte_fallback=True)
+    else:
+        units = _bpe(model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
+    return assembled(units, normalizer, None, _spell(strip=model.dummy_prefix))
 
 
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
@@ -222,10 +215,9 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     """
     model = read_pieces(source)
     scores = dict(model.scores)
-    if sorted(vocabulary.values()) != list(range(len(vocabulary))) or unk not in vocabulary:
-        raise CheckpointError(
-            f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}"
-        )
+    numbered = sorted(vocabulary.values()) == list(range(len(vocabulary))) and unk in vocabulary
+    rule = f"must number its tokens from 0 without a gap, and hold {unk}"
+    require(numbered, f"{source.parent / 'vocab.json'} {rule}")
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     tokenizer = _words(
@@ -242,31 +234,37 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
 # Parts ------------------------------------------------------------------------------------------------------
 
 
-def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
-    """Return a Unigram model that reads word by word, each with a space before it."""
-    tokenizer = Tokenizer(Unigram(scores, unk_id, byte_fallback=False))
-    steps = [*(before or []), *_charsmap(model)]
-    tokenizer.normalizer = normalizers.Sequence(steps) if steps else None
-    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
-    tokenizer.decoder = decoders.Metaspace(SPACE, "always", split=True)
+def assembled(units: Any, normalizer: Any, words: Any, decoder: Any) -> Tokenizer:
+    """Return a tokenizer of these parts: its model, and what normalises, splits into words and decodes."""
+    tokenizer = Tokenizer(units)
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, words, decoder
     return tokenizer
 
 
-def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = None) -> Tokenizer:
+def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
+    """Return a Unigram model that reads word by word, each with a space before it."""
+    steps = [*(before or []), *_charsmap(model)]
+    normalizer = normalizers.Sequence(steps) if steps else None
+    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
+    words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    to_text = decoders.Metaspace(SPACE, "always", split=True)
+    return assembled(Unigram(scores, unk_id, byte_fallback=False), normalizer, words, to_text)
+
+
+def _bpe(scores: Scores, fallback: bool, unk: str | None = None) -> BPE:
     """Return a BPE model; its merges follow from the pieces, which stand in the order of merging."""
     ids = {text: index for index, (text, _) in enumerate(scores)}
     in_order = sorted(ids, key=ids.__getitem__)
     halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
     merges = [(first, second) for first, second in halves if first in ids and second in ids]
-    return Tokenizer(BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback))
+    return BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback)
 
 
 def _charsmap(model: PieceModel) -> list[Any]:
     return [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
 
 
-def _spell(strip: bool) -> list[Any]:
-    """Return the steps from pieces back to text; `strip` removes the space before the first word."""
+def _spell(strip: bool) -> Any:
+    """Return the decoder from pieces to text; `strip` removes the space before the first word."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return steps + [decoders.Strip(" ", 1, 0)] if strip else steps
+    return decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] if strip else steps)

@@ -5,6 +5,7 @@ Shapes: C channels, H height, W width.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from clearhead.hub.files import first_line
 
 PREPROCESSOR = "preprocessor_config.json"
 KERNELS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers, which the file has
+Array = np.ndarray[Any, Any]
 Image = str | Path | np.ndarray | Tensor
 
 
@@ -32,14 +34,16 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
     Floating-point numbers are pixels already.
     """
     assert config.image_size is not None
-    raw = _read(Path(image), config.n_channels) if isinstance(image, str | Path) else torch.as_tensor(image)
-    pixels = _channels_first(raw, config.n_channels, last=not isinstance(image, Tensor))
+    if isinstance(image, str | Path):
+        image = read_image(Path(image), config.n_channels, str(image))
+    last = not isinstance(image, Tensor)  # arrays have their channels last, tensors first
+    pixels = _channels_first(torch.as_tensor(image), config.n_channels, last)
     if pixels.is_floating_point():
         if tuple(pixels.shape[1:]) != config.image_size:
+            size = [config.n_channels, *config.image_size]
             raise InputError(
-                f"pixels are {list(pixels.shape)} and the model reads "
-                f"{[config.n_channels, *config.image_size]}: give that size, or an image of whole numbers 0 to 255, "
-                "which is resized"
+                f"pixels are {list(pixels.shape)} and the model reads {size}: give that size, "
+                "or an image of whole numbers 0 to 255, which is resized"
             )
         return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
@@ -106,17 +110,19 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
     return image
 
 
-def _read(path: Path, channels: int) -> Tensor:
-    """Read an image file as bytes [H, W, C]."""
+def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | None = None) -> Array:
+    """Read an image file as bytes [H, W, C]; refuse one of more than `most` pixels. Errors call it `name`."""
     try:
         from PIL import Image as Picture
     except ImportError:
-        raise MissingExtraError(
-            "reading image files needs Pillow: pip install pillow; or give an array"
-        ) from None
+        raise MissingExtraError("reading images needs Pillow: pip install pillow; or give an array") from None
     try:
-        with Picture.open(path) as picture:
-            raw = np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
-    except (OSError, ValueError) as error:  # no such file, no image, cut short, of numbers without a scale
-        raise InputError(f"{path} cannot be read as an image: {first_line(error)}") from None
-    return torch.from_numpy(raw)
+        with Picture.open(file) as picture:
+            if most is not None and picture.width * picture.height > most:
+                size = f"{picture.width} x {picture.height}"
+                raise InputError(f"{name} has {size} pixels: at most {most:,} are read")
+            return np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
+    except InputError:
+        raise
+    except (OSError, ValueError, Picture.DecompressionBombError) as error:  # no image, cut short, too large
+        raise InputError(f"{name} cannot be read as an image: {first_line(error)}") from None

@@ -2,8 +2,8 @@
 
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import SHAPE, classes, embedding, heads, layers, masked_head
+from clearhead.hub.fields import positions_after_padding
 from clearhead.hub.rules import same
-from clearhead.hub.tables import positions_after_padding
 
 # Its head has GELU, whatever activation the layers have.
 MASKED = {"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"}

@@ -57,10 +57,8 @@ def rope(
 
     def write(config: ModelConfig) -> Json:
         parameters = write_scaling(config, config.rope_base, config.rope_scaling)
-        written = {
-            theta_keys[0]: config.rope_base,
-            "rope_parameters": parameters,
-        }  # for old readers, and for new
+        # Old readers know the first key, new ones the second.
+        written = {theta_keys[0]: config.rope_base, "rope_parameters": parameters}
         if fraction is not None:
             written[fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
         if config.rope_scaling is not None:

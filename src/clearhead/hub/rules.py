@@ -103,9 +103,7 @@ class Rule:
     ours: tuple[str, ...]
     operation: Operation = SAME
     copy: bool = False  # written even where an earlier rule has written its parameter
-    when: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values that config fields must have for the rule to apply
+    when: Mapping[str, Any] = field(default_factory=dict)  # values of config fields that it needs
 
     def applies(self, config: ModelConfig) -> bool:
         """Return whether the rule holds for models with this config."""
@@ -147,7 +145,8 @@ def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
     known = list(names)
     present = set(known)
     for rule in rules:
-        pattern = re.compile(_with_numbers(rule.ours[0].replace("{J}", "0")))
+        template = re.escape(rule.ours[0].replace("{J}", "0"))
+        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", template))
         for found in filter(None, map(pattern.fullmatch, known)):
             ours = _our_names(rule, found.groupdict(), present)
             if present.issuperset(ours):
@@ -163,11 +162,6 @@ def _our_names(rule: Rule, values: dict[str, str], present: set[str]) -> tuple[s
         for expert in itertools.count()
     )
     return tuple(itertools.chain(*itertools.takewhile(lambda names: names[0] in present, experts)))
-
-
-def _with_numbers(template: str) -> str:
-    """Return a pattern for the names of a template: a named group of digits for each placeholder."""
-    return re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(template))
 
 
 def _fill(template: str, values: dict[str, str]) -> str:

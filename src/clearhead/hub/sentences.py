@@ -11,11 +11,8 @@ from clearhead.hub.files import read_json, read_json_if_any, reading, require, w
 
 MODULES, POOLING, LENGTH = "modules.json", "1_Pooling", "sentence_bert_config.json"
 TYPE = "sentence_transformers.models."
-MODES = {
-    "cls_token": "cls",
-    "mean_tokens": "mean",
-    "lasttoken": "last",
-}  # their name after pooling_mode_ -> ours
+# Their name after pooling_mode_ -> ours.
+MODES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ Its patch projection is stored as a convolution.
 """
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed
+from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed, patches
 from clearhead.hub.rules import Rule, reshaped, same
-from clearhead.hub.tables import patches
 
 BLOCK, THEIRS = "encoder.blocks.{i}", "vit.encoder.layer.{i}"
 KERNEL = reshaped(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))

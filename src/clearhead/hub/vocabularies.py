@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, WordPiece
 
 from clearhead.hub.files import read_json, read_json_if_any, require
-from clearhead.hub.pieces import FAMILIES, from_pieces, from_pieces_and_vocabulary
+from clearhead.hub.pieces import FAMILIES, assembled, from_pieces, from_pieces_and_vocabulary
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
 ROLES = ("pad", "bos", "eos", "unk", "cls", "sep", "mask")
@@ -134,32 +134,27 @@ def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
 
 def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
     unknown = special_tokens(settings, "Bert")["unk"]
-    tokenizer = Tokenizer(WordPiece(WordPiece.read_file(str(path)), unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(
+    normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
         strip_accents=settings.get("strip_accents"),
         lowercase=settings.get("do_lower_case", True),
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
-    return tokenizer
+    units = WordPiece(WordPiece.read_file(str(path)), unk_token=unknown)
+    words, to_text = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(prefix="##")
+    return assembled(units, normalizer, words, to_text)
 
 
 def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
     vocabulary, merges = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = Tokenizer(
-        BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
-    )
+    units = BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     prefix = bool(settings.get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    if kind == "Qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    if kind != "Qwen2":
+        return assembled(units, None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel())
+    words = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+    both = pre_tokenizers.Sequence([words, to_bytes])
+    return assembled(units, normalizers.NFC(), both, decoders.ByteLevel())
 
 
 def _marian(folder: Path, settings: Settings) -> Tokenizer:

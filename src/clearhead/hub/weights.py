@@ -56,9 +56,7 @@ class Entry:
     shape: Shape
     dtype: torch.dtype
     read: Callable[[], Tensor]  # the file's own bytes, mapped: writing to them changes no file
-    release: Callable[[], None] = lambda: (
-        None
-    )  # gives back the memory that reading took, once a copy was made
+    release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
 
 
 def open_weights(folder: Path) -> dict[str, Entry]:

@@ -75,9 +75,7 @@ def draw_agreement(found: Memories) -> Figure:
     for shelf in found.shelves:
         if shelf.agreement is not None and shelf.chance is not None:
             rates.setdefault(shelf.layer, []).extend(zip(shelf.chance.tolist(), shelf.agreement.tolist()))
-    noise = np.random.default_rng(
-        0
-    )  # few different shares are possible: dots move a little, so that each is seen
+    noise = np.random.default_rng(0)  # many neurons have the same share: dots move a little apart
     for number, layer in enumerate(sorted(rates)):
         across, up = np.array(rates[layer]).T
         shade = colormaps[SEQUENTIAL](number / max(len(rates) - 1, 1) * 0.85)

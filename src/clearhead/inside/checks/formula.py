@@ -41,7 +41,9 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
     row = partial(own.compare, tolerance=narrow, copies=True)
     return [
         own.compare(
-            "model = formula", "logits with those of a plain loop in float64 over the same weights", _own
+            "model = formula",
+            "logits with those of a plain loop in float64 over the same weights",
+            lambda own: gap(own.run(), _formula(own)),
         ),
         row(
             "model = formula (lively)",
@@ -68,24 +70,20 @@ def _formula(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
     return plainly(model.config, model.state_dict(), **given, loudness=loudness)
 
 
-def _own(inputs: Inputs) -> float:
-    return gap(inputs.run(), _formula(inputs))
-
-
 def _lively(inputs: Inputs, expected: Tensor) -> float:
     """Compare plain input; where rows can be padded, gaps too, and positions beyond the trained length."""
     gaps = [gap(inputs.run(), expected)]
     if inputs.sequences:
-        padded, config = inputs.padded("gaps"), inputs.model.config
-        calls: list[dict[str, Any]] = [padded.given]
+        (padded, slots), config = inputs.padded("gaps"), inputs.model.config
+        calls: list[dict[str, Any]] = [padded]
         if config.positions != "learned":
-            count = torch.arange(padded.given["ids"].shape[1], device=inputs.device)
+            count = torch.arange(padded["ids"].shape[1], device=inputs.device)
             far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
-            calls.append({**padded.given, "positions": far.expand(inputs.rows, -1)})
+            calls.append({**padded, "positions": far.expand(inputs.rows, -1)})
         for given in calls:
-            ours, theirs = inputs.model(**given).logits, _formula(inputs, **given)
-            slots = padded.slots if ours.ndim == 3 else slice(None)
-            gaps.append(gap(ours[:, slots], theirs[:, slots.cpu() if isinstance(slots, Tensor) else slots]))
+            both = inputs.model(**given).logits.cpu(), _formula(inputs, **given)
+            ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
+            gaps.append(gap(ours, theirs))
     return max(gaps)
 
 

@@ -33,6 +33,7 @@ CACHES: dict[str, CacheForm] = {
 
 def forward_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about one forward pass, and about caches."""
+    repeated = "the same input twice: no dropout, nothing random"
     padded = "real tokens with padding of random content among them"
     future = "states of the past when the future is another one"
     fast = "the copy that generation uses, its projections fused, with the model"
@@ -41,7 +42,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
-        row("repeated = once", "the same input twice: no dropout, nothing random", _repeated),
+        row("repeated = once", repeated, lambda inputs: gap(inputs.run(), inputs.run())),
         *(row(f"padded = unpadded ({side})", padded, _padded, side, fits=inputs.sequences) for side in sides),
         row("past = whole", future, _past, fits=causal and several),
         *(_cache_rows(inputs) if caches(inputs) else ()),
@@ -74,10 +75,6 @@ def _cache_rows(inputs: Inputs) -> Iterator[Comparison]:
     yield inputs.compare("cached = recomputed (cropped)", what, _cropped, fits=several)
 
 
-def _repeated(inputs: Inputs) -> float:
-    return gap(inputs.run(), inputs.run())
-
-
 def _fused(inputs: Inputs) -> float:
     fused = inputs.run()
     with attending(inputs.model, "eager"):
@@ -96,10 +93,10 @@ def _fast_copy(inputs: Inputs) -> float:
 
 
 def _padded(inputs: Inputs, side: str) -> float:
-    padded = inputs.padded(side)
+    given, slots = inputs.padded(side)
     per_token = inputs.model.config.head in ("lm", "mlm", "tagger", "span", "none")
-    out = inputs.model(**padded.given).logits
-    return gap(out[:, padded.slots] if per_token else out, inputs.run())
+    out = inputs.model(**given).logits
+    return gap(out[:, slots] if per_token else out, inputs.run())
 
 
 def _past(inputs: Inputs) -> float:
@@ -153,7 +150,12 @@ def disk_rows(inputs: Inputs) -> list[Comparison]:
         inputs.compare(
             "saved = loaded", "a copy written to disk and read back", _saved, of_copy, copies=True
         ),
-        inputs.compare("built = config", built, _built, of_copy, tolerance=0.0),
+        inputs.compare(
+            "built = config",
+            built,
+            lambda inputs: _strangers(inputs.model, inputs.model.config) + sum(of_copy),
+            tolerance=0.0,
+        ),
     ]
 
 
@@ -163,10 +165,6 @@ def _saved(inputs: Inputs, of_copy: list[float]) -> float:
         copy = load(Path(folder) / "copy").model.to(inputs.device)
         of_copy.append(_strangers(copy, copy.config))
         return gap(inputs.of(copy).run(), inputs.run())
-
-
-def _built(inputs: Inputs, of_copy: list[float]) -> float:
-    return _strangers(inputs.model, inputs.model.config) + sum(of_copy)
 
 
 def _strangers(model: Transformer, config: ModelConfig) -> float:

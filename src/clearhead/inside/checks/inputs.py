@@ -6,7 +6,6 @@ Shapes: B rows, T tokens of the stack that feeds the head, S tokens of the encod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,6 @@ from clearhead.model.transformer import Output, Transformer
 
 PADDING = 3
 SLOW = 50_000_000  # parameters
-
-
-@dataclass(frozen=True)
-class Padded:
-    """Inputs with padding of random content among them, and where the real tokens now stand."""
-
-    given: dict[str, Tensor]  # what the model is called with
-    slots: Tensor  # [T] places of the real tokens
 
 
 class Inputs:
@@ -110,8 +101,11 @@ class Inputs:
         """Run the model and return its logits."""
         return self.output(main, rows, **options).logits
 
-    def padded(self, side: str) -> Padded:
-        """Return the same inputs with padding left, right or in between ("gaps"), in the source too."""
+    def padded(self, side: str) -> tuple[dict[str, Tensor], Tensor]:
+        """Return what the model is called with when there is padding, and the places [T] of the real tokens.
+
+        Padding of random content stands left, right or in between ("gaps"), in the source too.
+        """
         length = self.length
         slots = _slots(length, side).to(self.device)
         given = {"ids": _with_padding(self.main, self.other, slots), "mask": _mask(self.rows, length, slots)}
@@ -123,7 +117,7 @@ class Inputs:
                 places = _slots(self.source.shape[1], side).to(self.device)
                 given["source"] = _with_padding(self.source, self.other_source, places)
                 given["source_mask"] = _mask(self.rows, self.source.shape[1], places)
-        return Padded(given, slots)
+        return given, slots
 
 
 def _slots(length: int, side: str) -> Tensor:

@@ -41,9 +41,7 @@ def training_rows(inputs: Inputs) -> list[Comparison]:
     learns = inputs.model.config.head not in ("embedding", "none")
     reads = inputs.kind in ("tokens", "patches") and inputs.source_kind in ("", "tokens")
     parts = "gradients of a batch with those of its parts, unequally long, added up"
-    run = (
-        f"weights after {STEPS} steps with those of a run stopped after {STOP}, saved and resumed; on the CPU"
-    )
+    run = f"weights after {STEPS} steps with those of a run stopped after {STOP} and resumed: bit for bit"
     fits = learns and reads
     return [
         inputs.compare("accumulated = whole", parts, _accumulated, copies=True, fits=fits),
