@@ -5,13 +5,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 CORE := .venv/.core
 DEV := .venv/.dev
 
-.PHONY: demo test lint ledger bench clean
+.PHONY: demo test quick lint ledger bench clean
 
 demo: $(CORE)
 	$(BIN)/clearhead demo
 
 test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 12
+
+# One test in ten, always the same ones.
+quick: $(DEV)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --tenth
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -214,8 +214,8 @@ def test_a_fault_in_rotation_under_a_cache_is_caught(monkeypatch):
     model = ch.Transformer(ch.preset("micro-decoder").replace(positions="rope"))
     right = positions.RopePositions.rotary
 
-    def from_zero(self, where, window):  # a cache that starts counting anew at each call
-        return right(self, where - where[:, :1], window)
+    def from_zero(self, where, window, tap):  # a cache that starts counting anew at each call
+        return right(self, where - where[:, :1], window, tap)
 
     monkeypatch.setattr(positions.RopePositions, "rotary", from_zero)
     failed = [row.name for row in not_passed(ch.check(model))]

@@ -18,7 +18,7 @@ from clearhead import (
     WindowCache,
     attending,
 )
-from clearhead.config import StackPlan
+from clearhead.config import StackSpec
 from clearhead.costs import Cost, attention_matrix_bytes, cost
 from clearhead.presets import PRESETS, preset
 
@@ -102,7 +102,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def inputs(
-    config: ModelConfig, plan: StackPlan, length: int, device: str, dtype: torch.dtype = torch.float32
+    config: ModelConfig, plan: StackSpec, length: int, device: str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     if plan.input == "tokens":
         return torch.randint(plan.vocab_size, (BATCH, length), device=device)
@@ -116,7 +116,7 @@ def run(model: Transformer, device: str, dtype: torch.dtype = torch.float32) -> 
     source = (
         inputs(config, config.encoder, SOURCE, device, dtype) if config.family == "encoder-decoder" else None
     )
-    return model(inputs(config, model.main.plan, LENGTH, device, dtype), source=source).logits
+    return model(inputs(config, model.main.spec, LENGTH, device, dtype), source=source).logits
 
 
 def priced(config: ModelConfig, dtype: str = "float32") -> Cost:

@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"typed"},
     {"config"},
-    {"model", "presets", "costs", "steps"},
+    {"model", "presets", "costs"},
     {"tokens", "data", "batches"},
     {"fast", "generate", "hub", "training", "evaluation", "bundle", "tasks"},
     {"inside", "long", "parallel", "report"},
@@ -119,7 +119,7 @@ def test_model_files_are_short(path):
 
 
 def test_the_core_can_be_read_in_one_sitting():
-    assert sum(len(path.read_text().splitlines()) for path in MODEL) <= 2500
+    assert sum(len(path.read_text().splitlines()) for path in MODEL) <= 3000
 
 
 def test_the_reading_order_names_every_file():

@@ -148,11 +148,11 @@ ACTIVATION_REFERENCES = {
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_activation(name, gated):
     shape = config(activation=name, gated=gated, d_model=8)
-    part, x = scramble(FeedForward(shape, 10)), torch.randn(2, 3, 8)
+    part, x = scramble(FeedForward(shape.replace(d_ff=10).main)), torch.randn(2, 3, 8)
     up, down = part.up, part.down
     bent = ACTIVATION_REFERENCES[name]((part.gate if gated else up)(x))
     assert worst(part(x), down(bent * up(x) if gated else bent)) <= 1e-6
-    gradcheck(scramble(module := FeedForward(shape, 10)), module, x)
+    gradcheck(scramble(module := FeedForward(shape.replace(d_ff=10).main)), module, x)
     every_dtype_kept(part, part, x)
     whole = build(activation=name, gated=gated, n_layers=1)
     ids = some_ids()
@@ -326,17 +326,17 @@ def test_experts_equal_a_loop_over_tokens(order, renormalise, active):
     shape = config(
         n_experts=5, n_active_experts=active, router_order=order, router_renormalise=renormalise, gated=True
     )
-    part, x = scramble(Experts(shape, 8)).eval(), torch.randn(2, 7, 16)
+    part, x = scramble(Experts(shape.replace(d_ff=8).main)).eval(), torch.randn(2, 7, 16)
     with torch.no_grad():
         assert worst(part(x), experts_by_loops(part, x, order, renormalise)) <= 1e-6
-    module = scramble(Experts(shape.replace(d_model=4, n_heads=2), 5))
+    module = scramble(Experts(shape.replace(d_model=4, n_heads=2, d_ff=5).main))
     gradcheck(module, module, torch.randn(1, 4, 4))
     every_dtype_kept(part, part, x)
 
 
 @pytest.mark.ledger("D5")
 def test_no_token_is_dropped_when_all_want_one_expert():
-    part, x = scramble(Experts(config(n_experts=4, n_active_experts=1), 8)), torch.rand(3, 50, 16) + 0.1
+    part, x = scramble(Experts(config(n_experts=4, n_active_experts=1, d_ff=8).main)), torch.rand(3, 50, 16) + 0.1
     part.router.weight.data.zero_()
     part.router.weight.data[2] = 1.0
     assert worst(part(x), part.experts[2](x)) <= 1e-6

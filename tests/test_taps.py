@@ -310,8 +310,12 @@ def test_silence_costs_at_most_one_per_cent():
             calls["call"] += 1
             return x
 
-        def inside(self, name):
-            calls["inside"] += 1
+        def step(self, name, x):
+            calls["step"] += 1
+            return x
+
+        def part(self, name):
+            calls["part"] += 1
             return self
 
         def wants(self, *names):
@@ -338,8 +342,10 @@ def test_silence_costs_at_most_one_per_cent():
     def all_taps():
         for _ in range(calls["call"]):
             SILENT("q", x)
-        for _ in range(calls["inside"]):
-            SILENT.inside(f"blocks.{0}")
+        for _ in range(calls["step"]):
+            SILENT.step("q", x)
+        for _ in range(calls["part"]):
+            SILENT.part(f"blocks.{0}")
         for _ in range(calls["wants"]):
             SILENT.wants("scores", "pattern")
         tap_for(model)

@@ -17,7 +17,8 @@ from clearhead.generate.sampling import Sampling
 from clearhead.generate.text import Generation, Score
 from clearhead.inside.checks import Check, check
 from clearhead.inside.trace import Trace, trace
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.experts import balance_loss
 from clearhead.model.taps import Recording, edit, record, tap_names
 from clearhead.model.transformer import Output, Transformer, attending

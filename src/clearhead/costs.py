@@ -1,13 +1,14 @@
 """What a model takes, from its config alone: parameters, FLOPs, memory. Nothing is built.
 
-Every figure is a sum over the steps of the forward pass (`steps`). What is counted:
+Every figure is a sum over the steps that the parts of the model say of themselves. What is counted:
 
     parameters      every weight once: tied tables and shared layers count where they are first used
     flops           2·m·n·k for each matrix product and convolution; attention in full, T x S, as the eager kernel does
-    activations     bytes kept for the backward pass with the fused kernel, each tensor once: in `dtype`, but statistics in
-                    float32, and dropout masks of one byte, as on a GPU. Where no fused kernel serves (values of another
-                    width than keys, a learned bias, a soft-cap) the pattern [B, H, T, S] is kept. Not counted: autocast's
-                    copies, and, on a CPU, wider dropout masks and the pattern that dropout on it makes the kernel keep
+    activations     bytes kept for the backward pass with the fused kernel, each tensor once: in `dtype`, but
+                    statistics in float32, and dropout masks of one byte, as on a GPU. Where no fused kernel serves
+                    (values of another width than keys, a learned bias, a soft-cap) the pattern [B, H, T, S] is kept.
+                    Not counted: autocast's copies, and, on a CPU, wider dropout masks and the pattern that dropout on
+                    it makes the kernel keep
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.model.steps import Pass, Step
+from clearhead.model.transformer import model_steps
 from clearhead.presets import preset
-from clearhead.steps import DTYPES, Step, forward_steps, heads_left, tokens_of
+
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes."""
 
     weights: int
@@ -100,7 +104,7 @@ class Cost:
     dtype: str
     parameters: Parameters
     flops: Flops
-    memory: Memory
+    memory: MemoryUse
     steps: tuple[Step, ...]
 
     def within(self, name: str) -> tuple[Step, ...]:
@@ -137,32 +141,30 @@ def cost(
     size = bytes_of(dtype)
     if batch < 1:
         raise InputError(f"batch {batch} must be 1 or more")
-    main = config.decoder or config.encoder
-    assert main is not None
-    length, tokens = _measure(config, main, length, "length")
+    first, main = config.stacks[0], config.main
+    length, tokens = _measure(main, length, "length")
     source_tokens = 0
-    if config.family == "encoder-decoder" and config.encoder is not None:
-        wanted = length if source_length is None and config.encoder.input != "patches" else source_length
-        source_length, source_tokens = _measure(config, config.encoder, wanted, "source_length")
+    if first is not main:
+        wanted = length if source_length is None and first.input != "patches" else source_length
+        source_length, source_tokens = _measure(first, wanted, "source_length")
     elif source_length is not None:
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
-    steps = tuple(forward_steps(config, length, source_length or 0, batch, dtype))
+    steps = tuple(model_steps(config, Pass(batch, size), length, source_length or 0))
     parameters = Parameters(
         **_by_part(steps, "parameters"), active=sum(step.parameters - step.idle for step in steps)
     )
-    out = steps[-1] if config.head in ("lm", "mlm", "classifier", "tagger", "span") else Step("", "head")
-    decoder = config.decoder
-    memory = Memory(
+    out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
+    memory = MemoryUse(
         weights=parameters.total * size,
         activations=Parts(**_by_part(steps, "kept")),
         loss=out.m * out.n * max(size, 4),
         attention_matrix=max(
             step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
         ),
-        kv_cache=_cache(config, decoder, "attention", tokens, batch) * size,
-        window_cache=_cache(config, decoder, "attention", tokens, batch, ring=True) * size,
-        cross_cache=_cache(config, decoder, "cross", source_tokens, batch) * size,
+        kv_cache=_cache(main, "attention", tokens, batch) * size,
+        window_cache=_cache(main, "attention", tokens, batch, ring=True) * size,
+        cross_cache=_cache(main, "cross", source_tokens, batch) * size,
     )
     flops = Flops(
         Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward")), tokens=batch * tokens
@@ -184,36 +186,32 @@ def bytes_of(dtype: str) -> int:
     return DTYPES[dtype]
 
 
-def _cache(
-    config: ModelConfig, plan: StackPlan | None, kind: str, tokens: int, batch: int, ring: bool = False
-) -> int:
+def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = False) -> int:
     """Values that a cache holds; a ring has one slot more than its window, for what is not kept."""
-    if plan is None or (kind == "cross" and not plan.cross):
+    if not spec.causal or (kind == "cross" and not spec.cross):
         return 0
-    heads = [
-        heads_left(config, plan, f"{plan.prefix}blocks.{layer}.{kind}")[1] for layer in range(plan.n_layers)
-    ]
-    slots = [tokens if window is None or not ring else window + 1 for window in plan.windows]
-    return batch * (plan.d_head + plan.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
+    slots = [tokens if window is None or not ring else window + 1 for window in spec.windows]
+    heads = [spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}") for layer in range(spec.n_layers)]
+    return batch * (spec.d_head + spec.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
 
 
-def _measure(config: ModelConfig, plan: StackPlan, length: int | None, name: str) -> tuple[int, int]:
+def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     """Inputs and tokens of one row."""
-    if plan.input == "patches":
-        tokens = tokens_of(config, plan, 0)
+    if spec.input == "patches":
+        tokens = spec.n_tokens(0)
         if length not in (None, tokens):
             raise InputError(
                 f"{name} {length} was given for an image, which has {tokens} tokens: leave it out"
             )
         return tokens, tokens
     if length is None:
-        length = config.max_positions * (config.conv_stride if plan.input == "frames" else 1)
+        length = spec.max_positions * (spec.conv_stride if spec.input == "frames" else 1)
     if length < 1:
         raise InputError(f"{name} {length} must be 1 or more")
-    tokens = tokens_of(config, plan, length)
-    if config.positions == "learned" and tokens > config.max_positions:
+    tokens = spec.n_tokens(length)
+    if spec.positions == "learned" and tokens > spec.max_positions:
         raise InputError(
-            f"{name} {length} makes {tokens} positions and the model has {config.max_positions}: raise max_positions"
+            f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: raise max_positions"
         )
     return length, tokens
 
@@ -227,7 +225,7 @@ def _by_part(steps: tuple[Step, ...], figure: str) -> dict[str, int]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ModelConfig):
-        return value.to_dict()
+        return value.to_dict(derived=True)
     if not dataclasses.is_dataclass(value):
         return value
     names = [entry.name for entry in dataclasses.fields(value)]

@@ -24,6 +24,8 @@ from clearhead.model import (
     heads,
     norms,
     positions,
+    rope,
+    stack,
     transformer,
     window_cache,
 )
@@ -65,14 +67,14 @@ def rope_layout(monkeypatch):
 
     def other(x, rotary, layout):
         half = rotary.cos.shape[-1] // 2
-        turned = positions.Rotary(*(angles[..., :half].repeat_interleave(2, -1) for angles in rotary))
+        turned = rope.Rotary(*(angles[..., :half].repeat_interleave(2, -1) for angles in rotary))
         return right(x, turned, "interleaved")
 
     monkeypatch.setattr(attention, "rotate", other)
 
 
 def _shifted(monkeypatch, applies, shift):
-    right = transformer.compose
+    right = stack.compose
 
     def compose(queries, keys, *, causal=False, window=None, prefix=None):
         if not causal or not applies(queries, keys):
@@ -84,7 +86,7 @@ def _shifted(monkeypatch, applies, shift):
         ]  # the first token would else see nothing
         return (seen if mask is None else seen & mask), False
 
-    monkeypatch.setattr(transformer, "compose", compose)
+    monkeypatch.setattr(stack, "compose", compose)
 
 
 @code
@@ -166,7 +168,7 @@ def untied_when_loaded(monkeypatch, model):
 def dropout(monkeypatch):
     """Dropout on what a sublayer adds, in evaluation too."""
     right = block.Residual.add
-    monkeypatch.setattr(block.Residual, "add", lambda self, x, y: right(self, x, nnf.dropout(y, 0.1)))
+    monkeypatch.setattr(block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap))
 
 
 @code
@@ -201,21 +203,21 @@ def position_offset(monkeypatch):
     """Learned positions begin one row late."""
     right = positions.LearnedPositions.embed
     monkeypatch.setattr(
-        positions.LearnedPositions, "embed", lambda self, where, dtype: right(self, where + 1, dtype)
+        positions.LearnedPositions, "embed", lambda self, where, dtype, tap: right(self, where + 1, dtype, tap)
     )
 
 
 @code
 def window(monkeypatch):
     """A window that holds one key too many."""
-    right = transformer.compose
+    right = stack.compose
 
     def compose(queries, keys, *, causal=False, window=None, prefix=None):
         return right(
             queries, keys, causal=causal, window=None if window is None else window + 1, prefix=prefix
         )
 
-    monkeypatch.setattr(transformer, "compose", compose)
+    monkeypatch.setattr(stack, "compose", compose)
 
 
 @code
@@ -233,8 +235,8 @@ def queries_for_keys(monkeypatch):
 @code
 def post_for_pre(monkeypatch):
     """The norm stands after the sum in place of before the sublayer."""
-    monkeypatch.setattr(block.Residual, "read", lambda self, x: x)
-    monkeypatch.setattr(block.Residual, "add", lambda self, x, y: self.before(x + y))
+    monkeypatch.setattr(block.Residual, "read", lambda self, x, tap: x)
+    monkeypatch.setattr(block.Residual, "add", lambda self, x, y, tap: self.before(x + y))
 
 
 @code
@@ -264,12 +266,12 @@ def bucket_sides(monkeypatch):
 @code
 def padding_in_the_source(monkeypatch):
     """Cross-attention reads the padding of the source."""
-    right = transformer.compose
+    right = stack.compose
 
     def compose(queries, keys, **options):
         return right(queries, keys, **options) if options else (None, False)
 
-    monkeypatch.setattr(transformer, "compose", compose)
+    monkeypatch.setattr(stack, "compose", compose)
 
 
 @code

@@ -14,7 +14,7 @@ from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slo
 from clearhead.generate.decode import decode
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary, rotate
+from clearhead.model.rope import Rotary, rotate
 
 DECODER = ch.preset("micro-decoder").replace(n_layers=2, n_heads=4)
 BOTH = ch.preset("micro-encoder-decoder").replace(n_layers=2, n_heads=4)

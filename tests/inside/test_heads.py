@@ -159,7 +159,7 @@ def test_scores_equal_a_loop_over_queries(changes: dict, differences) -> None:
         "local": lambda row, i, j: abs(i - j) <= 2,
     }
     for layer in range(2):
-        name, window = f"blocks.{layer}.attention.pattern", model.main.plan.windows[layer]
+        name, window = f"blocks.{layer}.attention.pattern", model.main.spec.windows[layer]
         patterns = []
         for row in ROWS:
             with torch.no_grad(), ch.record(model, name) as seen:

@@ -74,7 +74,7 @@ WHOLE: dict[str, tuple[dict, list[str]]] = {
 
 def inputs(model: ch.Transformer) -> dict[str, torch.Tensor]:
     """What a micro model is called with."""
-    if model.main.plan.input == "patches":
+    if model.main.spec.input == "patches":
         return {"ids": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
     both = model.encoder is not None and model.decoder is not None
     return {"ids": some_ids()} | ({"source": some_ids(length=6, seed=3)} if both else {})

@@ -112,7 +112,7 @@ def given(model: ch.Transformer, length: int = 8, source: int = 5) -> dict:
 
     if config.family == "encoder-decoder":
         return {"given": row(config.encoder, source, 1), "target": row(config.decoder, length, 2)}
-    return {"given": row(model.main.plan, length, 1)}
+    return {"given": row(model.main.spec, length, 1)}
 
 
 def inputs(model: ch.Transformer, asked: dict) -> tuple[torch.Tensor, dict]:
@@ -242,7 +242,7 @@ def sizes(model: ch.Transformer, step, length: int, source: int) -> dict[str, in
         known |= {"height": config.image_size[0], "width": config.image_size[1], "N": config.n_patches}
     part = next((path for path in step.path if path.endswith((".attention", ".cross"))), None)
     if part is not None:
-        kept = len(config.kept_heads(part, plan.n_heads))
+        kept = len(plan.heads_of(part))
         known |= {"H": kept, "K": kept * plan.n_kv_heads // plan.n_heads}
     if part is not None and part.endswith(".cross"):
         encoder = config.encoder

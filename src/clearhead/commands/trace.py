@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clearhead.config import ModelConfig
-    from clearhead.inside.trace import Prediction, Row, Trace, TraceStep
+    from clearhead.inside.trace import Prediction, Trace, TraceRow, TraceStep
 
 WIDTH = 190  # columns, where the output is no terminal
 DETAILS = {
@@ -85,7 +85,7 @@ def trace(
     show_result(seen.to_dict(), json, show)
 
 
-def steps_table(seen: Trace, rows: tuple[Row, ...], width: int, why: bool = False) -> Table:
+def steps_table(seen: Trace, rows: tuple[TraceRow, ...], width: int, why: bool = False) -> Table:
     """One line per row of the tree, groups with their sums; a narrow terminal gets fewer columns."""
     from rich import box
     from rich.table import Table

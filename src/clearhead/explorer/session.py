@@ -177,7 +177,7 @@ def _given(m: Model, asked: dict[str, Any]) -> Any:
         or not all(type(one) is int for one in ids)
     ):
         raise InputError(f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
-    size = m.model.main.plan.vocab_size
+    size = m.model.main.spec.vocab_size
     if not all(0 <= token < size for token in ids):
         raise InputError(f"ids must lie between 0 and {size - 1}")
     return ids

@@ -42,8 +42,8 @@ LISTED = 200  # choices that are sent with their names
 def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the model is, and what the page begins with."""
     config = m.config
-    main = m.model.main.plan
-    encoder = m.model.encoder.plan if m.model.encoder is not None and m.model.decoder is not None else None
+    main = m.model.main.spec
+    encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
     mask = m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None
     return {
         **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
@@ -101,7 +101,7 @@ class PageRun:
     def scores(self) -> Tensor:
         """Return the scores of the head [columns, V], in float32 on the CPU."""
         with torch.no_grad():
-            return self.choices.scores(self.prepared.run().logits)[0].float().cpu()
+            return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:

@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.model.attend import eager
 from clearhead.model.dtypes import wide
 from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.positions import Rotary, rotate
+from clearhead.model.rope import Rotary, rotate
 
 MOST_ROWS = 1  # rows for which a product of ours, joined with what stands around it, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from clearhead.fast.kernels import available, held, step_attend, step_linear
 from clearhead.model.attention import Attention
 from clearhead.model.block import Block
-from clearhead.model.cache import Cache, CrossKeys, FixedCache, FixedKeys, LayerKeys
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import FeedForward
+from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.masks import Tokens, View
 from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary
+from clearhead.model.rope import Rotary
 from clearhead.model.taps import SILENT, Tap
-from clearhead.model.transformer import Stack, Transformer
+from clearhead.model.stack import Stack
+from clearhead.model.transformer import Transformer
 
 # With one row, a product reads each weight once and packing gains nothing; with many, the plain product packs as it goes.
 PACKED_ROWS = range(2, 65)
@@ -65,11 +67,10 @@ class FusedFeedForward(FeedForward):
 
     both: nn.Module
 
-    def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        pre, up = self.both(x).chunk(2, dim=-1)
-        post = tap("post", self.activation(tap("pre", pre)) * up)
-        return tap("out", self.down(post))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, T, F] twice."""
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return gate, up
 
 
 class StepStack(Stack):
@@ -82,8 +83,9 @@ class StepStack(Stack):
         prefix: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype,
+        tap: Tap = SILENT,
     ) -> dict[int | None, View]:
-        views = super()._views(tokens, cache, prefix, bias, dtype)
+        views = super()._views(tokens, cache, prefix, bias, dtype, tap)
         if not isinstance(cache, FixedCache):
             return views
         return {

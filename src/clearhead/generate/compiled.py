@@ -27,7 +27,8 @@ from clearhead.generate.decode import (
     turns_by_length,
 )
 from clearhead.generate.sampling import Sampling
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double

@@ -126,7 +126,7 @@ def _stepping(model: Transformer) -> Step:
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """A cache for rows of up to `room` tokens: rings in layers with a window, where that at least halves what they keep."""
-    windows = [window for window in model.main.plan.windows if window is not None]
+    windows = [window for window in model.main.spec.windows if window is not None]
     kind = WindowCache if windows and room > 2 * min(windows) else Cache
     return kind(min(room, RESERVE))
 

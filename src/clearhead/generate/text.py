@@ -213,7 +213,7 @@ def score(
     if len(fed) < 2:
         raise InputError("a score needs two tokens at least: the first has nothing before it")
     row = torch.tensor([fed], device=device)
-    check_stack_input(row, model.main.plan, model.config, "ids")  # the last id is asked about, and not fed
+    check_stack_input(row, model.main.spec, "ids")  # the last id is asked about, and not fed
     more = {} if source is None else {"source": torch.tensor([list(source)], device=device)}
     logits = model(row[:, :-1], **more).logits[0].float()  # T-1 V
     values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()

@@ -133,8 +133,8 @@ def contributions(
     prepared = prepare(m, given, target, pair)
     choices, model = choices_of(prepared), prepared.model
     column = find_column(position, choices.columns)
-    output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in TAPS + CROSS_TAPS * model.main.plan.cross))
-    said = choices.scores(output.logits)[0, column]
+    output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in TAPS + CROSS_TAPS * model.main.spec.cross))
+    said = choices.scores(output.required_logits)[0, column]
     choice = int(said.argmax()) if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
     if other == choice:
@@ -162,7 +162,7 @@ def _logits(
         return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
 
     head = choices.prepared.model.head
-    said = difference(choices.scores(output.logits)[0, column])
+    said = difference(choices.scores(output.required_logits)[0, column])
     if not isinstance(head, LanguageHead) or head.softcap is None:
         return said, None
     uncapped = copy.copy(head)
@@ -188,7 +188,7 @@ def _terms(
     backwards = [Term("head bias", "bias", read.bias), Term("head transform", "bias", read.transform)]
     if model.main.norm is not None:
         final = freeze(
-            model.main.norm, exact(seen[f"blocks.{model.main.plan.n_layers - 1}.resid_post"][0])[rows]
+            model.main.norm, exact(seen[f"blocks.{model.main.spec.n_layers - 1}.resid_post"][0])[rows]
         )
         backwards.append(Term("final norm bias", "bias", final.shift(direction)))
         direction = final.back(direction)

@@ -97,7 +97,7 @@ def embedding_table(m: Model | Transformer, table: Table = "input") -> Tensor:
     first = model.encoder if model.encoder is not None else model.main
     if not isinstance(first.embedding.front, TokenFront):
         raise InputError(
-            f"this model reads {first.plan.input}, which have no table of vectors: geometry takes a model of tokens"
+            f"this model reads {first.spec.input}, which have no table of vectors: geometry takes a model of tokens"
         )
     return _plain(first.embedding.front.tokens.weight)
 

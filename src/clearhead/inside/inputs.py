@@ -101,11 +101,11 @@ def prepare(
     """
     m = m if isinstance(m, Model) else Model(m)
     device = next(m.model.parameters()).device
-    plan = m.model.main.plan
+    plan = m.model.main.spec
     both = m.model.encoder is not None and m.model.decoder is not None
     if target is not None and not both:
         raise InputError("target is for a model with an encoder and a decoder: leave it out")
-    first = m.model.encoder.plan if both and m.model.encoder is not None else plan
+    first = m.model.encoder.spec if both and m.model.encoder is not None else plan
     if first.input == "patches":
         pixels, patches = _image(m, given)
         if not both:

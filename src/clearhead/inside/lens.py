@@ -76,7 +76,7 @@ def lens(
         raise InputError(f"top {top} keeps nothing: choose 1 or more")
     model, taps = prepared.model, lens_taps(prepared.model)
     output, seen = prepared.record(*taps)
-    last = choices.scores(output.logits)[0]  # C N
+    last = choices.scores(output.required_logits)[0]  # C N
     chosen, true = _best(last, 1)[:, 0], _true(prepared, choices)
     read = [
         _measure(choices.scores(stopped_at(model, seen[tap]))[0], last, chosen, true, min(top, choices.count))
@@ -100,7 +100,7 @@ def lens(
 
 def lens_taps(model: Transformer) -> list[str]:
     """The names of the states that the lens reads: the embedding's, and each block's."""
-    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.plan.n_layers))]
+    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.spec.n_layers))]
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def attentions(config: ModelConfig) -> list[tuple[str, int, int]]:
             kinds = ["self" if plan is main else "encoder"] + ["cross"] * plan.cross
             for kind in kinds:
                 name = Head(kind, layer, 0).part
-                found.append((kind, layer, len(config.kept_heads(name, plan.n_heads))))
+                found.append((kind, layer, len(plan.heads_of(name))))
     return found
 
 

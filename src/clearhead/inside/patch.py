@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Model
-from clearhead.config import StackPlan
+from clearhead.config import StackSpec
 from clearhead.errors import InputError, nearest
 from clearhead.hub.pixels import Image
 from clearhead.inside.choices import Choices, choices_of, find_column, plain_numbers
@@ -235,7 +235,7 @@ def _common(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
 
 
 def _tables(
-    prepared: Prepared, plan: StackPlan, parts: Sequence[str]
+    prepared: Prepared, plan: StackSpec, parts: Sequence[str]
 ) -> list[tuple[PatchMap, list[list[Site | None]]]]:
     """The empty map of each part of a stack, and its sites."""
     stack = "" if prepared.source is None else "encoder" if plan.prefix else "decoder"

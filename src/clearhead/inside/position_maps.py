@@ -20,7 +20,8 @@ from torch import Tensor
 
 from clearhead.bundle import Model
 from clearhead.errors import InputError
-from clearhead.model.transformer import Stack, Transformer
+from clearhead.model.stack import Stack
+from clearhead.model.transformer import Transformer
 
 Which = Literal["main", "encoder"]
 Floats = NDArray[np.float32]
@@ -55,7 +56,7 @@ def position_map(m: Model | Transformer, length: int | None = None, stack: Which
     """
     part, where = _positions(m, length, stack)
     names = _names(part, where.shape[1])
-    scheme = part.positions.config.positions
+    scheme = part.positions.spec.positions
     vectors = part.positions.embed(where, torch.float32)
     if vectors is not None:
         columns = _numbers(range(vectors.shape[-1]))
@@ -79,7 +80,7 @@ def position_map(m: Model | Transformer, length: int | None = None, stack: Which
         [bias[:, -1], bias[:, 0, 1:]], -1
     )  # H distances, from `last` before the query to `last` after it
     distances = range(-last, last + 1)
-    if part.plan.causal:
+    if part.spec.causal:
         far, distances = far[:, : last + 1], range(-last, 1)
     heads = _numbers(range(far.shape[0]))
     return PositionMap(
@@ -113,7 +114,7 @@ def position_similarity(
     else:
         values, measure = _bias(part, where).mean(0), "mean added to the score"
     return PositionMap(
-        part.positions.config.positions, _array(values), names, names, "position", "position", measure
+        part.positions.spec.positions, _array(values), names, names, "position", "position", measure
     )
 
 
@@ -126,7 +127,7 @@ def _positions(m: Model | Transformer, length: int | None, stack: Which) -> tupl
     part = model.encoder if stack == "encoder" and model.encoder is not None else model.main
     if config.positions == "none":
         raise InputError("this model has no positions (positions none): there is nothing to draw")
-    image = part.plan.input == "patches"
+    image = part.spec.input == "patches"
     most = config.n_patches + config.class_token if image else config.max_positions
     length = (most if image else min(most, LENGTH)) if length is None else length
     table = image or config.positions == "learned"
@@ -141,13 +142,13 @@ def _positions(m: Model | Transformer, length: int | None, stack: Which) -> tupl
 
 def _turns(part: Stack, where: Tensor) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine of each rotated pair's angle, of the first layer that rotates: [T, R/2] twice."""
-    layers = [layer for layer in range(part.plan.n_layers) if layer not in part.rope_skips] or [0]
-    rotary = part.positions.rotary(where, part.plan.windows[layers[0]])
+    layers = [layer for layer in range(part.spec.n_layers) if layer not in part.spec.rope_skips] or [0]
+    rotary = part.positions.rotary(where, part.spec.windows[layers[0]])
     if rotary is None:
         return None
     cos, sin = rotary.cos[0, 0].cpu(), rotary.sin[0, 0].cpu()  # T R
     half = cos.shape[-1] // 2
-    if part.positions.config.rope_layout == "half":
+    if part.positions.spec.rope_layout == "half":
         return cos[:, :half], sin[:, :half]
     return cos[:, ::2], sin[:, ::2]
 
@@ -161,8 +162,8 @@ def _bias(part: Stack, where: Tensor) -> Tensor:
 
 def _names(part: Stack, length: int) -> tuple[str, ...]:
     """Positions as people call them; patches by row and column."""
-    config = part.positions.config
-    if part.plan.input != "patches" or config.image_size is None:
+    config = part.positions.spec
+    if part.spec.input != "patches" or config.image_size is None:
         return _numbers(range(length))
     columns, first = config.image_size[1] // config.patch_size, int(config.class_token)
     return tuple(

@@ -144,7 +144,7 @@ def answer(model: Transformer, task: Task, source: Tensor, length: int) -> Tenso
     if task.labels:
         with torch.inference_mode():
             out: Output = model(source)
-            return out.logits.argmax(-1)
+            return out.required_logits.argmax(-1)
     begin = torch.full((source.shape[0], 1), BEGIN)
     if model.encoder is not None:
         return greedy(model, begin, length, source=source)

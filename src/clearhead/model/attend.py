@@ -9,13 +9,16 @@ Shapes: B batch, H heads, K key/value heads (H is a multiple of K), T query leng
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clearhead.config import StackSpec
 from clearhead.model.dtypes import wide
+from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -68,15 +71,16 @@ def eager(
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril()[None, None]
     # Heads that share a key/value head are laid end to end as if they were more queries: no key is copied.
     grouped = q.reshape(B, K, H // K * T, E)
-    scores = (grouped @ k.transpose(-2, -1)).view(B, H, T, S) * scale
+    scores = tap.step("scores", (grouped @ k.transpose(-2, -1)).view(B, H, T, S))
+    scores = tap.step("scaled", scores * scale)
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = tap.step("softcapped", softcap * torch.tanh(scores / softcap))
     if bias is not None:
-        scores = scores + bias
+        scores = tap.step("biased", scores + bias)
     if mask is not None:
         # The lowest finite number, not -inf: a row with nothing to attend to then has no NaN in its gradient.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    scores = tap("scores", scores)
+    scores = tap("scores", tap.step("masked", scores))
     pattern = torch.softmax(wide(scores), dim=-1).to(q.dtype)  # B H T S
     if mask is not None:
         pattern = pattern.masked_fill(~mask, 0.0)
@@ -129,3 +133,46 @@ def fused(
 
 
 KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused}
+
+
+def attend_steps(
+    spec: StackSpec,
+    run: Pass,
+    name: str,
+    T: int,
+    S: int,
+    window: int | None,
+    kind: Literal["attention", "cross"],
+    H: int,
+    K: int,
+    fused: bool,
+) -> Iterator[Step]:
+    """The steps between projections and output: scores and values of H heads that share K key/value heads."""
+    B, E, Ev, own = run.batch, spec.d_head, spec.d_value, kind == "attention"
+    kept = _kept(spec, run, own, H, T, S, window, fused)
+    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
+    # Queries that are partly rotated are joined anew: the kernel's answer takes on their layout, and is copied.
+    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
+    yield Step(
+        f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * run.size
+    )
+
+
+def _kept(
+    spec: StackSpec, run: Pass, own: bool, H: int, T: int, S: int, window: int | None, fused: bool
+) -> int:
+    """Bytes kept between scores and values, by the kernel that this attention gets."""
+    square, values = T * S, run.batch * H * T * S  # of a mask, and of the pattern
+    windowed = window is not None and window < S
+    masked = windowed or (own and spec.causal)
+    if (
+        spec.attention_softcap is not None
+    ):  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
+        copied = run.size if masked or run.size < run.wide else 0
+        return values * (run.size + run.wide + copied) + (2 * square if masked else 0)
+    if not fused:
+        return values * run.size + (square if masked and own and spec.positions == "relative" else 0)
+    log_sums = run.batch * H * T * 4
+    if own and spec.positions == "alibi" and masked:
+        return log_sums + H * square * run.size
+    return log_sums + (square * run.size if windowed else 0)

@@ -7,48 +7,46 @@ Shapes: B batch, T query length, S key length, D model, H heads, K key/value hea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal
+
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackPlan
-from clearhead.model.attend import KERNELS
+from clearhead.config import StackSpec
+from clearhead.model.attend import KERNELS, attend_steps
 from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
-from clearhead.model.positions import rotate
+from clearhead.model.rope import rotate
+from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
 class Attention(nn.Module):
     """Multi-head attention, grouped or multi-query where there are fewer key/value heads."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan, name: str) -> None:
+    def __init__(self, spec: StackSpec, name: str) -> None:
         super().__init__()
-        self.heads = config.kept_heads(
-            name, plan.n_heads
-        )  # which of the config's heads these are, after pruning
-        self.pruned = len(self.heads) < plan.n_heads
-        self.n_heads = len(self.heads)
-        self.n_kv_heads = self.n_heads * plan.n_kv_heads // plan.n_heads
-        self.d_head, self.d_value = plan.d_head, plan.d_value
-        self.scale, self.softcap = plan.attention_scale, config.attention_softcap
-        self.dropout = config.attention_dropout or 0.0
-        self.layout = config.rope_layout
+        self.heads = spec.heads_of(name)  # which of the config's heads these are, after pruning
+        self.pruned = len(self.heads) < spec.n_heads
+        self.n_heads, self.n_kv_heads = len(self.heads), spec.kv_heads_of(name)
+        self.d_head, self.d_value = spec.d_head, spec.d_value
+        self.scale, self.softcap, self.dropout = (
+            spec.attention_scale,
+            spec.attention_softcap,
+            spec.attention_dropout,
+        )
+        self.layout, self.norm_over = spec.rope_layout, spec.qk_norm
         self.kernel = "fused"
 
-        self.q = nn.Linear(config.d_model, self.n_heads * self.d_head, bias=bool(config.qkv_bias))
-        self.k = nn.Linear(config.d_model, self.n_kv_heads * self.d_head, bias=bool(config.qkv_bias))
-        self.v = nn.Linear(config.d_model, self.n_kv_heads * self.d_value, bias=bool(config.qkv_bias))
-        self.out = nn.Linear(
-            self.n_heads * self.d_value, config.d_model, bias=bool(config.attention_out_bias)
-        )
-        self.norm_over = config.qk_norm
-        each, whole = config.qk_norm == "head", config.qk_norm == "full"
-        self.q_norm = (
-            make_norm(config, self.q.out_features if whole else self.d_head) if each or whole else None
-        )
-        self.k_norm = (
-            make_norm(config, self.k.out_features if whole else self.d_head) if each or whole else None
-        )
+        self.q = nn.Linear(spec.d_model, self.n_heads * self.d_head, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.qkv_bias)
+        self.v = nn.Linear(spec.d_model, self.n_kv_heads * self.d_value, bias=spec.qkv_bias)
+        self.out = nn.Linear(self.n_heads * self.d_value, spec.d_model, bias=spec.attention_out_bias)
+        whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
+        q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
+        self.q_norm = make_norm(spec.norm, q_width) if normed else None
+        self.k_norm = make_norm(spec.norm, k_width) if normed else None
 
     def forward(
         self,
@@ -61,50 +59,71 @@ class Attention(nn.Module):
         """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
         B, T, _ = x.shape
         if isinstance(cache, CrossKeys) and cache.filled:
-            q, (k, v) = self._heads(self.q(x), self.n_heads, self.q_norm), cache.read()
+            q, (k, v) = self._split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
             update = None
         else:
             q, k, v = self.project(x, x if memory is None else memory)
-            q = self._heads(q, self.n_heads, self.q_norm)  # B H T E
-            k = self._heads(k, self.n_kv_heads, self.k_norm)  # B K S E
-            v = self._heads(v, self.n_kv_heads, None)
+            q, k, v = tap.step("q", q), tap.step("k", k), tap.step("v", v)
+            q = self._split("q", q, self.n_heads, self.q_norm, tap)  # B H T E
+            k = self._split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
+            v = self._split("v", v, self.n_kv_heads, None, tap)
             update = cache.update if cache is not None else None
         if view.rotary is not None:
-            q, k = rotate(q, view.rotary, self.layout), rotate(k, view.rotary, self.layout)
+            q = tap.step("q_rotated", rotate(q, view.rotary, self.layout))
+            k = tap.step("k_rotated", rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
         if update is not None:
             k, v = update(k, v)
 
-        watched = tap.wants("scores", "pattern")
-        attend = KERNELS["eager" if watched else self.kernel]
+        attend = KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel]
         bias = view.bias
         if bias is not None and self.pruned and bias.shape[1] > 1:
             bias = bias[:, list(self.heads)]
         dropout = self.dropout if self.training else 0.0
         z = attend(
-            q,
-            k,
-            v,
-            view.mask,
-            bias,
-            self.scale,
-            causal=view.causal,
-            softcap=self.softcap,
-            dropout=dropout,
-            tap=tap,
-        )
+            q, k, v, view.mask, bias, self.scale,
+            causal=view.causal, softcap=self.softcap, dropout=dropout, tap=tap,
+        )  # fmt: skip
         z = tap("z", z)  # B H T E
-        return tap("out", self.out(z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)))
+        joined = tap.step("concat", z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value))
+        return tap("out", self.out(joined))
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x [B, T, D], keys and values of `source` [B, S, D], heads still side by side: [B, T, H·E] and so on."""
+        """Queries of x [B, T, D], keys and values of `source` [B, S, D], heads side by side: [B, T, H·E] and so on."""
         return self.q(x), self.k(source), self.v(source)
 
-    def _heads(self, x: Tensor, n_heads: int, norm: nn.Module | None) -> Tensor:
+    def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, with the norm over all of them or over each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":
-            x = norm(x)
+            x = tap.step(f"{name}_norm", norm(x))
         x = x.view(*x.shape[:2], n_heads, -1)
+        heads = tap.step(f"{name}_heads", x.transpose(1, 2))
         if norm is not None and self.norm_over == "head":
-            x = norm(x)
-        return x.transpose(1, 2)
+            return tap.step(f"{name}_norm", norm(x).transpose(1, 2))
+        return heads
+
+
+def attention_steps(
+    spec: StackSpec,
+    run: Pass,
+    name: str,
+    T: int,
+    S: int,
+    window: int | None,
+    kind: Literal["attention", "cross"],
+) -> Iterator[Step]:
+    """The steps of one attention of T queries and S keys; cross-attention has neither positions nor causality."""
+    B, D, size = run.batch, spec.d_model, run.size
+    H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
+    own = kind == "attention"
+    capped = spec.attention_softcap is not None
+    fused = not capped and Ev == E and not (own and spec.positions == "relative")
+    repeated = not fused and not capped  # PyTorch's unfused path repeats keys and values for each head
+    for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
+        kept = rows * (H if repeated else heads) * width * size
+        yield linear_step(f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept)
+        if projection != "v" and spec.qk_norm != "none":
+            groups = 1 if spec.qk_norm == "full" else heads
+            yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
+    yield from attend_steps(spec, run, name, T, S, window, kind, H, K, fused)
+    yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

@@ -13,45 +13,49 @@ Shapes: B batch, T query length, S key length, D model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackPlan
-from clearhead.model.attention import Attention
+from clearhead.config import StackSpec
+from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.experts import Experts
-from clearhead.model.feedforward import FeedForward
+from clearhead.model.experts import Experts, expert_steps
+from clearhead.model.feedforward import FeedForward, feedforward_steps
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
+from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
 
 class Residual(nn.Module):
     """How one sublayer joins the residual stream: its norms, its dropout, its chance of being skipped."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
+        """`reads_other`: the sublayer reads what another one's norm gives, and has none of its own before it."""
         super().__init__()
-        place = config.norm_position
-        self.before = make_norm(config) if place in ("pre", "sandwich") else None
-        self.inside = make_norm(config) if place in ("sandwich", "output") else None
-        self.after = make_norm(config) if place == "post" else None
-        self.scale, self.dropout, self.skip = config.residual_scale, config.dropout, config.layer_drop
+        place, norm, D = spec.norm_position, spec.norm, spec.d_model
+        self.before = make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
+        self.inside = make_norm(norm, D) if place in ("sandwich", "output") else None
+        self.after = make_norm(norm, D) if place == "post" else None
+        self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
-    def read(self, x: Tensor) -> Tensor:
-        """What the sublayer gets to see: [B, T, D] -> [B, T, D]."""
-        return self.before(x) if self.before is not None else x
+    def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return what the sublayer gets to see: [B, T, D] -> [B, T, D]."""
+        return tap.step("before", self.before(x)) if self.before is not None else x
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """The stream `x` with the sublayer's answer `y` added: [B, T, D] twice -> [B, T, D]."""
+    def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return the stream `x` with the sublayer's answer `y` added: [B, T, D] twice -> [B, T, D]."""
         if self.inside is not None:
-            y = self.inside(y)
+            y = tap.step("inside", self.inside(y))
         if self.scale != 1:
-            y = y * self.scale
+            y = tap.step("scaled", y * self.scale)
         if self.training:
             y = self._drop(y)
-        x = x + y
-        return self.after(x) if self.after is not None else x
+        x = tap.step("add", x + y)
+        return tap.step("after", self.after(x)) if self.after is not None else x
 
     def _drop(self, y: Tensor) -> Tensor:
         y = nnf.dropout(y, self.dropout)
@@ -64,17 +68,15 @@ class Residual(nn.Module):
 class Block(nn.Module):
     """One layer. An encoder's and a decoder's differ by what the view lets them see, and by having cross-attention."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan, name: str) -> None:
+    def __init__(self, spec: StackSpec, name: str) -> None:
         super().__init__()
-        self.attention = Attention(config, plan, f"{name}.attention")
-        self.attention_residual = Residual(config)
-        self.cross = Attention(config, plan, f"{name}.cross") if plan.cross else None
-        self.cross_residual = Residual(config) if plan.cross else None
-        self.feedforward = Experts(config, plan.d_ff) if config.n_experts else FeedForward(config, plan.d_ff)
-        self.parallel, one_norm = config.parallel, config.parallel and config.parallel_norms == 1
-        self.feedforward_residual = Residual(config)
-        if one_norm:
-            self.feedforward_residual.before = None
+        self.attention = Attention(spec, f"{name}.attention")
+        self.attention_residual = Residual(spec)
+        self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
+        self.cross_residual = Residual(spec) if spec.cross else None
+        self.feedforward = Experts(spec) if spec.n_experts else FeedForward(spec)
+        self.parallel = spec.parallel
+        self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
 
     def forward(
         self,
@@ -86,28 +88,61 @@ class Block(nn.Module):
         cross_keys: CrossKeys | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads, unless `cross_keys` hold it already."""
+        """[B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], unless `cross_keys` hold it already."""
         x = tap("resid_pre", x)
         if self.parallel:
             return tap("resid_post", self._both(x, view, keys, tap))
-        residual = self.attention_residual
-        x = residual.add(x, self.attention(residual.read(x), view, None, keys, tap.inside("attention")))
+        residual, join = self.attention_residual, tap.part("attention_residual")
+        y = self.attention(residual.read(x, join), view, None, keys, tap.part("attention"))
+        x = residual.add(x, y, join)
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
-            residual = self.cross_residual
-            x = residual.add(
-                x, self.cross(residual.read(x), cross_view, memory, cross_keys, tap.inside("cross"))
-            )
+            residual, join = self.cross_residual, tap.part("cross_residual")
+            y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
+            x = residual.add(x, y, join)
         x = tap("resid_mid", x)
-        residual = self.feedforward_residual
-        x = residual.add(x, self.feedforward(residual.read(x), tap.inside("feedforward")))
+        residual, join = self.feedforward_residual, tap.part("feedforward_residual")
+        x = residual.add(x, self.feedforward(residual.read(x, join), tap.part("feedforward")), join)
         return tap("resid_post", x)
 
     def _both(self, x: Tensor, view: View, keys: LayerKeys | None, tap: Tap) -> Tensor:
-        """Attention and feed-forward side by side, reading one norm's output or one each."""
-        read = self.attention_residual.read(x)
-        attended = self.attention(read, view, None, keys, tap.inside("attention"))
-        shared = self.feedforward_residual.before is None
-        expanded = self.feedforward(
-            read if shared else self.feedforward_residual.read(x), tap.inside("feedforward")
-        )
-        return self.feedforward_residual.add(self.attention_residual.add(x, attended), expanded)
+        """Run attention and feed-forward side by side, reading one norm's output or one each."""
+        first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
+        read = self.attention_residual.read(x, first)
+        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        if self.feedforward_residual.before is not None:
+            read = self.feedforward_residual.read(x, second)
+        expanded = self.feedforward(read, tap.part("feedforward"))
+        x = self.attention_residual.add(x, attended, first)
+        return self.feedforward_residual.add(x, expanded, second)
+
+
+def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
+    """The steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
+    name, rows = f"{spec.prefix}blocks.{layer}", run.batch * tokens
+    inner = attention_steps(spec, run, f"{name}.attention", tokens, tokens, spec.windows[layer], "attention")
+    yield from _residual_steps(spec, run, f"{name}.attention_residual", "attention", rows, inner)
+    if spec.cross:
+        inner = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+        yield from _residual_steps(spec, run, f"{name}.cross_residual", "cross", rows, inner)
+    expand = expert_steps if spec.n_experts else feedforward_steps
+    inner = expand(spec, run, f"{name}.feedforward", rows)
+    residual = f"{name}.feedforward_residual"
+    yield from _residual_steps(spec, run, residual, "feedforward", rows, inner, second=spec.parallel)
+
+
+def _residual_steps(
+    spec: StackSpec, run: Pass, name: str, part: Part, rows: int, inner: Iterator[Step], second: bool = False
+) -> Iterator[Step]:
+    """The steps of a sublayer with its residual; `second`: beside one that has read the same stream."""
+    D, place = spec.d_model, spec.norm_position
+    if not (second and spec.parallel_norms == 1):
+        if place in ("pre", "sandwich"):
+            yield norm_step(f"{name}.before", spec.norm, run, rows, D, input_kept=second)
+        yield Step(f"{name}.read", part, kept=rows * D * run.size)
+    yield from inner
+    if place in ("sandwich", "output"):
+        yield norm_step(f"{name}.inside", spec.norm, run, rows, D)
+    if spec.dropout:
+        yield Step(f"{name}.dropout", part, kept=rows * D)
+    if place == "post":
+        yield norm_step(f"{name}.after", spec.norm, run, rows, D)

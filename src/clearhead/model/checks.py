@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import StackSpec
 from clearhead.errors import InputError
 from clearhead.model.cache import Cache
 from clearhead.model.masks import Tokens
@@ -16,21 +16,75 @@ from clearhead.model.masks import Tokens
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_stack_input(x: Tensor | None, plan: StackPlan, config: ModelConfig, name: str) -> None:
+def check_call(
+    spec: StackSpec,
+    ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    cache: Cache | None,
+    types: Tensor | None,
+    documents: Tensor | None,
+    prefix: Tensor | None,
+) -> None:
+    """Check what one forward pass gives to the stack that feeds the head."""
+    check_tokens(spec, ids, mask, positions, documents, "ids")
+    batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
+    if types is not None and not spec.n_types:
+        raise InputError(
+            "types were given and the model has no segment embeddings: leave them out, or build it with n_types"
+        )
+    check_integers(types, batch, length, "types", spec.n_types, "n_types")
+    check_prefix(prefix, batch, length, cache, spec.causal)
+    if cache is None:
+        return
+    if not spec.causal:
+        raise InputError(
+            "a cache was given to a model without a decoder: its tokens all see each other, so call it without"
+        )
+    if cache.rows not in (None, batch):
+        raise InputError(
+            f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache"
+        )
+    if cache.packed and documents is None:
+        raise InputError(
+            "the cache holds packed documents and this call names none: "
+            "give documents, so that it is known which goes on"
+        )
+
+
+def check_tokens(
+    spec: StackSpec,
+    x: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
+    name: str,
+) -> None:
+    """Check what feeds one stack, and what goes beside it."""
+    check_stack_input(x, spec, name)
+    batch, length = x.shape[0], spec.n_tokens(x.shape[1])
+    if spec.input == "patches" and mask is not None:
+        raise InputError("a mask was given for an image: all of its patches are real, so leave it out")
+    check_mask(mask, batch, x.shape[1], "mask" if name == "ids" else f"{name}_mask")
+    table = spec.max_positions if spec.positions == "learned" else None
+    check_integers(positions, batch, length, "positions", table, "max_positions")
+    check_integers(documents, batch, length, "documents", None, "")
+
+
+def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
     """Shape, dtype and range of what feeds one stack."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
-    if plan.input == "tokens":
+    if spec.input == "tokens":
         _shape(x, ("B", "T"), name, "token ids")
         if x.dtype not in INTEGERS:
             raise InputError(f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long")
-        _range(x, plan.vocab_size, name, "vocab_size")
-    elif plan.input == "patches":
-        assert config.image_size is not None
-        _shape(x, ("B", config.n_channels, *config.image_size), name, "pixels")
+        _range(x, spec.vocab_size, name, "vocab_size")
+    elif spec.input == "patches":
+        _shape(x, ("B", spec.n_channels, *spec.image_size), name, "pixels")
         _floating(x, name)
     else:
-        _shape(x, ("B", "T", config.d_input), name, plan.input)
+        _shape(x, ("B", "T", spec.d_input), name, spec.input)
         _floating(x, name)
 
 
@@ -64,25 +118,26 @@ def check_integers(
         _range(x, below, name, limit)
 
 
-def check_length(tokens: Tokens, cache: Cache | None, config: ModelConfig, name: str) -> None:
+def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
     """A table of positions ends somewhere; other schemes go on."""
     slots = tokens.length + (cache.length if cache is not None else 0)
-    if config.positions != "learned" or slots <= config.max_positions:
+    if spec.positions != "learned" or slots <= spec.max_positions:
         return
     reached = (
         int(tokens.positions.max()) + 1
     )  # fewer than slots where some are padding, or documents begin again at 0
-    if reached > config.max_positions:
+    if reached > spec.max_positions:
         raise InputError(
-            f"{name} reach {reached} positions and the model has {config.max_positions}: shorten the input, or choose "
+            f"{name} reach {reached} positions and the model has {spec.max_positions}: shorten the input, or choose "
             f"positions without a table (rope, alibi, sinusoidal, relative)"
         )
 
 
-def check_bias(bias: Tensor | None, batch: int, n_heads: int, length: int, keys: int) -> None:
+def check_bias(bias: Tensor | None, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
     """A pairwise bias given by the caller."""
     if bias is None:
         return
+    n_heads, keys = spec.n_heads, length + (cache.length if cache is not None else 0)
     _floating(bias, "bias")
     allowed = ((1, batch), (1, n_heads), (length,), (keys,))
     if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed)):

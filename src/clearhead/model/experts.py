@@ -8,24 +8,27 @@ Shapes: B batch, T length, N = B·T tokens, D model, X experts, A active experts
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import StackSpec
 from clearhead.model.dtypes import wide
-from clearhead.model.feedforward import FeedForward
+from clearhead.model.feedforward import FeedForward, feedforward_steps
+from clearhead.model.steps import INDEX, Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 
 class Experts(nn.Module):
     """X feed-forwards and the router that chooses among them."""
 
-    def __init__(self, config: ModelConfig, d_ff: int) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.n_active = config.n_active_experts
-        self.order, self.renormalise = config.router_order, config.router_renormalise
-        self.router = nn.Linear(config.d_model, config.n_experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(config, d_ff) for _ in range(config.n_experts))
+        self.n_active = spec.n_active_experts
+        self.order, self.renormalise = spec.router_order, spec.router_renormalise
+        self.router = nn.Linear(spec.d_model, spec.n_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(spec) for _ in range(spec.n_experts))
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
     def __getstate__(self) -> dict[str, object]:
@@ -38,14 +41,16 @@ class Experts(nn.Module):
         logits = tap("router", self.router(x)).view(rows.shape[0], -1)  # N X
         self.routed = logits if self.training else None
         weights, chosen = self.choose(logits)  # N A
+        chosen, weights = tap.step("chosen", chosen), tap.step("weights", weights)
 
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         token = order // self.n_active  # which row each pair belongs to
-        runs = zip(self.experts, torch.split(rows[token], counts))
-        answers = [expert(run, tap.inside(f"experts.{number}")) for number, (expert, run) in enumerate(runs)]
+        runs = zip(self.experts, torch.split(tap.step("sorted", rows[token]), counts))
+        answers = [expert(run, tap.part(f"experts.{number}")) for number, (expert, run) in enumerate(runs)]
         answer = torch.cat(answers) * weights.flatten()[order, None]
-        return tap("out", torch.zeros_like(rows).index_add(0, token, answer.to(rows.dtype)).view_as(x))
+        mixed = torch.zeros_like(rows).index_add(0, token, answer.to(rows.dtype)).view_as(x)
+        return tap("out", tap.step("mixed", mixed))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts each token visits: [N, X] -> [N, A] twice."""
@@ -75,3 +80,17 @@ def balance_loss(model: nn.Module, mask: Tensor | None = None) -> Tensor:
     chosen = probability.topk(n_active, dim=-1).indices
     share = torch.zeros_like(probability).scatter(1, chosen, 1.0).mean(0)
     return n_experts * (share * probability.mean(0)).sum()
+
+
+def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
+    """The steps of a mixture on `rows` tokens."""
+    X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model
+    softmax = (
+        A if spec.router_order == "topk_softmax" else X + A + 1
+    )  # the chosen; or all, the chosen, their sum
+    kept = rows * (softmax * run.wide + A * (run.size + 3 * INDEX))  # and which, in which order
+    yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=kept)
+    rows *= A
+    # What the experts read, what they say, and that weighted.
+    yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * D * run.size)
+    yield from feedforward_steps(spec, run, f"{name}.experts", rows, copies=X, idle=X - A)

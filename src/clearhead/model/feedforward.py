@@ -5,13 +5,15 @@ Shapes: B batch, T length, D model, F feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import StackSpec
+from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -37,22 +39,47 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """down(activation(up x)), or, gated, down(activation(gate x) * up x)."""
 
-    def __init__(self, config: ModelConfig, d_ff: int) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        bias = bool(config.feedforward_bias)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = config.feedforward_dropout
-        self.gate = nn.Linear(config.d_model, d_ff, bias=bias) if config.gated else None
-        self.up = nn.Linear(config.d_model, d_ff, bias=bias)
-        self.down = nn.Linear(d_ff, config.d_model, bias=bias)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.dropout = spec.feedforward_dropout
+        self.gate = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias) if spec.gated else None
+        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias)
+        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.feedforward_bias)
 
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        pre = tap("pre", self.up(x) if self.gate is None else self.gate(x))  # B T F
-        post = self.activation(pre)
-        if self.gate is not None:
-            post = post * self.up(x)
+        pre, up = self.project(x)
+        pre = tap("pre", tap.step("up" if up is None else "gate", pre))  # B T F
+        post = tap.step("activated", self.activation(pre))
+        if up is not None:
+            post = tap.step("gated", post * tap.step("up", up))
         post = tap("post", post)
         if self.training:
             post = nnf.dropout(post, self.dropout)
-        return tap("out", self.down(post))  # B T D
+        return tap("out", tap.step("down", self.down(post)))  # B T D
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what the activation reads and, gated, what it is multiplied with: [B, T, D] -> [B, T, F]."""
+        return (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
+
+
+def feedforward_steps(
+    spec: StackSpec, run: Pass, name: str, rows: int, copies: int = 1, idle: int = 0
+) -> Iterator[Step]:
+    """The steps of a feed-forward on `rows` vectors; `copies`, of which a token skips `idle`, share the rows."""
+    D, F, bias = spec.d_model, spec.d_ff, spec.feedforward_bias
+    wide_values = rows * F * run.size
+    bent = spec.activation != "relu"  # which keeps its answer; the others keep what they read as well
+
+    def experts(step: Step) -> Step:
+        return dataclasses.replace(step, parameters=copies * step.parameters, idle=idle * step.parameters)
+
+    for projection in ("gate", "up") if spec.gated else ("up",):
+        read = bent and (projection == "gate" or not spec.gated)
+        kept = wide_values * (2 if read else 1)
+        yield experts(linear_step(f"{name}.{projection}", "feedforward", rows, D, F, bias, kept=kept))
+    if spec.feedforward_dropout:
+        yield Step(f"{name}.dropout", "feedforward", kept=rows * F)
+    kept = wide_values if spec.gated or spec.feedforward_dropout else 0
+    yield experts(linear_step(f"{name}.down", "feedforward", rows, F, D, bias, kept=kept))

@@ -5,77 +5,116 @@ Shapes: B batch, T length, D model, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import StackSpec
 from clearhead.model.norms import make_norm
+from clearhead.model.steps import INDEX, Pass, Step, linear_step, norm_step
+from clearhead.model.taps import SILENT, Tap
 
 
 class TokenFront(nn.Module):
     """A table of vectors, one per id; narrower tables are projected up."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(plan.vocab_size, plan.d_embedding)
-        self.scale = config.embedding_scale
+        self.tokens = nn.Embedding(spec.vocab_size, spec.d_embedding)
+        self.scale = spec.embedding_scale
 
-    def forward(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """[B, T] -> [B, T, d_embedding]."""
-        vectors = cast(Tensor, self.tokens(ids.long()))
-        return vectors * self.scale if self.scale != 1 else vectors
+        vectors = tap.step("tokens", self.tokens(ids.long()))
+        return tap.step("scaled", vectors * self.scale) if self.scale != 1 else vectors
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
+        """The table."""
+        size = spec.vocab_size * spec.d_embedding
+        yield Step(f"{name}.tokens", "embedding", size, kept=run.batch * length * INDEX)
 
 
 class PatchFront(nn.Module):
     """Cut an image into squares, flatten each, project it; a class token may stand before them."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.patch = config.patch_size
-        self.project = nn.Linear(config.n_channels * self.patch**2, config.d_model)
-        self.class_token = nn.Parameter(torch.zeros(config.d_model)) if config.class_token else None
+        self.patch = spec.patch_size
+        self.project = nn.Linear(spec.n_channels * self.patch**2, spec.d_model)
+        self.class_token = nn.Parameter(torch.zeros(spec.d_model)) if spec.class_token else None
 
-    def forward(self, pixels: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, pixels: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """[B, C, height, width] -> [B, patches (+ 1), D]."""
         patches = nnf.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # B T C·patch²
-        vectors = cast(Tensor, self.project(patches))
+        vectors = tap.step("project", self.project(tap.step("patches", patches)))
         if self.class_token is None:
             return vectors
-        return torch.cat([self.class_token.expand(vectors.shape[0], 1, -1), vectors], dim=1)
+        first = self.class_token.expand(vectors.shape[0], 1, -1)
+        return tap.step("class_token", torch.cat([first, vectors], dim=1))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
+        """The projection of every patch, and the class token."""
+        rows, width = run.batch * spec.n_patches, spec.n_channels * spec.patch_size**2
+        more = {"gradients": 1, "kept": rows * width * run.size}
+        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
+        if spec.class_token:
+            yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
 
 class VectorFront(nn.Module):
     """One linear layer on vectors that are there already: features, series, embeddings of something else."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.project = nn.Linear(config.d_input, config.d_model)
+        self.project = nn.Linear(spec.d_input, spec.d_model)
 
-    def forward(self, vectors: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, vectors: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """[B, T, d_input] -> [B, T, D]."""
-        return cast(Tensor, self.project(vectors))
+        return tap.step("project", self.project(vectors))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
+        """The projection."""
+        rows, width = run.batch * length, spec.d_input
+        more = {"gradients": 1, "kept": rows * width * run.size}
+        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
 
 
 class FrameFront(nn.Module):
     """Two convolutions over time, the second with a stride: sound and other dense series."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        kernel, stride = config.conv_kernel, config.conv_stride
-        self.first = nn.Conv1d(config.d_input, config.d_model, kernel, padding=kernel // 2)
-        self.second = nn.Conv1d(config.d_model, config.d_model, kernel, stride=stride, padding=kernel // 2)
+        D, kernel, stride = spec.d_model, spec.conv_kernel, spec.conv_stride
+        self.first = nn.Conv1d(spec.d_input, D, kernel, padding=kernel // 2)
+        self.second = nn.Conv1d(D, D, kernel, stride=stride, padding=kernel // 2)
 
-    def forward(self, frames: Tensor, real: Tensor | None = None) -> Tensor:
-        """[B, time, d_input] -> [B, time / stride, D]; what is not `real` [B, time] is silence, before and between."""
+    def forward(self, frames: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
+        """[B, time, d_input] -> [B, time / stride, D]; what is not `real` [B, time] is silence."""
         silence = 1 if real is None else real[:, None, :].to(frames.dtype)
-        x = nnf.gelu(self.first(frames.transpose(1, 2) * silence))
-        return nnf.gelu(self.second(x * silence)).transpose(1, 2)
+        x = tap.step("first", self.first(frames.transpose(1, 2) * silence))
+        x = tap.step("first_bent", nnf.gelu(x))
+        x = tap.step("second", self.second(x * silence))
+        return tap.step("second_bent", nnf.gelu(x).transpose(1, 2))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
+        """Each convolution is a product with its window laid out as a row; it keeps what it and gelu read."""
+        D, kernel = spec.d_model, spec.conv_kernel
+        before, after = run.batch * length, run.batch * spec.n_tokens(length)
+        more = {"gradients": 1, "kept": before * (spec.d_input + D) * run.size}
+        yield linear_step(f"{name}.first", "embedding", before, spec.d_input * kernel, D, True, **more)
+        kept = (before + after) * D * run.size
+        yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=kept)
 
 
-FRONTS: dict[str, type[nn.Module]] = {
+Front = TokenFront | PatchFront | VectorFront | FrameFront
+FRONTS: dict[str, type[TokenFront] | type[PatchFront] | type[VectorFront] | type[FrameFront]] = {
     "tokens": TokenFront,
     "patches": PatchFront,
     "vectors": VectorFront,
@@ -86,32 +125,53 @@ FRONTS: dict[str, type[nn.Module]] = {
 class Embedding(nn.Module):
     """Front, segment and position vectors added up, then norm, projection and dropout."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan, front: nn.Module | None = None) -> None:
+    def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
         super().__init__()
-        width = plan.d_embedding
-        self.front = front if front is not None else FRONTS[plan.input](config, plan)
-        self.types = (
-            nn.Embedding(config.n_types, width) if config.n_types and plan.input == "tokens" else None
-        )
-        self.norm = make_norm(config, width) if config.embedding_norm else None
-        self.project = (
-            nn.Linear(width, config.d_model)
-            if config.embedding_projection and plan.input == "tokens"
-            else None
-        )
-        self.dropout = config.embedding_dropout or 0.0
+        width = spec.d_embedding
+        self.front = front if front is not None else FRONTS[spec.input](spec)
+        self.types = nn.Embedding(spec.n_types, width) if spec.n_types else None
+        self.norm = make_norm(spec.norm, width) if spec.embedding_norm else None
+        self.project = nn.Linear(width, spec.d_model) if spec.embedding_projection else None
+        self.dropout = spec.embedding_dropout
 
     def forward(
-        self, inputs: Tensor, types: Tensor | None, positions: Tensor | None, real: Tensor | None
+        self,
+        inputs: Tensor,
+        types: Tensor | None,
+        place: Callable[[], Tensor | None],
+        real: Tensor | None,
+        tap: Tap = SILENT,
     ) -> Tensor:
-        """Inputs, position vectors [B|1, T, width] and which inputs are real -> [B, T, D]."""
-        x = cast(Tensor, self.front(inputs, real))
+        """Inputs and which of them are real -> [B, T, D]; `place` gives position vectors [B|1, T, width]."""
+        x = cast(Tensor, self.front(inputs, real, tap.part("front")))
         if self.types is not None:
-            x = x + (self.types(types.long()) if types is not None else self.types.weight[0])
-        if positions is not None:
-            x = x + positions
+            segment = self.types.weight[0].expand_as(x) if types is None else self.types(types.long())
+            x = tap.step("typed", x + tap.step("types", segment))
+        where = place()
+        if where is not None:
+            x = tap.step("placed", x + where)
         if self.norm is not None:
-            x = self.norm(x)
+            x = tap.step("norm", self.norm(x))
         if self.project is not None:
-            x = self.project(x)
+            x = tap.step("project", self.project(x))
         return nnf.dropout(x, self.dropout, self.training)
+
+
+def embedding_steps(
+    spec: StackSpec, run: Pass, length: int, places: Iterator[Step], shared: bool
+) -> Iterator[Step]:
+    """The steps of an embedding of `length` inputs; of a front that is `shared`, the other stack counts the weights."""
+    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_embedding
+    rows = run.batch * spec.n_tokens(length)
+    for step in FRONTS[spec.input].steps(spec, run, f"{name}.front", length):
+        yield step.reused() if shared else step
+    if spec.n_types:
+        yield Step(f"{name}.types", "embedding", spec.n_types * width)
+    yield from places
+    if spec.embedding_norm:
+        yield norm_step(f"{name}.norm", spec.norm, run, rows, width)
+    if spec.embedding_projection:
+        kept = rows * width * run.size
+        yield linear_step(f"{name}.project", "embedding", rows, width, D, True, kept=kept)
+    if spec.embedding_dropout:
+        yield Step(f"{name}.dropout", "embedding", kept=rows * D)

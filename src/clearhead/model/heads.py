@@ -5,70 +5,107 @@ Shapes: B batch, T length, D model, V vocabulary, C classes.
 
 from __future__ import annotations
 
-from typing import cast
+import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import HeadSpec
 from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.norms import make_norm
+from clearhead.model.steps import Pass, Step, linear_step, norm_step
+from clearhead.model.taps import SILENT, Tap
 
 
 class Head(nn.Module):
     """The shape of every head, and the one that hands the hidden states through."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
 
-    def forward(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] and which tokens are real [B, T] -> what the head says."""
         return hidden
 
+    @staticmethod
+    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
+        """The steps on rows of `tokens` states."""
+        yield from ()
+
 
 class LanguageHead(Head):
-    """A score for every token of the vocabulary, at every position, from vectors as wide as the token table, to which it may be tied."""
+    """A score for every token of the vocabulary, at every position.
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        assert config.d_embedding and config.head_activation
-        width = config.d_embedding
-        self.transform = (
-            nn.Linear(config.d_model, width) if config.head_transform or width != config.d_model else None
-        )
-        self.activation = ACTIVATIONS[config.head_activation] if config.head_transform else None
-        self.norm = make_norm(config, width) if config.head_transform else None
-        self.out = nn.Linear(width, config.vocab_size, bias=bool(config.head_bias))
-        self.scale, self.softcap = config.logit_scale, config.logit_softcap
+    The vectors are as wide as the token table, to which the output layer may be tied.
+    """
 
-    def forward(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        width, changes = spec.d_embedding, spec.transform or spec.d_embedding != spec.d_model
+        self.transform = nn.Linear(spec.d_model, width) if changes else None
+        self.activation = ACTIVATIONS[spec.activation] if spec.transform else None
+        self.norm = make_norm(spec.norm, width) if spec.transform else None
+        self.out = nn.Linear(width, spec.vocab_size, bias=spec.bias)
+        self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
+
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, V]."""
-        x = hidden if self.transform is None else self.transform(hidden)
+        x = hidden if self.transform is None else tap.step("transform", self.transform(hidden))
         if self.activation is not None and self.norm is not None:
-            x = self.norm(self.activation(x))
+            x = tap.step("norm", self.norm(tap.step("activation", self.activation(x))))
         if self.scale != 1:
-            x = x * self.scale
-        logits = cast(Tensor, self.out(x))
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            x = tap.step("scaled", x * self.scale)
+        logits = tap.step("out", self.out(x))
+        if self.softcap is None:
+            return logits
+        return tap.step("softcapped", self.softcap * torch.tanh(logits / self.softcap))
+
+    @staticmethod
+    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
+        """The transform, and the product with the table."""
+        rows, D, width, V = run.batch * tokens, spec.d_model, spec.d_embedding, spec.vocab_size
+        if spec.transform or width != D:
+            yield linear_step("head.transform", "head", rows, D, width, True, kept=rows * D * run.size)
+        if spec.transform:
+            if spec.activation != "relu":
+                yield Step("head.activation", "head", kept=rows * width * run.size)
+            yield norm_step("head.norm", spec.norm, run, rows, width)
+        capped = V if spec.logit_softcap is not None else 0
+        out = linear_step(
+            "head.out", "head", rows, width, V, spec.bias, kept=rows * (width + capped) * run.size
+        )
+        yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
 
 
 class Pooled(Head):
-    """One vector for the whole input: the first token's, the mean, or the last real token's; perhaps a dense layer on it."""
+    """One vector for the whole input, perhaps with a dense layer on it: the shape of heads that pool."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.pooling = config.pooling
-        self.pooler = nn.Linear(config.d_model, config.d_model) if config.pooler != "none" else None
-        self.bend = torch.tanh if config.pooler == "tanh" else torch.relu
-        self.dropout = config.dropout
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        self.pooling, self.dropout = spec.pooling, spec.dropout
+        self.pooler = nn.Linear(spec.d_model, spec.d_model) if spec.pooler != "none" else None
+        self.bend = torch.tanh if spec.pooler == "tanh" else torch.relu
 
-    def pool(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def pool(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, D]."""
-        pooled = pool(hidden, real, self.pooling or "mean")
+        pooled = tap.step("pooled", pool(hidden, real, self.pooling))
         if self.pooler is not None:
-            pooled = self.bend(self.pooler(pooled))
+            pooled = tap.step("bent", self.bend(tap.step("pooler", self.pooler(pooled))))
         return nnf.dropout(pooled, self.dropout, self.training)
+
+    @staticmethod
+    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
+        """The pooler, and for a classifier the output layer."""
+        B, D = run.batch, spec.d_model
+        copied = spec.pooling == "mean" or (spec.dropout and spec.pooler == "none")
+        read = (B if copied else B * tokens) * D * run.size  # one token's state is a view of all of them
+        if spec.pooler != "none":
+            yield linear_step("head.pooler", "head", B, D, D, True, kept=read)
+            read = B * D * run.size
+        if spec.head == "classifier":
+            yield linear_step("head.out", "head", B, D, spec.n_classes, spec.bias, kept=read)
 
 
 def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
@@ -90,40 +127,46 @@ def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
 class ClassifierHead(Pooled):
     """A score for each class of the whole input."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.out = nn.Linear(config.d_model, config.n_classes, bias=bool(config.head_bias))
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
 
-    def forward(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, C]."""
-        return cast(Tensor, self.out(self.pool(hidden, real)))
+        return tap.step("out", self.out(self.pool(hidden, real, tap)))
 
 
 class EmbeddingHead(Pooled):
     """The pooled vector itself, perhaps scaled to length one."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.normalise = config.normalise
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        self.normalise = spec.normalise
 
-    def forward(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, D]."""
-        pooled = self.pool(hidden, real)
-        return nnf.normalize(pooled, dim=-1) if self.normalise else pooled
+        pooled = self.pool(hidden, real, tap)
+        return tap.step("normalised", nnf.normalize(pooled, dim=-1)) if self.normalise else pooled
 
 
 class TokenHead(Head):
     """A score for each class of every token; for spans, the two classes are "begins here" and "ends here"."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.dropout = config.dropout
-        n_classes = 2 if config.head == "span" else config.n_classes
-        self.out = nn.Linear(config.d_model, n_classes, bias=bool(config.head_bias))
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        self.dropout = spec.dropout
+        self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
 
-    def forward(self, hidden: Tensor, real: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, C]."""
-        return cast(Tensor, self.out(nnf.dropout(hidden, self.dropout, self.training)))
+        return tap.step("out", self.out(nnf.dropout(hidden, self.dropout, self.training)))
+
+    @staticmethod
+    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
+        """The output layer."""
+        rows, D = run.batch * tokens, spec.d_model
+        kept = rows * D * (run.size + (1 if spec.dropout else 0))
+        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=kept)
 
 
 HEADS: dict[str, type[Head]] = {

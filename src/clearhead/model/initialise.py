@@ -34,10 +34,10 @@ def initialise(model: nn.Module, config: ModelConfig) -> None:
         elif isinstance(part, PatchFront) and part.class_token is not None:
             nn.init.normal_(part.class_token, std=config.init_std)
     if config.init == "gpt2":
-        for plan, stack in ((config.encoder, model.encoder), (config.decoder, model.decoder)):
-            if plan is None or not isinstance(stack, nn.Module):
+        for spec, stack in ((config.encoder, model.encoder), (config.decoder, model.decoder)):
+            if spec is None or not isinstance(stack, nn.Module):
                 continue
-            writes = plan.n_layers * (3 if plan.cross else 2)
+            writes = spec.n_layers * (3 if spec.cross else 2)
             for part in stack.modules():
                 if isinstance(part, Attention | FeedForward):
                     writer = part.out if isinstance(part, Attention) else part.down

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clearhead.model.positions import Rotary
+from clearhead.model.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -154,3 +154,11 @@ def compose(
     for predicate in allowed[1:]:
         mask = mask & predicate
     return mask.expand(-1, queries.length, -1)[:, None], False
+
+
+def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:
+    """What `compose` gave as a mask [B|1, 1, T, S] in any case."""
+    if mask is not None:
+        return mask
+    everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)
+    return everything.tril() if causal else everything

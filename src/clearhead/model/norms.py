@@ -1,11 +1,11 @@
-"""Norms: what keeps the residual stream at a steady size. Statistics are taken in float32 whatever the model's dtype."""
+"""Norms: what keeps the residual stream at a steady size. Statistics are taken in float32 whatever the dtype."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import NormSpec
 from clearhead.model.dtypes import wide
 
 
@@ -45,8 +45,6 @@ class RMSNorm(nn.Module):
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The norm the config names, `width` wide (None: d_model)."""
-    return NORMS[config.norm](
-        width or config.d_model, config.norm_eps, bool(config.norm_bias), config.norm_unit_offset
-    )
+def make_norm(norm: NormSpec, width: int) -> nn.Module:
+    """Build the norm that the config names."""
+    return NORMS[norm.kind](width, norm.eps, norm.bias, norm.unit_offset)

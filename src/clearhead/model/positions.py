@@ -5,79 +5,88 @@ A scheme may do three things, and does one: add a vector to each embedding (`emb
 caches need no special care. Nothing here is a buffer: tables are computed in float64 and cast at the end, so that
 `.bfloat16()` and autocast leave angles exact.
 
-Shapes: B batch, T query length, S key length, D model, H heads, E head width, R rotated columns of a head.
+Shapes: B batch, T query length, S key length, D model, H heads.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, RopeScaling, StackPlan, rotated_width
-from clearhead.model.dtypes import precise, wide
-
-
-class Rotary(NamedTuple):
-    """Cosines and sines of one forward pass, each [B|1, 1, T, R]."""
-
-    cos: Tensor
-    sin: Tensor
+from clearhead.config import StackSpec
+from clearhead.model.dtypes import precise
+from clearhead.model.rope import Rotary, rotary_of
+from clearhead.model.steps import INDEX, Pass, Step
+from clearhead.model.taps import SILENT, Tap
 
 
 class PositionScheme(nn.Module):
     """No positions at all, and the shape of every other scheme."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
+    def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.config, self.plan = config, plan
+        self.spec = spec
 
-    def embed(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
         """What to add to the embeddings: positions [B|1, T] -> [B|1, T, D]."""
         return None
 
-    def rotary(self, positions: Tensor, window: int | None) -> Rotary | None:
+    def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary | None:
         """How to turn queries and keys in a layer with this window: positions [B|1, T] -> [B|1, 1, T, R] twice."""
         return None
 
-    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
         """What to add to the scores: positions [B|1, T] and [B|1, S] -> [B|1, H, T, S]."""
         return None
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """What the scheme owns and keeps for rows of `tokens`."""
+        yield from ()
 
 
 class LearnedPositions(PositionScheme):
     """One learned vector per position."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
-        super().__init__(config, plan)
-        self.table = nn.Embedding(config.max_positions + config.position_offset, plan.d_embedding)
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(spec.max_positions + spec.position_offset, spec.d_embedding)
 
-    def embed(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Rows of the table, past its offset."""
-        return self.table(positions + self.config.position_offset)  # type: ignore[no-any-return]
+        return tap.step("table", self.table(positions + self.spec.position_offset))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """The table."""
+        rows = spec.max_positions + spec.position_offset
+        yield Step(f"{name}.table", "positions", rows * spec.d_embedding, kept=tokens * INDEX)
 
 
 class SinusoidalPositions(PositionScheme):
     """Waves of geometrically growing length, at any position. Images get half the columns for the row, half for the column."""
 
-    def embed(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """[B|1, T] -> [B|1, T, D]."""
-        config, width = self.config, self.plan.d_embedding
-        positions = positions + config.position_offset
-        if self.plan.input != "patches":
-            return sinusoid(positions, width, config.sinusoid_layout, config.sinusoid_ends).to(
-                positions.device, dtype
-            )
-        assert config.image_size is not None
-        columns = config.image_size[1] // config.patch_size
-        patch = (positions - int(config.class_token)).clamp(min=0)
-        row = sinusoid(patch // columns, width // 2, config.sinusoid_layout, config.sinusoid_ends)
-        column = sinusoid(patch % columns, width - width // 2, config.sinusoid_layout, config.sinusoid_ends)
-        is_patch = (positions >= config.class_token)[..., None]  # the class token stands nowhere
-        return torch.cat([row, column], dim=-1).to(positions.device, dtype) * is_patch
+        spec, places = self.spec, positions + self.spec.position_offset
+        if spec.input == "patches":
+            waves = self._of_patches(places)
+        else:
+            waves = sinusoid(places, spec.d_embedding, spec.sinusoid_layout, spec.sinusoid_ends)
+        return tap.step("waves", waves.to(positions.device, dtype))
+
+    def _of_patches(self, positions: Tensor) -> Tensor:
+        """Half of the columns for the row of a patch, half for its column; the class token stands nowhere."""
+        spec, width = self.spec, self.spec.d_embedding
+        columns = spec.image_size[1] // spec.patch_size
+        patch = (positions - int(spec.class_token)).clamp(min=0)
+        row = sinusoid(patch // columns, width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
+        column = sinusoid(patch % columns, width - width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
+        return torch.cat([row, column], dim=-1) * (positions >= spec.class_token)[..., None].to(row.device)
 
 
 def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
@@ -101,121 +110,37 @@ def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: b
 class RopePositions(PositionScheme):
     """Rotary positions: the angle between a query and a key depends on their distance alone."""
 
-    def rotary(self, positions: Tensor, window: int | None) -> Rotary:
+    def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
         """Angles in float64, cosines and sines in float32."""
-        config = self.config
-        local = window is not None and config.rope_local_base is not None
-        base = config.rope_local_base if local and config.rope_local_base else config.rope_base
-        width, where, device = (
-            rotated_width(self.plan.d_head, config.rope_fraction),
-            precise(positions),
-            positions.device,
-        )
-        frequencies, factor = rope_frequencies(
-            width, base, None if local else config.rope_scaling, config.max_positions, where
-        )
-        angles = where[:, None, :, None] * frequencies  # B 1 T R/2
-        if config.rope_layout == "half":
-            angles = torch.cat([angles, angles], dim=-1)  # B 1 T R
-        else:
-            angles = angles.repeat_interleave(2, dim=-1)
-        return Rotary((angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device))
+        local = window is not None and self.spec.rope_local_base is not None
+        turns = rotary_of(self.spec, positions, local)
+        if tap.traced:
+            tap.step("rotary.local" if local else "rotary", torch.stack(turns))
+        return turns
 
-
-def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
-    """Turn the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
-    width = rotary.cos.shape[-1]
-    turned, kept = wide(x[..., :width]), x[..., width:]
-    if layout == "half":
-        a, b = turned.chunk(2, dim=-1)
-        quarter = torch.cat([-b, a], dim=-1)  # each pair turned by a quarter circle
-    else:
-        quarter = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
-    turned = (turned * rotary.cos + quarter * rotary.sin).to(x.dtype)
-    return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
-
-
-def rope_order(width: int, layout: str) -> Tensor:
-    """Which column of a head in the other layout stands in each column of `layout`: a permutation of `width`.
-
-    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split ones,
-    exactly; `weight[rope_order(E, "interleaved")]` turns them back.
-    """
-    half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
-    return half_split if layout == "half" else half_split.argsort()
-
-
-def rope_frequencies(
-    width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
-) -> tuple[Tensor, float]:
-    """Radians per position for each pair, [R/2] in float64, and the factor on cosines and sines."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
-    plain = base**-pair
-    if scaling is None:
-        return plain, 1.0
-    trained = scaling.original_positions or max_positions
-    if scaling.kind == "linear":
-        return plain / scaling.factor, 1.0
-    if (
-        scaling.kind == "dynamic"
-    ):  # the base grows with the length at hand, once that passes the trained length
-        length = (positions.max() + 1).clamp(min=trained)
-        growth = scaling.factor * length / trained - (scaling.factor - 1)
-        return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
-    if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
-        turns = trained * plain / (2 * math.pi)  # over the trained length
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
-    if scaling.kind == "yarn":
-        return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
-    stretch = (
-        scaling.factor if scaling.factor != 1 else max_positions / trained
-    )  # longrope: one divisor per pair, by length
-    factor = scaling.attention_factor or (
-        1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
-    )
-    short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
-    long = torch.tensor(scaling.long_factor, dtype=torch.float64, device=positions.device)
-    return plain / torch.where(positions.max() + 1 > trained, long, short), factor
-
-
-def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> Tensor:
-    """Pairs that turn often are kept, pairs that turn rarely interpolated, with a linear ramp between."""
-
-    def pair_with(
-        turns: float,
-    ) -> float:  # index of the pair that makes this many turns over the trained length
-        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
-    interpolate = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / scaling.factor * interpolate + plain * (1 - interpolate)
-
-
-def _yarn_factor(scaling: RopeScaling) -> float:
-    def growth(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    if scaling.mscale and scaling.mscale_all_dim:
-        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
-    return growth(1.0)
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Cosines and sines, for each window that some layer has."""
+        kept = 2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
+        yield Step(f"{name}.rotary", "positions", kept=kept)
 
 
 class AlibiPositions(PositionScheme):
     """Scores fall linearly with distance, at a slope of its own for each head."""
 
-    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
-        slopes = alibi_slopes(self.plan.n_heads).to(queries.device, torch.promote_types(dtype, torch.float32))
-        return (-slopes[:, None, None] * distance[:, None]).to(dtype)
+        slopes = alibi_slopes(self.spec.n_heads).to(queries.device, torch.promote_types(dtype, torch.float32))
+        return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """One bias for all layers, where no mask is put into it."""
+        if not spec.causal:
+            whole = any(window is None or window >= tokens for window in spec.windows)
+            kept = spec.n_heads * tokens**2 * run.size if whole else 0
+            yield Step(f"{name}.bias", "positions", kept=kept)
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -229,17 +154,24 @@ def alibi_slopes(n_heads: int) -> Tensor:
 class RelativePositions(PositionScheme):
     """A learned bias per head and bucket of distance; one table serves every layer of the stack."""
 
-    def __init__(self, config: ModelConfig, plan: StackPlan) -> None:
-        super().__init__(config, plan)
-        self.table = nn.Embedding(config.relative_buckets, plan.n_heads)
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(spec.relative_buckets, spec.n_heads)
 
-    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = keys[:, None, :] - queries[:, :, None]  # B T S
+        spec = self.spec
         buckets = relative_bucket(
-            distance, not self.plan.causal, self.config.relative_buckets, self.config.relative_max_distance
+            distance, not spec.causal, spec.relative_buckets, spec.relative_max_distance
         )
-        return self.table(buckets).permute(0, 3, 1, 2).to(dtype)  # type: ignore[no-any-return]  # B H T S
+        return tap.step("bias", self.table(buckets).permute(0, 3, 1, 2).to(dtype))  # B H T S
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """The table, and the bucket of each pair of tokens for each window that some layer has."""
+        kept = tokens**2 * INDEX * len(set(spec.windows))
+        yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
 
 
 def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_distance: int) -> Tensor:

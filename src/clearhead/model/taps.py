@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +27,16 @@ from torch import Tensor
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, nearest
 
-if TYPE_CHECKING:
-    from clearhead.model.transformer import Transformer
-
 ATTENTION_TAPS = ("q", "k", "v", "scores", "pattern", "z", "out")
 FEEDFORWARD_TAPS = ("pre", "post", "out")
+
+
+class Described(Protocol):
+    """A model that says what it is."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is."""
 
 
 class Tap:
@@ -41,9 +46,18 @@ class Tap:
         """Show `x` under `name`; use what comes back in its place."""
         return x
 
-    def inside(self, name: str) -> Tap:
-        """The tap for a part called `name`."""
+    def step(self, name: str, x: Tensor) -> Tensor:
+        """Show an intermediate value to a trace; hand it straight back."""
+        return x
+
+    def part(self, name: str) -> Tap:
+        """Return the tap for a part called `name`."""
         return self
+
+    @property
+    def traced(self) -> bool:
+        """Does a trace follow this forward pass?"""
+        return False
 
     def wants(self, *names: str) -> bool:
         """Is anybody listening to one of these names?"""
@@ -54,10 +68,19 @@ SILENT = Tap()
 
 
 class Listener:
-    """Somebody who wants to see, and perhaps change, activations whose names match."""
+    """Whoever wants to see, and perhaps change, the activations of one model; handlers go by exact name.
 
-    def __init__(self, model: object, handlers: Mapping[str, Callable[[str, Tensor], Tensor]]) -> None:
-        self.model, self.handlers = model, handlers  # handlers by exact name
+    A `tracer` sees every value there is, in the order of the forward pass: the name, the value, and whether the value
+    is an activation that `record` and `edit` know by that name.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        handlers: Mapping[str, Callable[[str, Tensor], Tensor]],
+        tracer: Callable[[str, Tensor, bool], None] | None = None,
+    ) -> None:
+        self.model, self.handlers, self.tracer = model, handlers, tracer
 
 
 class LiveTap(Tap):
@@ -72,15 +95,31 @@ class LiveTap(Tap):
         for listener in self.listeners:
             if full in listener.handlers:
                 x = listener.handlers[full](full, x)
+            if listener.tracer is not None:
+                listener.tracer(full, x, True)
         return x
 
-    def inside(self, name: str) -> Tap:
+    def step(self, name: str, x: Tensor) -> Tensor:
+        """Show `x` to those who trace."""
+        for listener in self.listeners:
+            if listener.tracer is not None:
+                listener.tracer(self.prefix + name, x, False)
+        return x
+
+    def part(self, name: str) -> Tap:
         """The same listeners, one level down."""
         return LiveTap(self.listeners, f"{self.prefix}{name}.")
 
+    @property
+    def traced(self) -> bool:
+        """Does a trace follow this forward pass?"""
+        return any(listener.tracer is not None for listener in self.listeners)
+
     def wants(self, *names: str) -> bool:
         """Is anybody listening to one of these names?"""
-        return any(self.prefix + name in listener.handlers for listener in self.listeners for name in names)
+        return self.traced or any(
+            self.prefix + name in listener.handlers for listener in self.listeners for name in names
+        )
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("clearhead_listeners", default=())
@@ -89,7 +128,7 @@ _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("clearhead_listeners",
 def tap_for(model: object) -> Tap:
     """The tap for one forward pass of `model`: silent unless somebody listens to this very model."""
     if torch.compiler.is_compiling():
-        return SILENT  # see `_listening`: while somebody listens, nothing is compiled
+        return SILENT  # see `listening`: while somebody listens, nothing is compiled
     mine = tuple(listener for listener in _listeners.get() if listener.model is model)
     return LiveTap(mine) if mine else SILENT
 
@@ -124,7 +163,7 @@ class Recording(Mapping[str, Tensor]):
 
 
 @contextmanager
-def record(model: Transformer, *patterns: str, detach: bool = True) -> Iterator[Recording]:
+def record(model: Described, *patterns: str, detach: bool = True) -> Iterator[Recording]:
     """Record the activations whose names match (`*` stands for anything); `detach=False` keeps their gradients' graph."""
     seen = Recording()
 
@@ -133,12 +172,12 @@ def record(model: Transformer, *patterns: str, detach: bool = True) -> Iterator[
         return x
 
     names = [name for pattern in patterns for name in matching(model.config, pattern)]
-    with _listening(Listener(model, dict.fromkeys(names, keep))):
+    with listening(Listener(model, dict.fromkeys(names, keep))):
         yield seen
 
 
 @contextmanager
-def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def edit(model: Described, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Put `fn(x)` in the place of each activation `x` whose name matches; shape and dtype must stay."""
 
     def handler(fn: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
@@ -155,12 +194,13 @@ def edit(model: Transformer, changes: Mapping[str, Callable[[Tensor], Tensor]]) 
     handlers = {
         name: handler(fn) for pattern, fn in changes.items() for name in matching(model.config, pattern)
     }
-    with _listening(Listener(model, handlers)):
+    with listening(Listener(model, handlers)):
         yield
 
 
 @contextmanager
-def _listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> Iterator[None]:
+    """Let `listener` hear every forward pass of its model within the `with` block."""
     token = _listeners.set((*_listeners.get(), listener))
     try:
         with _uncompiled:
@@ -215,14 +255,12 @@ def tap_names(config: ModelConfig) -> list[str]:
     A stack that feeds another has the prefix `encoder.`; the stack that feeds the head has none.
     """
     names: list[str] = []
-    for plan in (config.encoder, config.decoder):
-        if plan is None:
-            continue
-        names.append(f"{plan.prefix}embedding")
-        for layer in range(plan.n_layers):
-            block = f"{plan.prefix}blocks.{layer}"
+    for stack in config.stacks:
+        names.append(f"{stack.prefix}embedding")
+        for layer in range(stack.n_layers):
+            block = f"{stack.prefix}blocks.{layer}"
             attention = [f"{block}.attention.{tap}" for tap in ATTENTION_TAPS]
-            cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if plan.cross else []
+            cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if stack.cross else []
             experts = [
                 f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS
             ]
@@ -230,5 +268,5 @@ def tap_names(config: ModelConfig) -> list[str]:
             feedforward = [f"{block}.feedforward.{tap}" for tap in inner]
             middle = [] if config.parallel else [f"{block}.resid_mid"]
             names += [f"{block}.resid_pre", *attention, *cross, *middle, *feedforward, f"{block}.resid_post"]
-        names.append(f"{plan.prefix}hidden")
+        names.append(f"{stack.prefix}hidden")
     return [*names, "logits"]

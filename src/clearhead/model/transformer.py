@@ -1,135 +1,48 @@
 """The Transformer: an optional encoder stack, an optional decoder stack, a head.
 
-Shapes: B batch, T query length, S key or source length, D model, V vocabulary, L layers.
+Shapes: B batch, T query length, S source length, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError
 from clearhead.model import checks
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block
 from clearhead.model.cache import Cache
-from clearhead.model.fronts import Embedding
-from clearhead.model.heads import HEADS, LanguageHead
+from clearhead.model.heads import HEADS, LanguageHead, pool
 from clearhead.model.initialise import initialise
-from clearhead.model.masks import Tokens, View, compose, tokens_from
-from clearhead.model.norms import make_norm
-from clearhead.model.positions import POSITIONS
-from clearhead.model.taps import SILENT, Tap, tap_for
+from clearhead.model.masks import tokens_from
+from clearhead.model.stack import Memory, Stack, stack_steps
+from clearhead.model.steps import Pass, Step
+from clearhead.model.taps import Tap, tap_for
 
 
 @dataclass
 class Output:
     """What a forward pass gives back."""
 
-    logits: Tensor  # B T V, or what the head says: B C, B T C, B T 2, B D
+    logits: (
+        Tensor | None
+    )  # B T V, or what the head says: B C, B T C, B T 2, B D; None where none were asked for
     hidden: Tensor  # B T D, after the last norm
     memory: Tensor | None = None  # B S D, the encoder's answer where there are two stacks
 
-
-@dataclass(frozen=True)
-class Memory:
-    """What cross-attention reads; `hidden` is None once its keys are in the cache."""
-
-    hidden: Tensor | None  # B S D
-    tokens: Tokens
-
-
-class Stack(nn.Module):
-    """Embedding, blocks, final norm."""
-
-    def __init__(self, config: ModelConfig, plan: StackPlan, front: nn.Module | None = None) -> None:
-        super().__init__()
-        self.plan = plan
-        self.embedding = Embedding(config, plan, front)
-        self.positions = POSITIONS[config.positions](config, plan)
-        self.rope_skips = config.rope_skips
-        own = sorted(
-            {config.first_sharing(layer, plan.n_layers) for layer in range(plan.n_layers)}
-        )  # layers with weights of their own
-        self.blocks = nn.ModuleList(Block(config, plan, f"{plan.prefix}blocks.{layer}") for layer in own)
-        self.norm = make_norm(config) if config.final_norm else None
-
-    def layers(self) -> list[Block]:
-        """The block at each depth; with shared layers, several depths have the same one."""
-        blocks = list(self.blocks)
-        return [
-            cast(Block, blocks[layer * len(blocks) // self.plan.n_layers])
-            for layer in range(self.plan.n_layers)
-        ]
-
-    def forward(
-        self,
-        inputs: Tensor,
-        tokens: Tokens,
-        memory: Memory | None = None,
-        cache: Cache | None = None,
-        types: Tensor | None = None,
-        prefix: Tensor | None = None,
-        bias: Tensor | None = None,
-        input_mask: Tensor | None = None,
-        tap: Tap = SILENT,
-    ) -> Tensor:
-        """Inputs of B rows and their T `tokens` -> [B, T, D]."""
-        dtype = self.dtype
-        where = self.positions.embed(tokens.positions, dtype)
-        x = tap("embedding", self.embedding(inputs, types, where, input_mask))  # B T D
-        if cache is not None:
-            cache.begin(tokens)
-        views = self._views(tokens, cache, prefix, bias, x.dtype)
-        cross_view = None
-        if memory is not None:
-            cross_view = View(mask=compose(tokens, memory.tokens)[0])
-        for layer, (block, window) in enumerate(zip(self.layers(), self.plan.windows)):
-            x = block(
-                x,
-                views[window] if layer not in self.rope_skips else replace(views[window], rotary=None),
-                memory.hidden if memory is not None else None,
-                cross_view,
-                cache.layer(layer, window) if cache is not None else None,
-                cache.cross_layer(layer) if cache is not None and memory is not None else None,
-                tap.inside(f"blocks.{layer}"),
-            )
-        if cache is not None:
-            cache.advance()
-        return tap("hidden", self.norm(x) if self.norm is not None else x)
-
-    def _views(
-        self,
-        tokens: Tokens,
-        cache: Cache | None,
-        prefix: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> dict[int | None, View]:
-        """What attention may see, for each window that some layer has: made once, used by all of its layers."""
-        scheme = self.positions
-        views = {}
-        for window in set(self.plan.windows):
-            keys = tokens if cache is None else cache.visible(window)
-            mask, causal = compose(tokens, keys, causal=self.plan.causal, window=window, prefix=prefix)
-            total = scheme.bias(tokens.positions, keys.positions, dtype)
-            if bias is not None:
-                given = (bias if cache is None else cache.aligned(bias, window)).to(dtype)
-                total = given if total is None else total + given
-            views[window] = View(mask, causal, total, scheme.rotary(tokens.positions, window))
-        return views
-
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return next(self.parameters()).dtype
+    def required_logits(self) -> Tensor:
+        """The logits, for whoever has asked for them."""
+        if self.logits is None:
+            raise InputError('this pass was run with logits="none": run it with logits="all" or "last"')
+        return self.logits
 
 
 class Transformer(nn.Module):
@@ -139,17 +52,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         encoder, decoder = config.encoder, config.decoder
-        self.encoder = Stack(config, encoder) if encoder is not None else None
-        shared = None
-        if (
-            self.encoder is not None
-            and encoder is not None
-            and encoder.input == "tokens"
-            and config.share_embeddings
-        ):
-            shared = self.encoder.embedding.front
-        self.decoder = Stack(config, decoder, shared) if decoder is not None else None
-        self.head = HEADS[config.head or "none"](config)
+        self.encoder = Stack(encoder) if encoder is not None else None
+        shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
+        self.decoder = Stack(decoder, shared) if decoder is not None else None
+        self.head = HEADS[config.readout.head](config.readout)
         initialise(self, config)
         self.tie()
 
@@ -161,9 +67,7 @@ class Transformer(nn.Module):
     @property
     def main(self) -> Stack:
         """The stack that feeds the head."""
-        stack = self.decoder if self.decoder is not None else self.encoder
-        assert stack is not None
-        return stack
+        return cast(Stack, self.decoder if self.decoder is not None else self.encoder)
 
     def forward(
         self,
@@ -196,40 +100,37 @@ class Transformer(nn.Module):
             source_documents: [B, S] the same for `source`.
             prefix: [B] how many leading tokens of each row every token may see (prefix language model).
             bias: [B|1, H|1, T, S] added to the scores of every self-attention of the stack that feeds the head.
-            logits: for which positions the head is run; "none" leaves `logits` empty.
+            logits: for which positions the head is run; "none" gives None in place of logits.
         """
-        tap = tap_for(self)
-        memory = None
+        tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
-            self._check(ids, mask, positions, cache, types, documents, prefix)
+            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix)
             if logits not in ("all", "last", "none"):
                 raise InputError(f'logits "{logits}" is not known: choose all, last or none')
         if self.encoder is not None and self.decoder is not None:
-            memory = self._encode(source, source_mask, source_documents, cache, ids.shape[0], tap)
+            memory = self._encode(
+                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
+            )
         elif source is not None:
             raise InputError("source is for a model with an encoder and a decoder: give ids alone")
-        batch, length, input_mask, mask = self._measure(self.main, ids, mask)
-        before = cache.tokens if cache is not None else None
-        tokens = tokens_from(batch, length, ids.device, mask, positions, documents, before)
+        input_mask, mask = _masks(spec, mask)
+        length, before = spec.n_tokens(ids.shape[1]), cache.tokens if cache is not None else None
+        tokens = tokens_from(ids.shape[0], length, ids.device, mask, positions, documents, before)
         if not torch.compiler.is_compiling():
-            checks.check_length(tokens, cache, self.config, "ids")
-            checks.check_bias(
-                bias,
-                batch,
-                self.main.plan.n_heads,
-                length,
-                length + (cache.length if cache is not None else 0),
-            )
+            checks.check_length(tokens, cache, spec, "ids")
+            checks.check_bias(bias, spec, ids.shape[0], length, cache)
         hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
-        real = tokens.real
+        answer = None
         if logits == "last" and isinstance(self.head, LanguageHead):
-            said = self.head(_last(hidden, real), None)
-        else:
-            said = self.head(hidden, real) if logits != "none" else hidden.new_empty(0)
-        return Output(tap("logits", said), hidden, memory.hidden if memory is not None else None)
+            answer = self.head(pool(hidden, tokens.real, "last")[:, None], None, tap.part("head"))
+        elif logits != "none":
+            answer = self.head(hidden, tokens.real, tap.part("head"))
+        answer = tap("logits", answer) if answer is not None else None
+        return Output(answer, hidden, memory.hidden if memory is not None else None)
 
     def _encode(
         self,
+        encoder: Stack,
         source: Tensor | None,
         mask: Tensor | None,
         documents: Tensor | None,
@@ -242,88 +143,21 @@ class Transformer(nn.Module):
             return Memory(None, cache.source)
         if source is None:
             raise InputError("this model has an encoder: give source, the ids the encoder reads")
-        assert self.encoder is not None
+        spec = encoder.spec
         if not torch.compiler.is_compiling():
-            self._check_tokens(self.encoder, source, mask, None, documents, "source")
+            checks.check_tokens(spec, source, mask, None, documents, "source")
             if source.shape[0] != batch:
                 raise InputError(
                     f"source has {source.shape[0]} rows and ids {batch}: give one source per row"
                 )
-        rows, length, input_mask, mask = self._measure(self.encoder, source, mask)
-        tokens = tokens_from(rows, length, source.device, mask, None, documents)
+        input_mask, mask = _masks(spec, mask)
+        tokens = tokens_from(batch, spec.n_tokens(source.shape[1]), source.device, mask, None, documents)
         if not torch.compiler.is_compiling():
-            checks.check_length(tokens, None, self.config, "source tokens")
-        hidden = self.encoder(source, tokens, input_mask=input_mask, tap=tap.inside("encoder"))
+            checks.check_length(tokens, None, spec, "source tokens")
+        hidden = encoder(source, tokens, input_mask=input_mask, tap=tap.part("encoder"))
         if cache is not None:
             cache.source = tokens
         return Memory(hidden, tokens)
-
-    def _measure(
-        self, stack: Stack, inputs: Tensor, mask: Tensor | None
-    ) -> tuple[int, int, Tensor | None, Tensor | None]:
-        """Rows, tokens per row, the mask of the inputs and that of the tokens the front makes of them."""
-        config, kind = self.config, stack.plan.input
-        if kind == "patches":
-            return inputs.shape[0], config.n_patches + config.class_token, None, None
-        if kind == "frames":
-            stride = config.conv_stride
-            return (
-                inputs.shape[0],
-                -(-inputs.shape[1] // stride),
-                mask,
-                None if mask is None else mask[:, ::stride],
-            )
-        return inputs.shape[0], inputs.shape[1], None, mask
-
-    def _check(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Cache | None,
-        types: Tensor | None,
-        documents: Tensor | None,
-        prefix: Tensor | None,
-    ) -> None:
-        config, main = self.config, self.main
-        self._check_tokens(main, ids, mask, positions, documents, "ids")
-        batch, length, _, _ = self._measure(main, ids, mask)
-        if types is not None and not config.n_types:
-            raise InputError(
-                "types were given and the model has no segment embeddings: leave them out, or build it with n_types"
-            )
-        checks.check_integers(types, batch, length, "types", config.n_types, "n_types")
-        checks.check_prefix(prefix, batch, length, cache, main.plan.causal)
-        if cache is not None and not main.plan.causal:
-            raise InputError(
-                "a cache was given to a model without a decoder: its tokens all see each other, so call it without"
-            )
-        if cache is not None and cache.rows not in (None, batch):
-            raise InputError(
-                f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache"
-            )
-        if cache is not None and cache.packed and documents is None:
-            raise InputError(
-                "the cache holds packed documents and this call names none: give documents, so that it is known which goes on"
-            )
-
-    def _check_tokens(
-        self,
-        stack: Stack,
-        x: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        name: str,
-    ) -> None:
-        checks.check_stack_input(x, stack.plan, self.config, name)
-        batch, length, _, _ = self._measure(stack, x, None)
-        if stack.plan.input == "patches" and mask is not None:
-            raise InputError("a mask was given for an image: all of its patches are real, so leave it out")
-        checks.check_mask(mask, batch, x.shape[1], "mask" if name == "ids" else f"{name}_mask")
-        table = self.config.max_positions if self.config.positions == "learned" else None
-        checks.check_integers(positions, batch, length, "positions", table, "max_positions")
-        checks.check_integers(documents, batch, length, "documents", None, "")
 
     def extra_repr(self) -> str:
         """One line in `print(model)`."""
@@ -331,12 +165,27 @@ class Transformer(nn.Module):
         return f"{count:,} parameters"
 
 
-def _last(hidden: Tensor, real: Tensor | None) -> Tensor:
-    """The state of each row's last real token: [B, T, D] -> [B, 1, D]."""
-    if real is None:
-        return hidden[:, -1:]
-    last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), last][:, None]
+def _masks(spec: StackSpec, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of the inputs, where the front asks for it, and that of the tokens it makes of them."""
+    if spec.input == "frames" and mask is not None:
+        return mask, mask[:, :: spec.conv_stride]
+    return None, mask
+
+
+def shares_front(config: ModelConfig) -> bool:
+    """Do both stacks read through one token table?"""
+    both = config.encoder is not None and config.decoder is not None
+    return both and config.stacks[0].input == "tokens" and config.share_embeddings
+
+
+def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int) -> Iterator[Step]:
+    """Every step of one forward pass, in order, from the config alone."""
+    lengths, memory = [source_length, length][-len(config.stacks) :], 0
+    for stack, inputs in zip(config.stacks, lengths):
+        shared = stack is config.decoder and shares_front(config)
+        yield from stack_steps(stack, run, inputs, memory, shared)
+        memory = stack.n_tokens(inputs)
+    yield from HEADS[config.readout.head].steps(config.readout, run, memory)
 
 
 @contextmanager

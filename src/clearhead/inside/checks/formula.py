@@ -101,7 +101,7 @@ def _quiet(inputs: Inputs) -> float:
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     changes: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{stack.plan.prefix}embedding": lambda x: x * loud for stack in stacks
+        f"{stack.spec.prefix}embedding": lambda x: x * loud for stack in stacks
     }
     with edit(model, changes):
         return gap(inputs.run(), _formula(inputs, loud), least=0.0)
@@ -117,7 +117,7 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
     made.config = config = model.config.replace(window=_shorter(model.config.window))
     for stack, plan in ((made.encoder, config.encoder), (made.decoder, config.decoder)):
         if stack is not None and plan is not None:
-            stack.plan = dataclasses.replace(stack.plan, windows=_shorter(stack.plan.windows))
+            stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
     generator = torch.Generator().manual_seed(seed)
     for name, weight in made.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)

@@ -17,7 +17,8 @@ from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Comparison, gap
-from clearhead.model.cache import Cache, FixedCache
+from clearhead.model.cache import Cache
+from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer, attending
 from clearhead.model.window_cache import WindowCache
 
@@ -38,7 +39,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
     future = "states of the past when the future is another one"
     fast = "the copy that generation uses, its projections fused, with the model"
     row, sides, several = inputs.compare, ("left", "right", "gaps"), inputs.length > 1
-    causal, writes = inputs.model.main.plan.causal and inputs.sequences, inputs.model.config.head == "lm"
+    causal, writes = inputs.model.main.spec.causal and inputs.sequences, inputs.model.config.head == "lm"
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
@@ -57,7 +58,7 @@ def caches(inputs: Inputs) -> bool:
 
 def cache_forms(model: Transformer) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    windows = any(window is not None for window in model.main.plan.windows)
+    windows = any(window is not None for window in model.main.spec.windows)
     return {name: form for name, form in CACHES.items() if windows or name != "windowed"}
 
 
@@ -183,7 +184,7 @@ def _strangers(model: Transformer, config: ModelConfig) -> float:
     wrong |= {name for group in shared if group not in stated for name in group}
     wrong |= {name for group in stated if group not in shared for name in group}
     stacks = ((model.encoder, config.encoder), (model.decoder, config.decoder))
-    return float(len(wrong) + sum(stack is not None and stack.plan != plan for stack, plan in stacks))
+    return float(len(wrong) + sum(stack is not None and stack.spec != plan for stack, plan in stacks))
 
 
 def shared_weights(config: ModelConfig) -> list[set[str]]:

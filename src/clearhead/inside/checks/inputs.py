@@ -41,7 +41,7 @@ class Inputs:
             shape = image if kind == "patches" else (size, config.d_input)
             return torch.randn((rows, *shape), generator=generator).to(self.device, self.dtype)
 
-        plan = model.main.plan
+        plan = model.main.spec
         self.kind = plan.input
         self.main = draw(plan.input, plan.vocab_size, self.length)
         self.other = draw(plan.input, plan.vocab_size, self.length)  # for padding and for another future
@@ -51,7 +51,7 @@ class Inputs:
         self.other_source: Tensor | None = None
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
-            front, length = model.encoder.plan, max(self.length - 2, 1)
+            front, length = model.encoder.spec, max(self.length - 2, 1)
             self.source_kind = front.input
             self.source, self.other_source = (draw(front.input, front.vocab_size, length) for _ in range(2))
 
@@ -99,7 +99,7 @@ class Inputs:
 
     def run(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Tensor:
         """Run the model and return its logits."""
-        return self.output(main, rows, **options).logits
+        return self.output(main, rows, **options).required_logits
 
     def padded(self, side: str) -> tuple[dict[str, Tensor], Tensor]:
         """Return what the model is called with when there is padding, and the places [T] of the real tokens.

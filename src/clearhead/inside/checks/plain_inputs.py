@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.inside.checks.plain_positions import sinusoids
 
 BENDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -60,7 +60,7 @@ class PlainInputs:
         return y + self.weight(f"{name}.bias") if config.norm_bias else y
 
     def tokens(
-        self, plan: StackPlan, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
+        self, plan: StackSpec, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
     ) -> PlainTokens:
         """The tokens that the front makes of one row."""
         config, T = self.config, x.shape[0]
@@ -81,7 +81,7 @@ class PlainInputs:
     def embed(
         self,
         stack: str,
-        plan: StackPlan,
+        plan: StackSpec,
         x: Tensor,
         tokens: PlainTokens,
         mask: Tensor | None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.inside.checks.plain_inputs import BENDS, PlainInputs, PlainTokens
 from clearhead.inside.checks.plain_positions import bucket, rotated, slope
 
@@ -79,7 +79,7 @@ class Plain(PlainInputs):
     def stack(
         self,
         stack: str,
-        plan: StackPlan,
+        plan: StackSpec,
         x: Tensor,
         tokens: PlainTokens,
         mask: Tensor | None,
@@ -100,7 +100,7 @@ class Plain(PlainInputs):
         self,
         name: str,
         stack: str,
-        plan: StackPlan,
+        plan: StackSpec,
         layer: int,
         x: Tensor,
         tokens: PlainTokens,
@@ -168,7 +168,7 @@ class Plain(PlainInputs):
         name: str,
         heads_of: str,
         stack: str,
-        plan: StackPlan,
+        plan: StackSpec,
         layer: int,
         x: Tensor,
         tokens: PlainTokens,
@@ -187,7 +187,7 @@ class Plain(PlainInputs):
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen = self.seen(tokens, keys, plan.causal and not cross, None if cross else window)
         z = []
-        for number, head in enumerate(config.kept_heads(heads_of, plan.n_heads)):
+        for number, head in enumerate(plan.heads_of(heads_of)):
             shared = number // (plan.n_heads // plan.n_kv_heads)  # neighbours share a key/value head
             one_q, one_k = _cut(q, number, plan.d_head), _cut(k, shared, plan.d_head)
             if config.qk_norm == "head":
@@ -214,7 +214,7 @@ class Plain(PlainInputs):
             rows.append(allowed)
         return torch.tensor(rows)
 
-    def bias(self, stack: str, plan: StackPlan, head: int, queries: PlainTokens, keys: PlainTokens) -> Tensor:
+    def bias(self, stack: str, plan: StackSpec, head: int, queries: PlainTokens, keys: PlainTokens) -> Tensor:
         """What one head adds to its scores, by distance: [T, S]."""
         if self.config.positions == "alibi":
             steep = slope(head, plan.n_heads)

@@ -60,7 +60,7 @@ def _allowed(m: Model, kind: str, layer: int, queries: int, keys: int) -> Tensor
     """[T, S], True where a query may look."""
     if kind == "cross":
         return torch.ones(queries, keys, dtype=torch.bool)
-    plan = m.config.encoder if kind == "encoder" else m.model.main.plan
+    plan = m.config.encoder if kind == "encoder" else m.model.main.spec
     assert plan is not None
     tokens = tokens_from(1, keys, torch.device("cpu"))
     mask, causal = compose(tokens, tokens, causal=plan.causal, window=plan.windows[layer])
@@ -74,7 +74,7 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
         given = [given]
     if given is not None and not len(given):
         raise InputError("there is no text to look at: give at least one")
-    first = m.config.encoder if m.config.family == "encoder-decoder" else m.model.main.plan
+    first = m.config.encoder if m.config.family == "encoder-decoder" else m.model.main.spec
     assert first is not None
     if given is not None or first.input not in ("tokens", "patches"):
         return [_marked(prepare(m, one)) for one in (given or [""])]
@@ -120,7 +120,7 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a look back at
     a fixed distance nor one at a fixed place finds what it is after. Empty where the model has no room for them.
     """
-    plan = m.model.main.plan
+    plan = m.model.main.spec
     if plan.input != "tokens" or (m.config.encoder is not None and m.config.encoder.input != "tokens"):
         return []
     before, after = _frame(m)

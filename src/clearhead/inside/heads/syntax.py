@@ -120,7 +120,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
     if isinstance(m, Transformer):
         raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if m.model.main.plan.input != "tokens" or (
+    if m.model.main.spec.input != "tokens" or (
         m.config.encoder is not None and m.config.encoder.input != "tokens"
     ):
         raise InputError("syntax needs a model that reads text, and this one reads images or vectors")

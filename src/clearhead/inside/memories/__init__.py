@@ -295,7 +295,7 @@ def _judged(m: Model, run: Running, head: Readout | None, top: int, depth: int, 
 def _context(m: Model, value: float, note: list[int]) -> Context:
     """A note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
-    if m.model.main.plan.input != "tokens":
+    if m.model.main.spec.input != "tokens":
         return Context(f"image {text} ", _patch(m, window[AROUND]), "", value, None, text, place)
     left, right = (
         [token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :])

@@ -11,7 +11,7 @@ from torch import Tensor
 from clearhead.bundle import Model
 from clearhead.errors import InputError
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.transformer import Stack
+from clearhead.model.stack import Stack
 
 _NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
 
@@ -57,7 +57,7 @@ def feedforwards(m: Model) -> Iterator[tuple[str, int, int | None]]:
     """Every feed-forward of a model: kind, layer, expert."""
     both = m.model.encoder is not None and m.model.decoder is not None
     for kind in ("encoder", "self") if both else ("self",):
-        for number in range(stack_of(m, kind).plan.n_layers):
+        for number in range(stack_of(m, kind).spec.n_layers):
             for expert in range(m.config.n_experts) if m.config.n_experts else (None,):
                 yield kind, number, expert
 

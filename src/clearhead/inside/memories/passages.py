@@ -144,7 +144,7 @@ def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
         source, target = given if isinstance(given, tuple) else (given, None)
         if len(source):
             yield _pair(m, number, source, target)
-    elif m.model.main.plan.input != "tokens":
+    elif m.model.main.spec.input != "tokens":
         prepared = prepare(m, given)
         yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
     elif isinstance(given, tuple):

@@ -21,7 +21,7 @@ from clearhead.errors import InputError
 from clearhead.inside.memories.neurons import feedforward
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
-from clearhead.model.transformer import Stack
+from clearhead.model.stack import Stack
 from clearhead.tasks.run import names_of
 from clearhead.tokens.labels import label
 

@@ -213,14 +213,14 @@ class Averages:
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.sums, self.counts = model, dict[str, Tensor](), dict[str, int]()
-        self.patterns = [pattern for pattern in AVERAGED if "cross" not in pattern or model.main.plan.cross]
+        self.patterns = [pattern for pattern in AVERAGED if "cross" not in pattern or model.main.spec.cross]
 
     def add(self, seen: Mapping[str, Tensor], mask: Tensor | None, source_mask: Tensor | None) -> None:
         """Activations of one forward pass; the masks [B, T] say which tokens are real."""
         config = self.model.config
         for name, x in seen.items():
             inner = name.startswith("encoder.")
-            real, plan = (source_mask, config.encoder) if inner else (mask, self.model.main.plan)
+            real, plan = (source_mask, config.encoder) if inner else (mask, self.model.main.spec)
             if real is not None and plan is not None and plan.input == "frames":
                 real = real[:, :: config.conv_stride]
             rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...

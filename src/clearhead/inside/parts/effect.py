@@ -135,7 +135,7 @@ def _position(prepared: Prepared, position: int | None) -> int:
 
 def _logits(prepared: Prepared, position: int | None) -> Tensor:
     """Scores at one token, or of the whole text: [C], on the CPU."""
-    logits = prepared.run().logits[0]
+    logits = prepared.run().required_logits[0]
     return (logits if position is None else logits[position]).float().cpu()
 
 

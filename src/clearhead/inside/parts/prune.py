@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Model
-from clearhead.config import ModelConfig, StackPlan
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
@@ -71,13 +71,13 @@ def units(config: ModelConfig) -> list[Unit]:
     found: dict[tuple[str, int, int], list[Head]] = {}
     for kind, layer, count in attentions(config):
         plan = plan_of(config, kind)
-        first, size = config.first_sharing(layer, plan.n_layers), plan.n_heads // plan.n_kv_heads
+        first, size = plan.block_of.index(plan.block_of[layer]), plan.n_heads // plan.n_kv_heads
         for number in range(count):
             found.setdefault((kind, first, number // size), []).append(Head(kind, layer, number))
     return [tuple(unit) for unit in found.values()]
 
 
-def plan_of(config: ModelConfig, kind: str) -> StackPlan:
+def plan_of(config: ModelConfig, kind: str) -> StackSpec:
     """The stack that heads of this kind belong to."""
     plan = config.encoder if kind == "encoder" or config.decoder is None else config.decoder
     assert plan is not None
@@ -144,7 +144,7 @@ def _without(config: ModelConfig, gone: Iterable[Head]) -> ModelConfig:
     """The config of the smaller model; numbers in it are those that heads had at first."""
     pruned = {name: set(heads) for name, heads in config.pruned_heads.items()}
     for head in gone:
-        kept = config.kept_heads(head.part, plan_of(config, head.kind).n_heads)
+        kept = plan_of(config, head.kind).heads_of(head.part)
         pruned.setdefault(head.part, set()).add(kept[head.number])
     return dataclasses.replace(
         config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
@@ -182,8 +182,8 @@ def _weights(model: Transformer, gone: list[Head]) -> dict[str, Tensor]:
     for stack, part in (("encoder", model.encoder), ("decoder", model.decoder)):
         if part is None:
             continue
-        plan = part.plan
-        own = sorted({config.first_sharing(layer, plan.n_layers) for layer in range(plan.n_layers)})
+        plan = part.spec
+        own = sorted({plan.block_of.index(block) for block in plan.block_of})
         for place, layer in enumerate(own):
             for kind in ("attention", "cross"):
                 numbers = lost.get(f"{plan.prefix}blocks.{layer}.{kind}")
@@ -192,7 +192,7 @@ def _weights(model: Transformer, gone: list[Head]) -> dict[str, Tensor]:
     return made
 
 
-def _cut(weights: dict[str, Tensor], name: str, gone: list[int], plan: StackPlan) -> None:
+def _cut(weights: dict[str, Tensor], name: str, gone: list[int], plan: StackSpec) -> None:
     """Take heads out of the attention of this name: rows of q, k, v and columns of out."""
     size = plan.n_heads // plan.n_kv_heads
     shared = sorted({number // size for number in gone})

@@ -137,7 +137,7 @@ def vectors_of(
 
 def _row(m: Model, item: Item, stack: str) -> Row:
     """The tokens of one item."""
-    patches = m.model.main.plan.input == "patches"
+    patches = m.model.main.spec.input == "patches"
     if patches != (item.image is not None):
         raise InputError(
             f"this model reads {'images' if patches else 'text'}, and the data holds {'text' if patches else 'images'}"

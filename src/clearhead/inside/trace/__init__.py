@@ -6,9 +6,9 @@
     seen.parameters, seen.flops                       # those of `cost(config, length)`, exactly
     seen.rows(depth=2)                                # stacks and blocks, with sums
 
-The values are those of this model: a walk calls its parts one at a time, and its result is held against the model's.
+The values are those of the model's own forward pass, as its taps show them.
 
-Shapes: see `trace_words.LEGEND`.
+Shapes: see `words.LEGEND`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
 from clearhead.inside.trace.inputs import input_steps, trace_inputs
-from clearhead.inside.trace.rows import Row, Sums, rows_of
-from clearhead.inside.trace.steps import Notebook, Peek, TraceStep
-from clearhead.inside.trace.walk import head_steps, stack_steps
+from clearhead.inside.trace.rows import Sums, TraceRow, rows_of
+from clearhead.inside.trace.steps import Peek, Recorder, TraceStep, priced
 from clearhead.inside.trace.words import LEGEND
+from clearhead.model.taps import Listener, listening
 from clearhead.model.transformer import Transformer, evaluating
 
-__all__ = ["Peek", "Prediction", "Row", "Trace", "TraceStep", "trace"]
+__all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
+ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; of other heads: B T C
 POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
 
 
@@ -65,7 +66,7 @@ class Trace(Sums):
             )
         return known[name]
 
-    def rows(self, depth: int = 4, layer: int | None = None) -> tuple[Row, ...]:
+    def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:
         """The steps as a tree, down to a depth: 1 stacks, 2 blocks, 3 sublayers, 4 all steps; `layer` is opened in full."""
         return rows_of(self.steps, depth, layer)
 
@@ -106,41 +107,32 @@ def trace(
     if top < 1:
         raise InputError(f"top {top} must be 1 or more: it is the number of candidates shown")
     prepared = trace_inputs(m, given, target, pair)
-    with torch.no_grad(), evaluating(m.model):
-        expected = prepared.run().logits  # first, so that the walk finds a warm machine
-        price = _price(prepared)
-        note = Notebook(price.steps, _facts(m, top), keep_values)
-        logits = _walk(note, prepared, pair)
-        assert not note.unpaid, f"the walk has not met {', '.join(note.unpaid)}"
-        with note.group("head"):
-            predictions = answer_steps(note, m, prepared.tokens, logits, top)
+    model = m.model
+    with torch.no_grad(), evaluating(model):
+        expected = prepared.run().required_logits  # first, so that the recorded pass finds a warm machine
+        recorder = Recorder(model.config, _facts(m), keep_values)
+        sources = _inputs(recorder, prepared, prepared.source, "encoder.", pair)
+        inputs = _inputs(recorder, prepared, prepared.main, "", pair)
+        with listening(Listener(model, {}, recorder.hear)):
+            logits = prepared.run().required_logits
+        predictions = answer_steps(recorder, m, prepared.tokens, logits, top)
+    seen = recorder.steps[sources + inputs :]
+    first = [step for step in seen if step.name.startswith("encoder.")]
+    given_steps = recorder.steps[:sources], recorder.steps[sources : sources + inputs]
+    price = _price(prepared)
+    steps = priced([*given_steps[0], *first, *given_steps[1], *seen[len(first) :]], price.steps)
     source = prepared.source_tokens.labels if prepared.source_tokens is not None else ()
     difference = float((logits - expected).abs().max())
-    return Trace(
-        tuple(note.steps),
-        prepared.tokens.labels,
-        source,
-        predictions,
-        logits.float().cpu(),
-        difference,
-        price,
-    )
+    return Trace(steps, prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
 
 
-def _walk(note: Notebook, prepared: Prepared, pair: str | None) -> Tensor:
-    """Every stack, then the head -> the logits."""
-    m, model, memory = prepared.m, prepared.model, None
-    if prepared.source is not None and prepared.source_tokens is not None and model.encoder is not None:
-        with note.group("encoder"):
-            with note.group("encoder.input"):
-                input_steps(note, m, prepared.source, prepared.source_tokens, "encoder.", pair)
-            memory = stack_steps(note, model.encoder, prepared.source)
-    with note.group("decoder" if model.decoder is not None else "encoder"):
-        with note.group("input"):
-            input_steps(note, m, prepared.main, prepared.tokens, "", pair)
-        hidden = stack_steps(note, model.main, prepared.main, prepared.types, memory)
-    with note.group("head"):
-        return head_steps(note, model.head, hidden)
+def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None) -> int:
+    """Take down how what was given became numbers; return how many steps that took."""
+    before = len(recorder.steps)
+    tokens = prepared.source_tokens if prefix else prepared.tokens
+    if x is not None and tokens is not None:
+        input_steps(recorder, prepared.m, x, tokens, prefix, pair)
+    return len(recorder.steps) - before
 
 
 def _price(prepared: Prepared) -> Cost:
@@ -150,7 +142,7 @@ def _price(prepared: Prepared) -> Cost:
     return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
 
 
-def _facts(m: Model, top: int) -> dict[str, Any]:
+def _facts(m: Model) -> dict[str, Any]:
     """What formulas are filled in with."""
     config = m.config
     chosen = "softmax(the chosen)" if config.router_order == "topk_softmax" else "softmax(all), the chosen"
@@ -171,8 +163,8 @@ def _facts(m: Model, top: int) -> dict[str, Any]:
         "n_active": config.n_active_experts,
         "router": chosen
         + (" / their sum" if config.router_order == "softmax_topk" and config.router_renormalise else ""),
-        "pooling": POOLING[config.pooling or "mean"],
+        "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
         "probability": probability_of(m)[1],
-        "top": top,
+        "answers": ANSWERS.get(config.readout.head, "B T C"),
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.bundle import Model
 from clearhead.inside.inputs import Tokens
-from clearhead.inside.trace.steps import Notebook
+from clearhead.inside.trace.steps import Recorder
 from clearhead.model.dtypes import wide
 from clearhead.tasks.run import names_of
 from clearhead.tokens.labels import label
@@ -71,20 +71,19 @@ def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
 
 
 def answer_steps(
-    note: Notebook, m: Model, tokens: Tokens, logits: Tensor, top: int
+    recorder: Recorder, m: Model, tokens: Tokens, logits: Tensor, top: int
 ) -> tuple[Prediction, ...]:
     """Logits -> probabilities -> the candidates, as steps and as data."""
     head = m.config.head
     compute, _ = probability_of(m)
     if compute is None:
         return ()
-    symbols = "B T V" if head in ("lm", "mlm") else "B C" if head == "classifier" else "B T C"
-    probabilities = note("head.probabilities", symbols, compute, logits)
+    probabilities = recorder.timed("head.probabilities", lambda: compute(logits))
     options = (
         probabilities.transpose(1, 2) if head == "span" else probabilities
     )  # the last axis is what is chosen from
     top = min(top, options.shape[-1])
-    rows = {"B T V": "B T top", "B C": "B top", "B T C": "B C top" if head == "span" else "B T top"}[symbols]
+    rows = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
     found: list[Tensor] = []
 
     def best() -> Tensor:
@@ -92,7 +91,7 @@ def answer_steps(
         found.append(numbers)
         return values
 
-    values = note("head.candidates", rows, best, top=top)
+    values = recorder.timed("head.candidates", best, candidates=rows, top=top)
     by_token = head in ("lm", "mlm", "tagger")
     questions = list(tokens.labels) if by_token else ["class"] if head == "classifier" else ["begins", "ends"]
     follows: Sequence[int | None] = [*tokens.ids[1:], None] if head == "lm" else [None] * len(questions)

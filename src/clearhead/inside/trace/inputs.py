@@ -17,8 +17,7 @@ from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.inputs import Prepared, Tokens, prepare
-from clearhead.inside.trace.steps import Notebook
-from clearhead.steps import tokens_of
+from clearhead.inside.trace.steps import Recorder
 from clearhead.tokens.labels import labels
 
 
@@ -71,25 +70,22 @@ def _numbers(m: Model, given: Any) -> Tensor:
 
 def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
     """A number for every token that the front makes of the inputs."""
-    plan = config.encoder or config.decoder
-    assert plan is not None
-    return Tokens(tuple(str(number) for number in range(tokens_of(config, plan, rows.shape[1]))))
+    return Tokens(tuple(str(number) for number in range(config.stacks[0].n_tokens(rows.shape[1]))))
 
 
 def input_steps(
-    note: Notebook, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
+    recorder: Recorder, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
 ) -> None:
     """How what was given became numbers."""
-    if inputs.ndim == 4:
-        note(f"{prefix}pixels", "B channels height width", lambda: inputs)
-    elif inputs.ndim == 3:
-        note(f"{prefix}vectors", "B Tin I" if m.config.input == "frames" else "B T I", lambda: inputs)
-    else:
-        if tokens.spans:
+    if inputs.ndim > 2:
+        name = "pixels" if inputs.ndim == 4 else "vectors"
+        recorder.timed(f"{prefix}{name}", lambda: inputs)
+        return
+    if tokens.spans:
 
-            def tokenized() -> Tensor:
-                framed(m.text_tokenizer, m.max_length, tokens.text, pair)
-                return torch.tensor(tokens.spans)
+        def tokenized() -> Tensor:
+            framed(m.text_tokenizer, m.max_length, tokens.text, pair)
+            return torch.tensor(tokens.spans)
 
-            note(f"{prefix}tokenize", "T 2", tokenized, sample=tokens.labels)
-        note(f"{prefix}ids", "B T", lambda: inputs, sample=tokens.labels)
+        recorder.timed(f"{prefix}tokenize", tokenized, tokens.labels)
+    recorder.timed(f"{prefix}ids", lambda: inputs, tokens.labels)

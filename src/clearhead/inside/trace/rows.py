@@ -41,7 +41,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Row(Sums):
+class TraceRow(Sums):
     """One line of the tree: a step, or a group of them."""
 
     name: str
@@ -69,24 +69,24 @@ class Row(Sums):
         }
 
 
-def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[Row, ...]:
+def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[TraceRow, ...]:
     """Every group and step down to `depth`, in order; the blocks of number `layer` down to their last step."""
     if not 1 <= depth <= 4:
         raise InputError(f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")
     layers = sorted({number for step in steps if (number := _layer(step)) is not None})
     if layer is not None and layer not in layers:
         raise InputError(f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}")
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     open_groups: tuple[str, ...] = ()
     for number, step in enumerate(steps):
         limit = 4 if layer is not None and _layer(step) == layer else depth
         for level in range(1, len(step.path) + 1):
             group = step.path[:level]
             if open_groups[:level] != group and level <= limit:
-                rows.append(Row(group[-1], _title(group[-1]), level, _run(steps[number:], group)))
+                rows.append(TraceRow(group[-1], _title(group[-1]), level, _run(steps[number:], group)))
         open_groups = step.path
         if step.level <= limit:
-            rows.append(Row(step.name, step.title, step.level, (step,)))
+            rows.append(TraceRow(step.name, step.title, step.level, (step,)))
     return tuple(rows)
 
 

@@ -1,31 +1,36 @@
-"""The steps of a trace, and the notebook in which a walk through the model writes them down.
+"""The steps of a trace, and the recorder that writes them down while the model runs.
 
-    note = Notebook(cost(config, length).steps, facts)
-    with note.group("decoder"):
-        q = note("blocks.0.attention.q", "B T H·E", attention.q, x)      # runs attention.q(x), times it, keeps it
+    recorder = Recorder(config, facts)
+    with listening(Listener(model, {}, recorder.hear)):
+        model(ids)
 
-Each step takes its parameters and FLOPs from the steps of the cost model, by name, and no two take the same.
+The recorder hears every value that the model shows to its taps. A value with a name that `record` knows belongs to the
+step that made it. The experts of a mixture work on a run of rows each: their values are joined into one step.
 
-Shapes: see `trace_words.LEGEND`.
+Shapes: see `words.LEGEND`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clearhead.inside.trace.words import WORDS, kind_of
+from clearhead.config import ModelConfig
+from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
-from clearhead.steps import Step
+from clearhead.model.steps import Step
 
 FIRST = 5  # values shown of each result
+RECENT = 12  # steps among which the one that made a value is looked for
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -96,81 +101,155 @@ class TraceStep:
         return {**values, **{name: list(getattr(self, name)) for name in lists}, "peek": self.peek.to_dict()}
 
 
-class Notebook:
-    """Runs a forward pass one step at a time, and writes down what it sees."""
+class Recorder:
+    """Writes down the steps of one forward pass; `facts` fill in formulas and symbols."""
 
     def __init__(
-        self, prices: Iterable[Step], facts: Mapping[str, Any], keep_values: bool | Collection[str] = True
+        self, config: ModelConfig, facts: Mapping[str, Any], keep_values: bool | Collection[str] = True
     ) -> None:
         self.steps: list[TraceStep] = []
-        self.unpaid = {step.name: step for step in prices}  # of the cost model, not yet taken by a step
-        self.facts, self.keep_values = dict(facts), keep_values
-        self._path: tuple[str, ...] = ()
-        self._at: dict[str, int] = {}
+        self.config, self.facts, self.keep_values = config, dict(facts), keep_values
+        self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
+        self._experts: dict[
+            str, tuple[list[Tensor], float]
+        ] = {}  # pieces of one step, and the time they took
+        self._clock = time.perf_counter()
 
-    @contextmanager
-    def group(self, name: str) -> Iterator[None]:
-        """Steps noted inside belong to `name`, within the groups around it."""
-        before, self._path = self._path, (*self._path, name)
-        try:
-            yield
-        finally:
-            self._path = before
+    def hear(self, name: str, x: Tensor, public: bool) -> None:
+        """Take down a value that the model shows; `public`: `record` knows it by this name."""
+        seconds = self._elapsed(x)
+        if _EXPERT.search(name):
+            if not public:
+                joined = _EXPERT.sub(".experts.", name)
+                pieces, before = self._experts.get(joined, ([], 0.0))
+                self._experts[joined] = ([*pieces, x], before + seconds)
+        else:
+            self._join_experts()
+            made = self._made(x) if public else None
+            if made is not None:
+                self.steps[made] = replace(self.steps[made], taps=(*self.steps[made].taps, name))
+            elif all(step.name != name for step in self.steps):
+                self.note(name, x, seconds, taps=(name,) if public else ())
+        self._clock = time.perf_counter()
 
-    def __call__(
+    def timed(
+        self, name: str, compute: Callable[[], Tensor], sample: tuple[str, ...] = (), **facts: Any
+    ) -> Tensor:
+        """Run `compute`, append its result as a step, and return it."""
+        self._clock = time.perf_counter()
+        x = compute()
+        self.note(name, x, self._elapsed(x), sample, **facts)
+        return x
+
+    def note(
         self,
         name: str,
-        symbols: str,
-        compute: Callable[..., Tensor],
-        *inputs: Any,
+        x: Tensor,
+        seconds: float,
         sample: tuple[str, ...] = (),
+        taps: tuple[str, ...] = (),
         **facts: Any,
-    ) -> Tensor:
-        """Run `compute(*inputs)`, write it down under `name`, hand on what came out. `facts` go into the formula."""
-        begun = time.perf_counter()
-        result = compute(*inputs)
-        if result.is_cuda:
-            torch.cuda.synchronize(result.device)
-        seconds = time.perf_counter() - begun
-        words = WORDS[kind_of(name)]
-        step = TraceStep(
-            name,
-            words.title,
-            self._path,
-            symbols,
-            tuple(result.shape),
-            str(result.dtype).removeprefix("torch."),
-            _peek(result),
-            seconds,
-            result.numel() * result.element_size(),
-            words.formula.format_map(self.facts | facts),
-            words.why,
-            wide(result.detach()).cpu() if self._keeps(name) else None,
-            sample,
+    ) -> None:
+        """Append a step."""
+        words, known = (
+            words_of(name, tuple(x.shape)),
+            {**self.facts, **stack_facts(self.config, name, x), **facts},
         )
-        self._at[name] = len(self.steps)
-        self.steps.append(step)
-        self.also(name)
-        return result
-
-    def _keeps(self, name: str) -> bool:
-        return self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
-
-    def also(self, *costs: str) -> None:
-        """The latest step has these steps of the cost model too, where they are there and not taken yet."""
-        taken = [self.unpaid.pop(name) for name in costs if name in self.unpaid]
-        last = self.steps[-1]
-        self.steps[-1] = replace(
-            last,
-            costs=(*last.costs, *(step.name for step in taken)),
-            parameters=last.parameters + sum(step.parameters for step in taken),
-            flops=last.flops + sum(step.forward for step in taken),
+        keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
+        self._recent.append((len(self.steps), x))
+        self.steps.append(
+            TraceStep(
+                name,
+                words.title,
+                path_of(self.config, name),
+                words.symbols.format_map(known),
+                tuple(x.shape),
+                str(x.dtype).removeprefix("torch."),
+                _peek(x),
+                seconds,
+                x.numel() * x.element_size(),
+                words.formula.format_map(known),
+                words.why,
+                wide(x.detach()).cpu() if keeps else None,
+                sample,
+                taps,
+            )
         )
 
-    def tap(self, *taps: str, step: str | None = None) -> None:
-        """The latest step, or the one called `step`, is what these taps show."""
-        at = len(self.steps) - 1 if step is None else self._at[step]
-        self.steps[at] = replace(self.steps[at], taps=(*self.steps[at].taps, *taps))
+    def _elapsed(self, x: Tensor) -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        return time.perf_counter() - self._clock
+
+    def _made(self, x: Tensor) -> int | None:
+        """The latest step whose value is this very tensor."""
+        return next((number for number, value in reversed(self._recent) if value is x), None)
+
+    def _join_experts(self) -> None:
+        for name, (pieces, seconds) in self._experts.items():
+            self.note(name, torch.cat(pieces), seconds)
+        self._experts.clear()
+
+
+def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
+    """Give each step the figures of its costs; one that has no step of its own goes to the last step of its part."""
+    places = {step.name: number for number, step in enumerate(steps)}
+    taken: dict[int, list[Step]] = {}
+    for cost in costs:
+        part = cost.name
+        while part and part not in places and not any(name.startswith(f"{part}.") for name in places):
+            part = part.rpartition(".")[0]
+        own = [number for name, number in places.items() if name == part or name.startswith(f"{part}.")]
+        taken.setdefault(places.get(cost.name, max(own, default=len(steps) - 1)), []).append(cost)
+    return tuple(
+        replace(
+            step,
+            costs=tuple(cost.name for cost in taken.get(number, ())),
+            parameters=sum(cost.parameters for cost in taken.get(number, ())),
+            flops=sum(cost.forward for cost in taken.get(number, ())),
+        )
+        for number, step in enumerate(steps)
+    )
+
+
+def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
+    """The groups that a step of this name stands in: stack, block, sublayer."""
+    if name.startswith("head."):
+        return ("head",)
+    at = "encoder." if name.startswith("encoder.") else ""
+    stack = "encoder" if at or config.decoder is None else "decoder"
+    part, *rest = name.removeprefix(at).split(".")
+    if part == "blocks":
+        layer, sublayer, *step = rest
+        block = f"{at}blocks.{layer}"
+        joins = sublayer.endswith("_residual") and config.parallel and step != ["before"]
+        return (stack, block, f"{block}.{'residual' if joins else sublayer.removesuffix('_residual')}")
+    if part in INPUTS:
+        return (stack, f"{at}input")
+    if part == "mask" or (part == "positions" and rest[0] in ("rotary", "bias")):
+        return (stack, f"{at}view")
+    return (stack,) if part == "norm" else (stack, f"{at}embedding")
+
+
+def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
+    """What formulas and symbols of a step are filled in with, from the stack that it belongs to."""
+    spec = config.stacks[0] if name.startswith("encoder.") else config.main
+    window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
+    nearer = "" if window in (None, "full") else f", nearer than {window}"
+    hides = x.is_floating_point() and x.numel() and bool((x == torch.finfo(x.dtype).min).any())
+    return {
+        "W": "D" if spec.d_embedding == spec.d_model else "W",
+        "N": "N" if spec.input == "patches" else "T",
+        "Ev": "E" if spec.d_value == spec.d_head else "Ev",
+        "Tin": "Tin" if spec.input == "frames" else "T",
+        "rows": "B·T·A" if spec.n_experts else "B T",
+        "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
+        "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
+        "bias": "−slope · distance" if spec.positions == "alibi" else "table[bucket of distance]",
+        "mask": ("earlier" if spec.causal else "all") + nearer,
+        "scale": f"{spec.attention_scale:.4g}",
+        "hidden": "lowest number where hidden" if hides else "nothing is hidden",
+    }
 
 
 def _peek(x: Tensor) -> Peek:

@@ -1,6 +1,7 @@
-"""What each step of a trace is called, its formula, and why it is there: one entry for each kind of step.
+"""What each step of a trace is called, its shape in letters, its formula, and why it is there.
 
-In formulas `x` is what the step before gave, and names in braces are filled in from the model at hand.
+In formulas `x` is what the step before gave; names in braces are filled in from the model at hand. A step that has no
+entry here is shown by its name.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 
 class Words(NamedTuple):
-    """How to speak of one kind of step."""
+    """How to explain one value of the forward pass; names in braces are filled in from the model at hand."""
 
     title: str
-    formula: str
+    symbols: str  # its shape, in the letters of the trace's legend
+    formula: str  # x is what the step before gave
     why: str
 
 
@@ -43,243 +45,262 @@ LEGEND = {
     "patch": "side of a patch, in pixels",
 }
 
+INPUTS = ("tokenize", "ids", "pixels", "vectors")
 WORDS = {
     # Input
     "tokenize": Words(
-        "tokenize",
-        "text → tokens",
+        *("tokenize", "T 2", "text → tokens"),
         "A model reads pieces from a fixed vocabulary; here are the characters behind each piece.",
     ),
     "ids": Words(
-        "ids",
-        "token → its number",
+        *("ids", "B T", "token → its number"),
         "Each piece has a number, which says where its vector stands in the table.",
     ),
     "pixels": Words(
-        "pixels", "image → numbers", "The image at the size, and on the scale, that the model was trained on."
+        *("pixels", "B channels height width", "image → numbers"),
+        "The image at the size, and on the scale, that the model was trained on.",
     ),
-    "vectors": Words("vectors", "as given", "The input is a row of vectors already."),
+    "vectors": Words("vectors", "B {Tin} I", "as given", "The input is a row of vectors already."),
     # Embedding
     "embedding.front.tokens": Words(
-        "embed",
-        "table[ids]",
+        *("embed", "B T {W}", "table[ids]"),
         "Each token becomes a vector, learned in training: what it means before its neighbours are known.",
     ),
     "embedding.front.scaled": Words(
-        "scale",
-        "x · {embedding_scale}",
+        *("scale", "B T {W}", "x · {embedding_scale}"),
         "Makes the token's vector large beside the vectors that are added to it.",
     ),
     "embedding.front.patches": Words(
-        "patches", "cut, then flatten", "An image has no words, so squares of it take their place."
+        *("patches", "B N channels·patch·patch", "cut, then flatten"),
+        "An image has no words, so squares of it take their place.",
     ),
     "embedding.front.project": Words(
-        "project", "x · W + b", "Brings each input vector to the width of the model."
+        "project", "B {N} D", "x · W + b", "Brings each input vector to the width of the model."
     ),
     "embedding.front.class_token": Words(
-        "class token",
-        "[class token; x]",
+        *("class token", "B T D", "[class token; x]"),
         "A learned vector that stands for no patch gathers what the whole image shows.",
     ),
     "embedding.front.first": Words(
-        "first convolution", "conv(x)", "Each frame takes in its neighbours in time."
+        "first convolution", "B D Tin", "conv(x)", "Each frame takes in its neighbours in time."
     ),
     "embedding.front.first_bent": Words(
-        "activate", "gelu(x)", "Without a bend, two convolutions would be one."
+        "activate", "B D Tin", "gelu(x)", "Without a bend, two convolutions would be one."
     ),
     "embedding.front.second": Words(
-        "second convolution", "conv(x)", "Takes in neighbours again, with a stride that shortens the row."
+        *("second convolution", "B D T", "conv(x)"),
+        "Takes in neighbours again, with a stride that shortens the row.",
     ),
     "embedding.front.second_bent": Words(
-        "activate", "gelu(x)", "Bends the result, so that what follows is more than one linear map."
+        *("activate", "B T D", "gelu(x)"),
+        "Bends the result, so that what follows is more than one linear map.",
     ),
     "embedding.types": Words(
-        "types", "table[types]", "A vector that says which of two texts a token belongs to."
+        "types", "B T {W}", "table[types]", "A vector that says which of two texts a token belongs to."
     ),
-    "embedding.typed": Words("add types", "x + types", "Each token now carries the text it belongs to."),
+    "embedding.typed": Words(
+        "add types", "B T {W}", "x + types", "Each token now carries the text it belongs to."
+    ),
+    "embedding.placed": Words(
+        "add positions", "B T {W}", "x + positions", "Each token now carries where it stands."
+    ),
+    "embedding.norm": Words(
+        "norm", "B T {W}", "{norm}(x)", "Brings every token's vector to one scale before the first block."
+    ),
+    "embedding.project": Words(
+        *("widen", "B T D", "x · W + b"),
+        "The table is narrower than the model, to save weights, and is widened here.",
+    ),
     "positions.table": Words(
-        "positions",
-        "table[0, 1, 2, …]",
+        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
         "A learned vector for each place in the row: attention itself knows no order.",
     ),
     "positions.waves": Words(
-        "positions",
-        "sin, cos of the place",
+        *("positions", "1 T {W}", "sin, cos of the place"),
         "Waves of many lengths give each place a vector of its own: attention itself knows no order.",
     ),
-    "embedding.placed": Words("add positions", "x + positions", "Each token now carries where it stands."),
-    "embedding.norm": Words(
-        "norm", "{norm}(x)", "Brings every token's vector to one scale before the first block."
-    ),
-    "embedding.project": Words(
-        "widen", "x · W + b", "The table is narrower than the model, to save weights, and is widened here."
-    ),
-    # What attention may see, and how
     "positions.rotary": Words(
-        "angles",
-        "cos, sin of place · frequency",
+        *("angles", "2 1 1 T R", "cos, sin of place · frequency"),
         "By how much queries and keys will be turned at each place.",
     ),
     "positions.rotary.local": Words(
-        "angles, local",
-        "cos, sin of place · frequency",
+        *("angles, local", "2 1 1 T R", "cos, sin of place · frequency"),
         "The same at the base that layers with a window have.",
     ),
     "positions.bias": Words(
-        "position bias", "{bias}", "What will be added to a score for the distance between two tokens."
+        *("position bias", "1 H T S", "{bias}"),
+        "What will be added to a score for the distance between two tokens.",
     ),
-    "mask": Words("who sees whom", "{mask}", "True where a token may look at another one."),
+    "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
+    "norm": Words(
+        "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
+    ),
     # Attention
-    "attention.q": Words("query", "x · Wq{qkv_bias}", "What each token looks for."),
-    "attention.k": Words("key", "x · Wk{qkv_bias}", "What each token offers to be found by."),
-    "attention.v": Words("value", "x · Wv{qkv_bias}", "What each token hands over when it is found."),
-    "cross.q": Words("query", "x · Wq{qkv_bias}", "What each token being written looks for in the source."),
-    "cross.k": Words("key", "memory · Wk{qkv_bias}", "What each token of the source offers to be found by."),
-    "cross.v": Words(
-        "value", "memory · Wv{qkv_bias}", "What each token of the source hands over when it is found."
+    "attention.q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
+    "attention.k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
+    "attention.v": Words(
+        "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
     ),
     "attention.q_heads": Words(
-        "split heads, q",
-        "B T H·E → B H T E",
+        *("split heads, q", "B H T E", "B T H·E → B H T E"),
         "Each head looks for something else, with its own share of the columns.",
     ),
     "attention.k_heads": Words(
-        "split heads, k",
-        "B S K·E → B K S E",
+        *("split heads, k", "B K S E", "B S K·E → B K S E"),
         "Each head has its own keys; fewer than queries where heads share them.",
     ),
     "attention.v_heads": Words(
-        "split heads, v",
-        "B S K·E → B K S E",
+        *("split heads, v", "B K S {Ev}", "B S K·E → B K S E"),
         "Each head has its own values; fewer than queries where heads share them.",
     ),
     "attention.q_norm": Words(
-        "norm q", "{norm}(q)", "Keeps scores from growing with the size of the queries."
+        "norm q", "{q_normed}", "{norm}(q)", "Keeps scores from growing with the size of the queries."
     ),
-    "attention.k_norm": Words("norm k", "{norm}(k)", "Keeps scores from growing with the size of the keys."),
+    "attention.k_norm": Words(
+        "norm k", "{k_normed}", "{norm}(k)", "Keeps scores from growing with the size of the keys."
+    ),
     "attention.q_rotated": Words(
-        "rotate q",
-        "q turned by its place",
+        *("rotate q", "B H T E", "q turned by its place"),
         "Turned queries and keys fit by their distance, so order enters the scores.",
     ),
     "attention.k_rotated": Words(
-        "rotate k",
-        "k turned by its place",
+        *("rotate k", "B K S E", "k turned by its place"),
         "Turned queries and keys fit by their distance, so order enters the scores.",
     ),
-    "attention.scores": Words("scores", "q · kᵀ", "How well each query fits each key."),
+    "attention.z": Words(
+        *("mix values", "B H T {Ev}", "pattern · v"),
+        "Each token takes in the values of those it looks at, by their shares.",
+    ),
+    "attention.concat": Words(
+        "concatenate", "B T H·{Ev}", "B H T E → B T H·E", "What the heads found is laid side by side."
+    ),
+    "attention.out": Words(
+        *("output", "B T D", "z · Wo{out_bias}"),
+        "Mixes what the heads found, and brings it to the width of the stream.",
+    ),
+    "attention.scores": Words("scores", "B H T S", "q · kᵀ", "How well each query fits each key."),
     "attention.scaled": Words(
-        "scale",
-        "scores · {scale}",
+        *("scale", "B H T S", "scores · {scale}"),
         "Long vectors make large products; the scale keeps softmax from choosing one key alone.",
     ),
     "attention.softcapped": Words(
-        "soft-cap",
-        "{softcap} · tanh(scores / {softcap})",
+        *("soft-cap", "B H T S", "{softcap} · tanh(scores / {softcap})"),
         "Bounds the scores smoothly, so that none runs away.",
     ),
-    "attention.biased": Words("add bias", "scores + position bias", "Distance enters the scores."),
+    "attention.biased": Words("add bias", "B H T S", "scores + position bias", "Distance enters the scores."),
     "attention.masked": Words(
-        "mask", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
-    ),
-    "cross.masked": Words(
-        "mask", "{hidden}", "Every token of the source may be seen: nothing is hidden here."
+        "mask", "B H T S", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
     ),
     "attention.pattern": Words(
-        "softmax",
-        "softmax(scores)",
+        *("softmax", "B H T S", "softmax(scores)"),
         "Scores become shares: how much each token takes from each other one, one in all.",
     ),
-    "attention.z": Words(
-        "mix values", "pattern · v", "Each token takes in the values of those it looks at, by their shares."
+    # Cross-attention, where it differs
+    "cross.q": Words(
+        "query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."
     ),
-    "attention.concat": Words(
-        "concatenate", "B H T E → B T H·E", "What the heads found is laid side by side."
+    "cross.k": Words(
+        *("key", "B S K·E", "memory · Wk{qkv_bias}"), "What each token of the source offers to be found by."
     ),
-    "attention.out": Words(
-        "output", "z · Wo{out_bias}", "Mixes what the heads found, and brings it to the width of the stream."
+    "cross.v": Words(
+        *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
+        "What each token of the source hands over when it is found.",
+    ),
+    "cross.masked": Words(
+        "mask", "B H T S", "{hidden}", "Every token of the source may be seen: nothing is hidden here."
     ),
     # Residual stream
     "residual.before": Words(
-        "norm", "{norm}(x)", "The sublayer reads the stream at one scale, whatever its size has become."
+        "norm",
+        "B T D",
+        "{norm}(x)",
+        "The sublayer reads the stream at one scale, whatever its size has become.",
     ),
     "residual.inside": Words(
-        "inner norm", "{norm}(y)", "What the sublayer says is brought to one scale before it is added."
+        *("inner norm", "B T D", "{norm}(y)"),
+        "What the sublayer says is brought to one scale before it is added.",
     ),
     "residual.scaled": Words(
-        "scale", "y · {residual_scale}", "How loudly a sublayer speaks beside the stream."
+        "scale", "B T D", "y · {residual_scale}", "How loudly a sublayer speaks beside the stream."
     ),
     "residual.add": Words(
-        "residual", "x + y", "The stream goes on, and the sublayer only adds to it: so depth loses nothing."
+        *("residual", "B T D", "x + y"),
+        "The stream goes on, and the sublayer only adds to it: so depth loses nothing.",
     ),
-    "residual.after": Words("post norm", "{norm}(x)", "The stream itself is brought back to one scale."),
+    "residual.after": Words(
+        "post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."
+    ),
     # Feed-forward
-    "feedforward.router": Words("router", "x · Wr", "How well each expert suits each token."),
+    "feedforward.router": Words("router", "B T X", "x · Wr", "How well each expert suits each token."),
     "feedforward.chosen": Words(
-        "choice of experts",
-        "the best {n_active} of {n_experts}",
+        *("choice of experts", "B·T A", "the best {n_active} of {n_experts}"),
         "Each token visits a few experts, so that weights are many and work is little.",
     ),
     "feedforward.weights": Words(
-        "weights of experts", "{router}", "How much of each chosen expert's answer a token takes."
+        "weights of experts", "B·T A", "{router}", "How much of each chosen expert's answer a token takes."
     ),
     "feedforward.sorted": Words(
-        "sort by expert",
-        "rows of x, by expert",
+        *("sort by expert", "B·T·A D", "rows of x, by expert"),
         "Tokens of one expert are laid together, so that it works on them at once.",
     ),
+    "feedforward.mixed": Words(
+        *("mix experts", "B T D", "Σ weight · answer"),
+        "Each token adds up the answers of its experts, by their weights.",
+    ),
     "feedforward.gate": Words(
-        "gate", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
+        "gate", "{rows} F", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
     ),
     "feedforward.up": Words(
-        "expand",
-        "x · Wu{feedforward_bias}",
+        *("expand", "{rows} F", "x · Wu{feedforward_bias}"),
         "Each token by itself looks for many features, in a wider space.",
     ),
     "feedforward.activated": Words(
-        "activate", "{activation}(x)", "The bend: without it the two linear maps would be one."
+        "activate", "{rows} F", "{activation}(x)", "The bend: without it the two linear maps would be one."
     ),
     "feedforward.gated": Words(
-        "multiply", "gate · up", "The gate lets some features through and holds others back."
+        "multiply", "{rows} F", "gate · up", "The gate lets some features through and holds others back."
     ),
     "feedforward.down": Words(
-        "contract", "x · Wd{feedforward_bias}", "The features found say what to add to the stream."
-    ),
-    "feedforward.mixed": Words(
-        "mix experts", "Σ weight · answer", "Each token adds up the answers of its experts, by their weights."
+        "contract",
+        "{rows} D",
+        "x · Wd{feedforward_bias}",
+        "The features found say what to add to the stream.",
     ),
     # Head
-    "norm": Words(
-        "final norm", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
-    ),
     "head.transform": Words(
-        "transform", "x · W + b", "One more layer on each state before it is compared with the tokens."
+        *("transform", "B T {W}", "x · W + b"),
+        "One more layer on each state before it is compared with the tokens.",
     ),
-    "head.activation": Words("activate", "{head_activation}(x)", "The bend of that layer."),
-    "head.norm": Words("norm", "{norm}(x)", "Brings the transformed states to one scale."),
-    "head.scaled": Words("scale", "x · {logit_scale}", "Sets how sharp the choice will be."),
-    "head.pooled": Words("pool", "{pooling}", "One vector must speak for the whole input."),
-    "head.pooler": Words("pooler", "x · W + b", "A layer on that one vector."),
-    "head.bent": Words("activate", "{pooler}(x)", "The bend of that layer."),
+    "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
+    "head.norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
+    "head.scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
+    "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
+    "head.pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
+    "head.bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
     "head.normalised": Words(
-        "unit length", "x / |x|", "Vectors of length one are compared by their angle alone."
+        "unit length", "B D", "x / |x|", "Vectors of length one are compared by their angle alone."
     ),
-    "head.out": Words("logits", "x · W{head_bias}", "A score for every answer there is."),
+    "head.out": Words("logits", "{answers}", "x · W{head_bias}", "A score for every answer there is."),
     "head.softcapped": Words(
-        "soft-cap",
-        "{logit_softcap} · tanh(x / {logit_softcap})",
+        *("soft-cap", "B T V", "{logit_softcap} · tanh(x / {logit_softcap})"),
         "Bounds the scores smoothly, so that none runs away.",
     ),
-    "head.probabilities": Words("probabilities", "{probability}", "Scores become probabilities."),
-    "head.candidates": Words("top candidates", "the best {top}", "What the model finds most likely."),
+    "head.probabilities": Words(
+        "probabilities", "{answers}", "{probability}", "Scores become probabilities."
+    ),
+    "head.candidates": Words(
+        "top candidates", "{candidates}", "the best {top}", "What the model finds most likely."
+    ),
 }
 
 _PLACE = re.compile(r"^(?:encoder\.)?(?:blocks\.\d+\.)?")
 _SUBLAYER = re.compile(r"^(?:attention|cross|feedforward)_residual\.")
 
 
-def kind_of(name: str) -> str:
-    """The key in WORDS of a step's name: "encoder.blocks.3.cross.z" is "attention.z"."""
+def words_of(name: str, shape: tuple[int, ...]) -> Words:
+    """How to explain a step: "encoder.blocks.3.attention_residual.add" is "residual.add", "mask.8" is "mask"."""
     key = _SUBLAYER.sub("residual.", _PLACE.sub("", name)).replace("feedforward.experts.", "feedforward.")
-    key = re.sub(r"^mask\..*", "mask", key)
-    return key if key in WORDS else key.replace("cross.", "attention.")
+    key = "mask" if key.startswith("mask.") else key
+    title = key.rpartition(".")[2].replace("_", " ")
+    own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
+    return WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)

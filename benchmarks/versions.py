@@ -1,0 +1,166 @@
+"""Two versions of clearhead side by side: is the one in this checkout as fast as the one in another?
+
+    git worktree add ../before COMMIT
+    python benchmarks/versions.py ../before [--rounds 9] [--device cuda] [--save]
+
+Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike. Only names
+that are public in both are used: decoding through `generate`, training through the forward pass and `ch.train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+# By device: the jobs, with the rows of a batch.
+JOBS = {
+    "cpu": {"decode, batch 1": 1, "decode, batch 8": 8, "train": 8},
+    "cuda": {"decode, batch 1": 1, "decode, batch 32": 32, "train": 32},
+}
+GPT = {"vocab_size": 50257, "d_model": 768, "n_layers": 12, "n_heads": 12, "activation": "gelu_tanh"}
+LLAMA = {
+    **{"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
+    **{"positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False},
+    **{"tie_embeddings": False, "max_positions": 2048},
+}
+
+
+def decode_job(batch: int, device: str) -> Callable[[], float]:
+    """Seconds of decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
+    import torch
+
+    import clearhead as ch
+
+    torch.manual_seed(0)
+    gpu = device == "cuda"
+    config = ch.ModelConfig(**(LLAMA if gpu else GPT))
+    whole = getattr(ch, "Model", None) or ch.Loaded
+    with torch.device(device):
+        model = ch.Transformer(config)
+    m = whole(model.bfloat16() if gpu else model)
+    prompts = torch.randint(config.vocab_size, (batch, 128 if gpu else 16)).tolist()
+
+    def run() -> float:
+        start = time.perf_counter()
+        m.generate(prompts, 256 if gpu else 32, compile=True if gpu else None)
+        return time.perf_counter() - start
+
+    return run
+
+
+def train_job(batch: int, device: str) -> Callable[[], float]:
+    """Seconds of a few steps of `ch.train` on characters: 10.7M parameters on a CPU, the 124M shape on a GPU."""
+    import torch
+
+    import clearhead as ch
+
+    gpu = device == "cuda"
+    folder = Path(tempfile.mkdtemp())
+    text = folder / "text.txt"
+    text.write_text(Path(torch.__file__).parent.joinpath("functional.py").read_text() * (20 if gpu else 1))
+    sizes = (
+        {"d_model": 768, "n_layers": 12, "n_heads": 12}
+        if gpu
+        else {"d_model": 384, "n_layers": 6, "n_heads": 6}
+    )
+    model = {**sizes, "max_positions": 1024 if gpu else 256, "dropout": 0.0}
+    warm, steps = (20, 60) if gpu else (2, 8)
+    settings = [f"model.{name}={value}" for name, value in model.items()]
+    settings += [
+        "tokens.kind=char",
+        f"data.batch_size={batch}",
+        f"train.steps={steps}",
+        f"train.device={device}",
+    ]
+    settings += ["train.validate_every=1000", "train.save_every=1000", f"train.compile={str(gpu).lower()}"]
+    count = 0
+
+    def run() -> float:
+        nonlocal count
+        count += 1
+        times: list[float] = []
+
+        def on_event(event: object) -> None:
+            if type(event).__name__ == "Stepped":
+                times.append(time.perf_counter())
+
+        ch.train(str(text), out=str(folder / str(count)), settings=settings, on_event=on_event)
+        return times[-1] - times[warm - 1]
+
+    return run
+
+
+def worker(job: str, device: str) -> None:
+    """Run the job once for each line that comes in, and answer with its seconds."""
+    make = train_job if job == "train" else decode_job
+    run = make(JOBS[device][job], device)
+    for _ in sys.stdin:
+        print(f"seconds {run()}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="the checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", nargs="+")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options.worker, options.device)
+    results: list[dict[str, object]] = []
+    for job in options.jobs or JOBS[options.device]:
+        command = [sys.executable, __file__, str(options.before), "--device", options.device, "--worker", job]
+        workers = {
+            name: subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": str(folder.resolve() / "src")},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name, folder in (("before", options.before), ("now", HERE))
+        }
+        times: dict[str, list[float]] = {"before": [], "now": []}
+        for turn in range(options.rounds + 1):
+            for name in list(workers) if turn % 2 else list(workers)[::-1]:
+                seconds = ask(workers[name])
+                if turn:  # the first round is for warming up
+                    times[name].append(seconds)
+        for process in workers.values():
+            process.communicate()
+        before, now = statistics.median(times["before"]), statistics.median(times["now"])
+        pairs = sorted(old / new for old, new in zip(times["before"], times["now"]))
+        ratio = statistics.median(pairs)
+        print(f"{job:<18} before {before:.3f} s   now {now:.3f} s   now is {ratio:.3f} x as fast "
+              f"({pairs[0]:.3f} to {pairs[-1]:.3f})", flush=True)  # fmt: skip
+        results.append({"job": job, "seconds": times, "now_over_before": round(ratio, 4)})
+    if options.save:
+        from common import device_name, save
+
+        save(f"versions_{options.device}", [{"device": device_name(), "jobs": results}])
+
+
+def ask(process: subprocess.Popen[str]) -> float:
+    """Let a worker run its job once."""
+    assert process.stdin is not None and process.stdout is not None
+    print("go", file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith("seconds "):
+            return float(line.split()[1])
+    raise SystemExit("a worker ended before it answered")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`ModelConfig`: everything that decides what a Transformer is, in one frozen, validated, serialisable dataclass.
+
+`fields` lists what may be set, `resolve` derives the rest, `checks` refuses what does not fit. A built config shows the
+value that holds in every field and remembers which of them were given: `replace` derives the others anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clearhead.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
+from clearhead.config.fields import (
+    Family,
+    Fields,
+    HeadSpec,
+    Initialisation,
+    Input,
+    NormSpec,
+    RopeScaling,
+    StackSpec,
+)
+from clearhead.config.resolve import derive, head_spec, stack_specs
+from clearhead.errors import ConfigError
+from clearhead.typed import check_names, check_types, from_plain, plain
+
+__all__ = [
+    "MOST_LAYERS",
+    "MOST_WIDE",
+    "Family",
+    "HeadSpec",
+    "Initialisation",
+    "Input",
+    "ModelConfig",
+    "NormSpec",
+    "RopeScaling",
+    "StackSpec",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Fields):
+    """A Transformer, described. `Fields` has a comment beside every field."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_given(self)
+        free = {name: value for name, value in derive(self).items() if getattr(self, name) is None}
+        for name, value in free.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_free", frozenset(free))
+        check_specs(self, self.stacks)
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """Names of the fields that nobody gave a value: theirs follow from the others."""
+        return frozenset(vars(self)["_free"])
+
+    @functools.cached_property
+    def _specs(self) -> tuple[StackSpec | None, StackSpec | None]:
+        return stack_specs(self)
+
+    @property
+    def encoder(self) -> StackSpec | None:
+        """The bidirectional stack, or None."""
+        return self._specs[0]
+
+    @property
+    def decoder(self) -> StackSpec | None:
+        """The causal stack, or None."""
+        return self._specs[1]
+
+    @property
+    def stacks(self) -> tuple[StackSpec, ...]:
+        """The stacks there are, in the order of the forward pass."""
+        return tuple(stack for stack in (self.encoder, self.decoder) if stack is not None)
+
+    @property
+    def main(self) -> StackSpec:
+        """The stack that feeds the head."""
+        return self.stacks[-1]
+
+    @functools.cached_property
+    def readout(self) -> HeadSpec:
+        """The head."""
+        return head_spec(self)
+
+    @property
+    def n_patches(self) -> int:
+        """Patches of one image (patch models)."""
+        return self.stacks[0].n_patches
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """Return a copy with some fields changed; fields that were never given are derived anew."""
+        check_names(ModelConfig, changes)
+        return dataclasses.replace(self, **{**dict.fromkeys(self.derived), **changes})
+
+    # JSON -----------------------------------------------------------------------------------------------------------
+
+    def to_dict(self, derived: bool = False) -> dict[str, Any]:
+        """Return plain JSON values of the fields that were given; with `derived`, also of those that were not."""
+        values: dict[str, Any] = {"family": self.family}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            default = {} if entry.default is dataclasses.MISSING else entry.default
+            if value != default and (derived or entry.name not in self.derived):
+                values[entry.name] = plain(value)
+        return values
+
+    def to_json(self) -> str:
+        """Return a JSON text that `from_json` reads back into an equal config."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Build a config from plain JSON values; an unknown name is an error that suggests the nearest known one."""
+        return from_plain(cls, values)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        """Build a config from the text that `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"config is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"config must be a JSON object, not {type(values).__name__}")
+        return cls.from_dict(values)

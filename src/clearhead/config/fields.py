@@ -1,0 +1,305 @@
+"""The fields of a config, and the specifications they become.
+
+`Fields` is what a user asks for. Its groups come in the order in which a reader meets the parts: size, embedding,
+positions, attention, feed-forward, norm, dropout, head, initialisation. A value of None means "derived from the
+rest"; `resolve` says how. `StackSpec` and `HeadSpec` are what the parts of a model are built from: everything there is
+decided, and None means "none", as in no window or no soft-cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from clearhead.errors import ConfigError
+from clearhead.typed import check_types
+
+Family = Literal["decoder", "encoder", "encoder-decoder"]
+Input = Literal["tokens", "patches", "vectors", "frames"]
+PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "none"]
+NormName = Literal["layernorm", "rmsnorm"]
+NormPosition = Literal["pre", "post", "sandwich", "output"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
+HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
+Pooling = Literal["cls", "mean", "last"]
+Initialisation = Literal["xavier", "gpt2", "bert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary angles are stretched beyond the length a model was trained on."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float = 1.0  # longrope: 1 stands for max_positions / original_positions
+    original_positions: int | None = None  # trained length; None: the model's max_positions
+    low_frequency_factor: float = 1.0  # llama3: wavelengths longer than original / low are divided by factor
+    high_frequency_factor: float = 4.0  # llama3: wavelengths shorter than original / high are kept
+    beta_fast: float = 32.0  # yarn: rotations over the trained length above which a pair is kept
+    beta_slow: float = 1.0  # yarn: rotations below which a pair is interpolated
+    truncate: bool = True  # yarn: round the ends of the ramp to whole pairs
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: from the factor
+    mscale: float | None = None  # yarn: the two weights from which some models derive attention_factor
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] | None = None  # longrope: one divisor per pair within the trained length
+    long_factor: tuple[float, ...] | None = None  # longrope: and beyond it
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.factor <= 0:
+            raise ConfigError(f"rope scaling factor {self.factor} must be positive")
+        if self.kind == "longrope" and (self.short_factor is None or self.long_factor is None):
+            raise ConfigError(
+                "rope scaling longrope needs short_factor and long_factor, one number per rotated pair"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What a user may say about a Transformer; every field has a comment beside it."""
+
+    # Size
+    family: Family = "decoder"
+    vocab_size: int = 0  # required wherever ids go in or out
+    d_model: int = 512
+    n_layers: int = 6  # of the decoder, or of the only stack
+    n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
+    n_heads: int = 8
+    n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
+    n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
+    d_encoder_head: int | None = None
+    d_value: int | None = None  # width of a value head; None: d_head
+    d_ff: int | None = None  # None: 4 * d_model
+    d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    # None: every layer its own weights; k: runs of layers share k sets of weights
+    layer_groups: int | None = None
+    # by attention: {"blocks.3.attention": (0, 5)}
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+
+    # Embedding
+    # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
+    input: Input = "tokens"
+    source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
+    d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
+    # a linear layer after the tables; None: where d_embedding is not d_model
+    embedding_projection: bool | None = None
+    embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
+    embedding_norm: bool = False
+    n_types: int = 0  # segment (token type) embeddings
+    share_embeddings: bool = True  # encoder-decoder: one token table for both sides
+    tie_embeddings: bool = True  # the output layer is the transposed (decoder) token table
+    image_size: tuple[int, int] | None = None  # patches: height, width
+    patch_size: int = 16
+    n_channels: int = 3
+    class_token: bool = False  # patches: a learned vector before the first patch
+    d_input: int = 0  # vectors, frames: width of one input vector
+    conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
+    conv_stride: int = 2
+
+    # Positions
+    positions: PositionName = "learned"
+    max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
+    position_offset: int = 0  # learned: rows skipped at the start of the table
+    # sin, cos, sin, cos ... or all sin, then all cos
+    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
+    # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    sinusoid_ends: bool = False
+    rope_base: float = 10_000.0
+    # base in layers that have a window; None: rope_base, with the scaling
+    rope_local_base: float | None = None
+    rope_fraction: float = 1.0  # part of each head that is rotated
+    rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
+    rope_scaling: RopeScaling | None = None
+    rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+
+    # Attention
+    # keys nearer than this are seen; a tuple sets it per layer
+    window: int | tuple[int | None, ...] | None = None
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
+    bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
+
+    # Feed-forward
+    activation: ActivationName = "gelu"
+    gated: bool = False
+    feedforward_bias: bool | None = None
+    n_experts: int = 0  # 0: one feed-forward; else a mixture of them
+    n_active_experts: int = 2  # how many each token visits
+    # softmax over the chosen, or over all
+    router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
+    router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+
+    # Norm
+    norm: NormName = "layernorm"
+    norm_position: NormPosition = "pre"
+    norm_eps: float = 1e-5
+    norm_bias: bool | None = None  # layernorm only
+    norm_unit_offset: bool = False  # the scale is 1 + weight
+    final_norm: bool | None = None  # after the last block; None: all but post-norm
+    parallel: bool = False  # attention and feed-forward read the same input and are added together
+    parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
+    residual_scale: float = 1.0  # on what each sublayer adds
+
+    # Dropout, in training only
+    dropout: float = 0.0
+    attention_dropout: float | None = None  # on attention weights; None: dropout
+    embedding_dropout: float | None = None  # None: dropout
+    feedforward_dropout: float = 0.0  # between the two feed-forward layers
+    layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
+
+    # Head
+    head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
+    n_classes: int = 0
+    pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
+    pooler: Literal["none", "tanh", "relu"] = "none"  # a dense layer after pooling
+    normalise: bool = False  # embedding: scale the vector to length one
+    head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
+    head_activation: ActivationName | None = None  # of that transform; None: activation
+    head_bias: bool | None = None  # None: all but lm
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    # Initialisation
+    init: Initialisation = "gpt2"
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm of any width."""
+
+    kind: NormName
+    eps: float
+    bias: bool
+    unit_offset: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec:
+    """Everything that the parts of one stack, the encoder's or the decoder's, are built from.
+
+    Fields that are not explained here mean what they mean in `Fields`, for this stack.
+    """
+
+    prefix: str  # of its tap names: "" for the stack that feeds the head, else "encoder."
+    causal: bool
+    cross: bool  # each block also attends to another stack's output
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_value: int
+    d_ff: int
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(hash=False)
+    block_of: tuple[
+        int, ...
+    ]  # for each layer, the number of its block; layers that share weights have the same
+
+    input: Input
+    vocab_size: int
+    d_embedding: int  # width of what is embedded, before a projection to d_model
+    embedding_projection: bool
+    embedding_scale: float
+    embedding_norm: bool
+    embedding_dropout: float
+    n_types: int
+    image_size: tuple[int, int]
+    patch_size: int
+    n_channels: int
+    class_token: bool
+    d_input: int
+    conv_kernel: int
+    conv_stride: int
+
+    positions: PositionName
+    max_positions: int
+    position_offset: int
+    sinusoid_layout: Literal["interleaved", "half"]
+    sinusoid_ends: bool
+    rope_base: float
+    rope_local_base: float | None
+    rope_layout: Literal["half", "interleaved"]
+    rope_scaling: RopeScaling | None
+    rope_skips: tuple[int, ...]
+    d_rotary: int  # leading columns of a head that RoPE rotates
+    relative_buckets: int
+    relative_max_distance: int
+
+    windows: tuple[int | None, ...]  # one per layer
+    attention_scale: float
+    attention_softcap: float | None
+    attention_dropout: float
+    qk_norm: Literal["none", "head", "full"]
+    qkv_bias: bool
+    attention_out_bias: bool
+
+    activation: ActivationName
+    gated: bool
+    feedforward_bias: bool
+    feedforward_dropout: float
+    n_experts: int
+    n_active_experts: int
+    router_order: Literal["topk_softmax", "softmax_topk"]
+    router_renormalise: bool
+
+    norm: NormSpec
+    norm_position: NormPosition
+    final_norm: bool
+    parallel: bool
+    parallel_norms: Literal[1, 2]
+    residual_scale: float
+    dropout: float
+    layer_drop: float
+
+    @property
+    def n_patches(self) -> int:
+        """Patches of one image."""
+        height, width = self.image_size
+        return (height // self.patch_size) * (width // self.patch_size)
+
+    def n_tokens(self, length: int) -> int:
+        """How many tokens the front makes of `length` inputs."""
+        if self.input == "patches":
+            return self.n_patches + self.class_token
+        stride = self.conv_stride if self.input == "frames" else 1
+        return (length + stride - 1) // stride  # rounded up
+
+    def heads_of(self, attention: str) -> tuple[int, ...]:
+        """The heads that pruning has left in the attention of this name."""
+        gone = self.pruned_heads.get(attention, ())
+        return tuple(head for head in range(self.n_heads) if head not in gone)
+
+    def kv_heads_of(self, attention: str) -> int:
+        """How many key/value heads pruning has left there: heads go by whole groups."""
+        return len(self.heads_of(attention)) * self.n_kv_heads // self.n_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """Everything that the head is built from; fields mean what they mean in `Fields`."""
+
+    head: HeadName
+    d_model: int
+    d_embedding: int
+    vocab_size: int
+    n_classes: int  # of a span: begins here, ends here
+    tied: bool  # the output layer is the token table
+    pooling: Pooling
+    pooler: Literal["none", "tanh", "relu"]
+    normalise: bool
+    transform: bool
+    activation: ActivationName
+    bias: bool
+    logit_scale: float
+    logit_softcap: float | None
+    norm: NormSpec
+    dropout: float

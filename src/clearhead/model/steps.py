@@ -1,0 +1,78 @@
+"""Steps: what a part says of its own forward pass, beside the code of that pass.
+
+Each part has a function that yields a `Step` for whatever owns weights, multiplies matrices or keeps bytes for the
+backward pass; `costs` adds them up without building anything.
+
+Shapes: B batch, T query length, S key length, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from clearhead.config import NormSpec
+
+Part = Literal["embedding", "positions", "attention", "cross", "feedforward", "norms", "head"]
+INDEX = 8  # bytes of one id
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the forward pass; a product is `count` times [m, k] @ [k, n]."""
+
+    name: str  # as in the model, less the name of the main stack: "blocks.3.attention.q", "encoder.norm", "head.out"
+    part: Part
+    parameters: int = 0  # those an earlier step has counted are left out
+    idle: int = 0  # of them, weights of experts that a token does not visit
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    count: int = 1
+    gradients: int = 2  # products in the backward pass: one for each factor that has a gradient
+    kept: int = 0  # bytes held for the backward pass
+
+    @property
+    def forward(self) -> int:
+        """FLOPs of the forward pass."""
+        return 2 * self.m * self.n * self.k * self.count
+
+    @property
+    def backward(self) -> int:
+        """FLOPs of the backward pass."""
+        return self.gradients * self.forward
+
+    def reused(self) -> Step:
+        """The same step with weights that an earlier step has counted."""
+        return dataclasses.replace(self, parameters=0, idle=0)
+
+
+class Pass(NamedTuple):
+    """How large one forward pass is."""
+
+    batch: int  # rows
+    size: int  # bytes of one value
+
+    @property
+    def wide(self) -> int:
+        """Bytes of one value where half precision is widened."""
+        return max(self.size, 4)
+
+
+def linear_step(name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool, **more: int) -> Step:
+    """A linear layer on `rows` vectors."""
+    return Step(name, part, (d_in + bias) * d_out, m=rows, n=d_out, k=d_in, **more)
+
+
+def norm_step(
+    name: str, norm: NormSpec, run: Pass, rows: int, width: int, groups: int = 1, input_kept: bool = False
+) -> Step:
+    """`groups` norms of `width` in each row with one set of weights; `input_kept`: by an earlier step."""
+    parameters, values = width * (1 + norm.bias), rows * groups * width
+    inputs = 0 if input_kept else values
+    if norm.kind == "layernorm":
+        return Step(name, "norms", parameters, kept=inputs * run.size + 2 * rows * groups * 4)
+    if run.size < run.wide:  # the input is widened, and what is kept is the copy
+        return Step(name, "norms", parameters, kept=2 * values * run.wide + rows * groups * run.wide)
+    return Step(name, "norms", parameters, kept=(values + inputs + rows * groups) * run.size)
