@@ -35,7 +35,7 @@ class Shown:
 def show(
     m: Model | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
 ) -> Shown:
-    """The explorer on one input, inline in a notebook.
+    """Show the explorer on one input, inline in a notebook.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.

@@ -40,7 +40,7 @@ def _packed(array: NDArray[Any], kind: str) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Plain JSON: numbers that are not finite become null, in lists and objects too."""
+    """Return plain JSON: numbers that are not finite become null, in lists and objects too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

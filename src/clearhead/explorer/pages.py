@@ -28,7 +28,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", r
 
 @cache
 def page_files() -> dict[str, tuple[str, str]]:
-    """Every file of the page by its name: text and type.
+    """Return every file of the page by its name: text and type.
 
     A request can name one of these, and nothing else.
     """
@@ -62,7 +62,7 @@ def script() -> str:
 
 
 def single_file(record: dict[str, Any], notebook: bool = False) -> str:
-    """The page with everything inside.
+    """Return the page with everything inside.
 
     No text of the record can end its element: `<` is written as an escape.
     """

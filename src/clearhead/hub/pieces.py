@@ -39,7 +39,7 @@ class PieceModel:
 
     @property
     def scores(self) -> Scores:
-        """Each piece with its score, in the order of the ids."""
+        """Return each piece with its score, in the order of the ids."""
         return [(text, score) for text, score, _ in self.pieces]
 
 
@@ -127,7 +127,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def t5(model: PieceModel, settings: Settings) -> Tokenizer:
-    """T5 and mT5: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
+    """Build T5's and mT5's: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100)))]
     known = {text for text, _, _ in model.pieces}
     sentinels = [token for token in sentinels if token not in known]
@@ -137,13 +137,13 @@ def t5(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """XLM-RoBERTa: the first four ids are fairseq's, the pieces follow, the mask is last."""
+    """Build XLM-RoBERTa's: the first four ids are fairseq's, the pieces follow, the mask is last."""
     first = ["<s>", "<pad>", "</s>", "<unk>"]
     return _words(model, [(token, 0.0) for token in first] + model.scores[3:] + [("<mask>", 0.0)], unk_id=3)
 
 
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
-    """ALBERT: quotes made plain, accents and case removed unless the settings keep them."""
+    """Build ALBERT's: plain quotes, accents and case removed unless the settings keep them."""
     before: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if not settings.get("keep_accents", False):
         before += [normalizers.NFKD(), normalizers.StripAccents()]
@@ -153,7 +153,7 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Llama 1 and 2, Mistral: unknown characters become bytes, and spaces are kept as they are."""
+    """Build Llama's (1 and 2) and Mistral's: unknown characters become bytes, and spaces stay as they are."""
     prefix = settings.get("add_prefix_space")
     prefix = bool(model.dummy_prefix if prefix is None else prefix)
     with_prefix = "always" if settings.get("legacy", False) else "first"
@@ -162,13 +162,13 @@ def llama(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Gemma: as Llama, without a space before the first word."""
+    """Build Gemma's: as Llama's, without a space before the first word."""
     pairs = _bpe(model.scores, fallback=True, unk="<unk>")
     return assembled(pairs, normalizers.Replace(" ", SPACE), None, _spell(strip=False))
 
 
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Any other family: what the file alone says."""
+    """Build any other family's: what the file alone says."""
     if model.unigram and not model.byte_fallback:
         return _words(model, model.scores, model.unk_id)
     steps = [*_charsmap(model), normalizers.Replace(SPACE, " ")]

@@ -96,7 +96,7 @@ def _through_caches(inputs: Inputs, expected: Tensor) -> float:
 
 
 def _quiet(inputs: Inputs) -> float:
-    """Sinusoids are no weights, and cannot be made small: there the embedding is, on both sides."""
+    """Compare the quiet copy. Sinusoids are not weights: with them, both sides scale the embedding."""
     model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
@@ -112,7 +112,7 @@ def _quiet(inputs: Inputs) -> float:
 
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
-    """A float32 copy in which nothing is too small to see, and windows are shorter than the inputs."""
+    """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
     made = copy.deepcopy(model).float()
     made.config = config = model.config.replace(window=_shorter(model.config.window))
     for stack, plan in ((made.encoder, config.encoder), (made.decoder, config.decoder)):
@@ -139,7 +139,7 @@ def _shorter(window: Any) -> Any:
 
 @torch.no_grad()
 def quiet(lively: Transformer) -> Transformer:
-    """A copy of a lively model in which all that a norm reads is about as large as the root of its eps.
+    """Return a copy of a lively model in which all that a norm reads is about the root of its eps.
 
     What enters the residual stream is made small; what a norm before a sublayer has made large again is made
     small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.inside.checks.plain_inputs import BENDS, PlainInputs, PlainTokens
+from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainTokens
 from clearhead.inside.checks.plain_positions import bucket, rotated, slope
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
@@ -32,7 +32,7 @@ def plainly(
     types: Tensor | None = None,
     loudness: float = 1.0,
 ) -> Tensor:
-    """What `model(ids, ...).logits` must be, in float64 on the CPU; the arguments are those of the model.
+    """Return what `model(ids, ...).logits` must be, in float64 on the CPU, from the same arguments.
 
     `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
     `embedding` does.
@@ -61,14 +61,10 @@ def plainly(
 
 
 def _longest(mask: Tensor | None, positions: Tensor | None) -> int:
-    """PlainTokens of the longest row; 0: as many as there are."""
-    return (
-        int(positions.max()) + 1
-        if positions is not None
-        else int(mask.sum(1).max())
-        if mask is not None
-        else 0
-    )
+    """Return the number of tokens of the longest row; 0: as many as there are."""
+    if positions is not None:
+        return int(positions.max()) + 1
+    return 0 if mask is None else int(mask.sum(1).max())
 
 
 class Plain(PlainInputs):
@@ -87,7 +83,7 @@ class Plain(PlainInputs):
         memory: Tensor | None,
         behind: PlainTokens | None,
     ) -> Tensor:
-        """Embed, blocks, final norm -> [T, D]; cross-attention reads `memory` [S, D] of tokens `behind`."""
+        """Run embedding, blocks, final norm -> [T, D]; cross-attention reads `memory` [S, D] of `behind`."""
         config = self.config
         stream = self.embed(stack, plan, x, tokens, mask, types)
         sets = min(config.layer_groups or plan.n_layers, plan.n_layers)
@@ -107,7 +103,7 @@ class Plain(PlainInputs):
         memory: Tensor | None,
         behind: PlainTokens | None,
     ) -> Tensor:
-        """One layer: [T, D] -> [T, D]."""
+        """Run one layer: [T, D] -> [T, D]."""
         config = self.config
         heads = f"{plan.prefix}blocks.{layer}"
 
@@ -151,14 +147,14 @@ class Plain(PlainInputs):
         return self.sublayer(f"{name}.feedforward_residual", x, feedforward)
 
     def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """The stream, with what one part makes of it added: [T, D] -> [T, D]."""
+        """Add to the residual stream what one part computes from it: [T, D] -> [T, D]."""
         place = self.config.norm_position
         y = part(self.norm(f"{name}.before", x) if place in ("pre", "sandwich") else x)
         x = x + self.answer(name, y)
         return self.norm(f"{name}.after", x) if place == "post" else x
 
     def answer(self, name: str, y: Tensor) -> Tensor:
-        """What is added to the stream."""
+        """Return what a part adds to the stream: its output, normalised and scaled by the config."""
         if self.config.norm_position in ("sandwich", "output"):
             y = self.norm(f"{name}.inside", y)
         return y * self.config.residual_scale
@@ -176,7 +172,7 @@ class Plain(PlainInputs):
         keys: PlainTokens,
         cross: bool,
     ) -> Tensor:
-        """Each query [T, D] looks at the keys of `memory` [S, D] that it may see -> [T, D]."""
+        """Attend from each query [T, D] to the keys of `memory` [S, D] that it may see -> [T, D]."""
         config, window = self.config, plan.windows[layer]
         q, k, v = (
             self.linear(f"{name}.q", x),
@@ -204,7 +200,7 @@ class Plain(PlainInputs):
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
     def seen(self, queries: PlainTokens, keys: PlainTokens, causal: bool, window: int | None) -> Tensor:
-        """Which key each query may look at: [T, S]."""
+        """Return which key each query may see: [T, S]."""
         rows = []
         for t, here in enumerate(queries.positions):
             allowed = []
@@ -215,7 +211,7 @@ class Plain(PlainInputs):
         return torch.tensor(rows)
 
     def bias(self, stack: str, plan: StackSpec, head: int, queries: PlainTokens, keys: PlainTokens) -> Tensor:
-        """What one head adds to its scores, by distance: [T, S]."""
+        """Return what one head adds to its scores, by distance: [T, S]."""
         if self.config.positions == "alibi":
             steep = slope(head, plan.n_heads)
             return torch.tensor(
@@ -229,16 +225,16 @@ class Plain(PlainInputs):
         return table[torch.tensor(rows), head]
 
     def feedforward(self, name: str, x: Tensor) -> Tensor:
-        """Each token by itself: [T, D] -> [T, D]."""
-        bend = BENDS[self.config.activation]
+        """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
+        activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             return self.linear(
-                f"{name}.down", bend(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x)
+                f"{name}.down", activation(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x)
             )
-        return self.linear(f"{name}.down", bend(self.linear(f"{name}.up", x)))
+        return self.linear(f"{name}.down", activation(self.linear(f"{name}.up", x)))
 
     def experts(self, name: str, x: Tensor) -> Tensor:
-        """Each token goes to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
+        """Send each token to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
         config, scores, answers = self.config, self.linear(f"{name}.router", x), []
         for token in range(x.shape[0]):
             chosen = sorted(range(config.n_experts), key=lambda expert: -float(scores[token, expert]))[
@@ -257,7 +253,7 @@ class Plain(PlainInputs):
     # What comes out -----------------------------------------------------------------------------------------
 
     def head(self, hidden: Tensor, tokens: PlainTokens) -> Tensor:
-        """What the last states [T, D] are for."""
+        """Return the output of the head for the last states [T, D]."""
         kind = self.config.head
         if kind in ("lm", "mlm"):
             return self.language(hidden)
@@ -269,13 +265,13 @@ class Plain(PlainInputs):
         return hidden if kind == "none" else self.linear("head.out", hidden)
 
     def language(self, hidden: Tensor) -> Tensor:
-        """A score for each token of the vocabulary: [T, D] -> [T, V]."""
+        """Return a score for each token of the vocabulary: [T, D] -> [T, V]."""
         config = self.config
         if config.head_transform or config.d_embedding != config.d_model:
             hidden = self.linear("head.transform", hidden)
         if config.head_transform:
             assert config.head_activation is not None
-            hidden = self.norm("head.norm", BENDS[config.head_activation](hidden))
+            hidden = self.norm("head.norm", ACTIVATIONS[config.head_activation](hidden))
         hidden = hidden * config.logit_scale
         name = (
             self.table("decoder" if config.decoder is not None else "encoder")
@@ -290,7 +286,7 @@ class Plain(PlainInputs):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def pooled(self, hidden: Tensor, real: list[int]) -> Tensor:
-        """One vector for the row: [T, D] -> [D]."""
+        """Pool a row into one vector: [T, D] -> [D]."""
         how, dense = self.config.pooling, self.config.pooler
         vector = hidden[real].mean(0) if how == "mean" else hidden[real[0] if how == "cls" else real[-1]]
         if dense == "none":
@@ -300,12 +296,12 @@ class Plain(PlainInputs):
 
 
 def _cut(x: Tensor, head: int, width: int) -> Tensor:
-    """One head's columns: [T, heads·width] -> [T, width]."""
+    """Return one head's columns: [T, heads·width] -> [T, width]."""
     return x[:, head * width : (head + 1) * width]
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Shares of each query's attention, over what it sees; zeros where it sees nothing: [T, S] -> [T, S]."""
+    """Return the attention of each query over the keys it sees, or zeros: [T, S] -> [T, S]."""
     scores = scores.masked_fill(~seen, -torch.inf)
     powers = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
     return powers / powers.sum(-1, keepdim=True).clamp(min=1e-300)
