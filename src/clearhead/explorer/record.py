@@ -12,7 +12,7 @@ from typing import Any
 
 from clearhead.bundle import Model
 from clearhead.costs import cost
-from clearhead.errors import CheckpointError, ClearheadError, InputError
+from clearhead.errors import CheckpointError, ClearheadError, InputError, require
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, model_view, view
@@ -95,8 +95,8 @@ def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
 def export(recorded: dict[str, Any], path: str | Path) -> Path:
     """Write a record as one self-contained page: the whole file, or nothing."""
     path = Path(path)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f'the page is written as HTML: name a file that ends in .html, not "{path.name}"')
+    ending = f'the page is written as HTML: name a file that ends in .html, not "{path.name}"'
+    require(path.suffix.lower() in (".html", ".htm"), ending)
     try:
         write_text(path, single_file(recorded))
     except CheckpointError as error:

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from clearhead.costs import cost
-from clearhead.errors import ClearheadError, InputError
+from clearhead.errors import ClearheadError, InputError, require
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
@@ -29,20 +29,17 @@ MOST_NAMES = 10_000
 async def _body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request; refuse anything else, and more bytes than the limit."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind != "application/json":
-        raise InputError("a request must have the content type application/json")
+    require(kind == "application/json", "a request must have the content type application/json")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > LARGEST_BODY:
-            raise InputError(f"the request is larger than {LARGEST_BODY:,} bytes")
+        require(len(raw) <= LARGEST_BODY, f"the request is larger than {LARGEST_BODY:,} bytes")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         raise InputError("the request is not JSON") from None
-    if not isinstance(body, dict):
-        raise InputError("the request must be a JSON object")
-    return body
+    require(isinstance(body, dict), "the request must be a JSON object")
+    return dict(body)
 
 
 Asked = Annotated[dict[str, Any], Depends(_body)]
@@ -90,8 +87,8 @@ def inside_routes(session: Session) -> APIRouter:
     def extend(name: str, asked: Asked) -> dict[str, Any]:
         run, token = session.run(name), _whole(asked, "token")
         size = run.m.config.vocab_size
-        if not 0 <= token < size:
-            raise InputError(f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
+        allowed = f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}"
+        require(0 <= token < size, allowed)
         with session.lock:
             return session.keep(run.extended(token))
 
@@ -125,27 +122,23 @@ def inside_routes(session: Session) -> APIRouter:
 
 
 def _whole(asked: dict[str, Any], name: str) -> int:
-    value = asked.get(name)
-    if type(value) is not int:
-        raise InputError(f"{name} must be a whole number")
-    return value
+    value: Any = asked.get(name)
+    require(type(value) is int, f"{name} must be a whole number")
+    return int(value)
 
 
 def _names(asked: dict[str, Any], name: str) -> list[str]:
     listed = [] if asked.get(name) is None else asked[name]
-    if (
-        not isinstance(listed, list)
-        or len(listed) > MOST_NAMES
-        or not all(isinstance(one, str | int) for one in listed)
-    ):
-        raise InputError(f"{name} must be a list of names")
+    short = isinstance(listed, list) and len(listed) <= MOST_NAMES
+    require(short and all(isinstance(one, str | int) for one in listed), f"{name} must be a list of names")
     return [str(one) for one in listed]
 
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if len(parts) > MOST_LABELS or not all(part.strip().isdecimal() and len(part) < 12 for part in parts):
-        raise InputError(f"ids must be at most {MOST_LABELS} whole numbers with commas between them")
+    whole = all(part.strip().isdecimal() and len(part) < 12 for part in parts)
+    allowed = f"ids must be at most {MOST_LABELS} whole numbers with commas between them"
+    require(whole and len(parts) <= MOST_LABELS, allowed)
     return [int(part) for part in parts]
 
 

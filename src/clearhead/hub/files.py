@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from clearhead import errors
 from clearhead.errors import CheckpointError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+require = functools.partial(errors.require, error=CheckpointError)  # refuses a checkpoint in one line
 ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")
 
 
@@ -25,12 +28,6 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 200 characters; without one, its class."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
-
-
-def require(condition: bool, refusal: str) -> None:
-    """Refuse a checkpoint in one line unless the condition holds."""
-    if not condition:
-        raise CheckpointError(refusal)
 
 
 @contextmanager

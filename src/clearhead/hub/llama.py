@@ -5,8 +5,6 @@ Others build on its tables.
 
 from __future__ import annotations
 
-from typing import Any
-
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rope import rope
@@ -104,12 +102,12 @@ def llama_like(
     named: str | dict[str, Json],
     *config: ConfigPart,
     rules: tuple[Rule, ...] = RULES,
-    **changes: Any,
 ) -> Architecture:
     """Return an architecture with Llama's tensors; `named` is how its classes begin, or the classes."""
     known = classes(named) if isinstance(named, str) else named
-    usual: Json = {"prefix": "model.", "heads": heads(tagger="score"), "ignored": (INV_FREQ,)}
-    return Architecture(model_type, known, config, rules, **(usual | changes))
+    return Architecture(
+        model_type, known, config, rules, heads(tagger="score"), prefix="model.", ignored=(INV_FREQ,)
+    )
 
 
 LLAMA = llama_like(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
-from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, require
 from clearhead.hub.files import first_line
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -61,16 +61,11 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
         wanted = (stated, stated)
     elif isinstance(stated, dict):
         wanted = (stated.get("height", 0), stated.get("width", 0))
-    if settings.get("do_center_crop") or wanted != size:
-        raise CheckpointError(
-            f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
-        )
+    other = f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
+    require(wanted == size and not settings.get("do_center_crop"), other, CheckpointError)
     if tuple(image.shape[1:]) != size:
-        if not settings.get("do_resize", True):
-            raise InputError(
-                f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
-                f"{PREPROCESSOR} says not to resize"
-            )
+        both = f"an image is {list(image.shape[1:])} and the model reads {list(size)}"
+        require(settings.get("do_resize", True), f"{both}: {PREPROCESSOR} says not to resize")
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
             raise CheckpointError(
@@ -91,10 +86,9 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
     """Return one number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
-    if len(listed) != channels or not all(isinstance(value, int | float) for value in listed):
-        raise CheckpointError(
-            f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
-        )
+    numbers = len(listed) == channels and all(isinstance(value, int | float) for value in listed)
+    refusal = f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
+    require(numbers, refusal, CheckpointError)
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
@@ -102,9 +96,9 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
     """Return the image as [C, H, W]; where either end could be the channels, `last` decides."""
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
-    if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
-        allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
-        raise InputError(f"an image has shape {list(image.shape)}: it must be {allowed}")
+    fits = image.ndim == 3 and channels in (image.shape[0], image.shape[2]) and 0 not in image.shape
+    allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
+    require(fits, f"an image has shape {list(image.shape)}: it must be {allowed}")
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image

@@ -34,20 +34,29 @@ CACHES: dict[str, CacheForm] = {
 
 def forward_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about one forward pass, and about caches."""
-    repeated = "the same input twice: no dropout, nothing random"
-    padded = "real tokens with padding of random content among them"
-    future = "states of the past when the future is another one"
-    fast = "the copy that generation uses, its projections fused, with the model"
-    row, sides, several = inputs.compare, ("left", "right", "gaps"), inputs.length > 1
-    causal, writes = inputs.model.main.spec.causal and inputs.sequences, inputs.model.config.head == "lm"
+    row, padded = inputs.compare, "real tokens with padding of random content among them"
+    causal = inputs.model.main.spec.causal and inputs.sequences and inputs.length > 1
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
-        row("repeated = once", repeated, lambda inputs: gap(inputs.run(), inputs.run())),
-        *(row(f"padded = unpadded ({side})", padded, _padded, side, fits=inputs.sequences) for side in sides),
-        row("past = whole", future, _past, fits=causal and several),
+        row(
+            "repeated = once",
+            "the same input twice: no dropout, nothing random",
+            lambda inputs: gap(inputs.run(), inputs.run()),
+        ),
+        *(
+            row(f"padded = unpadded ({side})", padded, _padded, side, fits=inputs.sequences)
+            for side in ("left", "right", "gaps")
+        ),
+        row("past = whole", "states of the past when the future is another one", _past, fits=causal),
         *(_cache_rows(inputs) if caches(inputs) else ()),
-        row("fast copy = model", fast, _fast_copy, copies=True, fits=writes),
+        row(
+            "fast copy = model",
+            "the copy that generation uses, its projections fused, with the model",
+            lambda inputs: gap(inputs.of(prepared(inputs.model)).run(), inputs.run()),
+            copies=True,
+            fits=inputs.model.config.head == "lm",
+        ),
     ]
 
 
@@ -87,10 +96,6 @@ def _batched(inputs: Inputs) -> float:
     return max(
         gap(together[row : row + 1], inputs.run(rows=slice(row, row + 1))) for row in range(inputs.rows)
     )
-
-
-def _fast_copy(inputs: Inputs) -> float:
-    return gap(inputs.of(prepared(inputs.model)).run(), inputs.run())
 
 
 def _padded(inputs: Inputs, side: str) -> float:
@@ -146,14 +151,13 @@ def _cropped(inputs: Inputs) -> float:
 def disk_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about what the model is built of, here and after it was written and read back."""
     of_copy: list[float] = []
-    built = "how many weights, shared or not, are unlike what the config says, here and in that copy"
     return [
         inputs.compare(
             "saved = loaded", "a copy written to disk and read back", _saved, of_copy, copies=True
         ),
         inputs.compare(
             "built = config",
-            built,
+            "how many weights, shared or not, are unlike what the config says, here and in that copy",
             lambda inputs: _strangers(inputs.model, inputs.model.config) + sum(of_copy),
             tolerance=0.0,
         ),

@@ -21,24 +21,41 @@ DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
 def inside_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about pruned heads, and the lens."""
     heads = _prunable(inputs)
-    pruned = f"a copy without heads {', '.join(map(str, heads))} with the model in which they give zeros"
-    lens, has_head = (
-        "the logit lens after the last layer with what the model says",
-        inputs.model.config.head != "none",
-    )
     return [
-        inputs.compare("pruned = masked", pruned, _pruned, heads, copies=True, fits=bool(heads)),
-        inputs.compare("lens at the last layer = logits", lens, _lens, fits=has_head),
+        inputs.compare(
+            "pruned = masked",
+            f"a copy without heads {', '.join(map(str, heads))} with the model in which they give zeros",
+            _pruned,
+            heads,
+            copies=True,
+            fits=bool(heads),
+        ),
+        inputs.compare(
+            "lens at the last layer = logits",
+            "the logit lens after the last layer with what the model says",
+            _lens,
+            fits=inputs.model.config.head != "none",
+        ),
     ]
 
 
 def machine_rows(inputs: Inputs, compile: bool) -> list[Comparison]:
     """Return the rows about a device that is not the CPU, and about the compiler, where asked for."""
-    device, elsewhere = f"logits on {inputs.device} with those on the CPU", inputs.device.type != "cpu"
-    allowed = max(TOLERANCE[inputs.dtype], DEVICE_TOLERANCE)
     return [
-        inputs.compare("device = CPU", device, _on_cpu, tolerance=allowed, copies=True, fits=elsewhere),
-        inputs.compare("compiled = not", "torch.compile's model with the model", _compiled, fits=compile),
+        inputs.compare(
+            "device = CPU",
+            f"logits on {inputs.device} with those on the CPU",
+            lambda inputs: gap(inputs.run(), inputs.of(copy.deepcopy(inputs.model).to("cpu")).run()),
+            tolerance=max(TOLERANCE[inputs.dtype], DEVICE_TOLERANCE),
+            copies=True,
+            fits=inputs.device.type != "cpu",
+        ),
+        inputs.compare(
+            "compiled = not",
+            "torch.compile's model with the model",
+            lambda inputs: gap(torch.compile(inputs.model)(**inputs.given()).logits, inputs.run()),
+            fits=compile,
+        ),
     ]
 
 
@@ -66,11 +83,3 @@ def _lens(inputs: Inputs) -> float:
     with record(inputs.model, last) as seen:
         logits = inputs.run()
     return gap(stopped_at(inputs.model, seen[last]), logits)
-
-
-def _on_cpu(inputs: Inputs) -> float:
-    return gap(inputs.run(), inputs.of(copy.deepcopy(inputs.model).to("cpu")).run())
-
-
-def _compiled(inputs: Inputs) -> float:
-    return gap(torch.compile(inputs.model)(**inputs.given()).logits, inputs.run())

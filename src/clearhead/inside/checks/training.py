@@ -40,12 +40,22 @@ def training_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows for a model that has a loss and reads tokens or images."""
     learns = inputs.model.config.head not in ("embedding", "none")
     reads = inputs.kind in ("tokens", "patches") and inputs.source_kind in ("", "tokens")
-    parts = "gradients of a batch with those of its parts, unequally long, added up"
-    run = f"weights after {STEPS} steps with those of a run stopped after {STOP} and resumed: bit for bit"
-    fits = learns and reads
     return [
-        inputs.compare("accumulated = whole", parts, _accumulated, copies=True, fits=fits),
-        inputs.compare("resumed = uninterrupted", run, _resumed, tolerance=0.0, copies=True, fits=fits),
+        inputs.compare(
+            "accumulated = whole",
+            "gradients of a batch with those of its parts, unequally long, added up",
+            _accumulated,
+            copies=True,
+            fits=learns and reads,
+        ),
+        inputs.compare(
+            "resumed = uninterrupted",
+            f"weights after {STEPS} steps with those of a run stopped after {STOP} and resumed: bit for bit",
+            _resumed,
+            tolerance=0.0,
+            copies=True,
+            fits=learns and reads,
+        ),
     ]
 
 
