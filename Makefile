@@ -33,6 +33,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/speculate.py
 	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/load.py
+	$(BIN)/python benchmarks/startup.py
 
 clean:
 	rm -rf .venv

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
+from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
 from clearhead.training.loop import Run, learn
 from clearhead.training.losses import batch_loss
@@ -102,7 +103,7 @@ def bare() -> float:
         loss, count = batch_loss(model, batch)
         return loss / count
 
-    return timed_step(model, loss_of, quick_attention("lm", DataPlan(), torch.device("cuda")))
+    return timed_step(model, loss_of, quick_attention(TASKS["lm"], DataPlan(), torch.device("cuda")))
 
 
 def whole(model: nn.Module, logits_of: Callable[[Tensor], Tensor]) -> float:
@@ -163,7 +164,7 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
         model.compile()
         run = Run(
             folder=Path(folder),
-            task="lm",
+            task=TASKS["lm"],
             plan=plan,
             loaded=ch.Model(model),
             train=Drawn(),
@@ -171,7 +172,7 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
             optimizer=optimizer,
             precision=choose_precision(plan, device),
             device=device,
-            attention=quick_attention("lm", DataPlan(), device),
+            attention=quick_attention(TASKS["lm"], DataPlan(), device),
             flops_per_token=ch.cost(config, length=LENGTH).flops.training_per_token,
         )
         with suppress(Enough):

@@ -28,8 +28,8 @@ import torch
 kind, folder = sys.argv[1:]
 torch.set_num_threads(1)  # on a machine with neighbours, threads that wait for each other measure the neighbours
 if kind == "clearhead":
-    import clearhead
-    load = lambda: clearhead.load(folder).model
+    from clearhead import load as open_model
+    load = lambda: open_model(folder).model
 else:
     import transformers
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # its modules are lazy: imports are not what is timed

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.data.corpus import open_data
+from clearhead.tasks.corpus import open_data
 from clearhead.data.plan import DataPlan
 from clearhead.inside.names import all_heads
 from clearhead.inside.parts.curve import PruneCurve, prune_curve, scores

@@ -30,7 +30,7 @@ import json, resource, sys, time
 from pathlib import Path
 from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.streams import TextFiles
-from clearhead.tokens.training import train_tokenizer
+from clearhead.tokens.training import GENERATOR, train_tokenizer
 kind, path = sys.argv[1], Path(sys.argv[2])
 def peak():
     try:  # the kernel's own figure; ru_maxrss also counts what the parent process had
@@ -38,7 +38,7 @@ def peak():
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 before, start = peak(), time.perf_counter()
-made = train_tokenizer(TextFiles((path,)), TokensPlan(kind=kind), "lm", path.stat().st_size)
+made = train_tokenizer(TextFiles((path,)), TokensPlan(kind=kind), GENERATOR, path.stat().st_size)
 print(json.dumps({"seconds": time.perf_counter() - start, "before": before, "peak": peak(), "vocab_size": made.get_vocab_size()}))
 """
 

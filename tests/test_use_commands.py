@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
 from clearhead import cli
-from clearhead.commands.inputs import Item, results, writing
+from clearhead.commands.output import writing
+from clearhead.commands.texts import Input, results
 from clearhead.tasks import tag_all
 from tests.test_tasks import LABELS, TEXTS, saved
 
@@ -425,7 +426,7 @@ def test_a_damaged_tokenizer_file(decoder, capsys, tmp_path):
 
 def test_results_come_as_batches_finish():
     seen = []
-    items = (seen.append(n) or Item({"text": str(n)}, f"line {n}") for n in range(6))
+    items = (seen.append(n) or Input({"text": str(n)}, f"line {n}") for n in range(6))
     made = results(items, lambda batch: [item.fields["text"] for item in batch], 2)
     assert next(made)[1] == "0"
     assert seen == [0, 1]  # nothing beyond the first batch was read

@@ -1,79 +1,43 @@
-"""clearhead: a Transformer you can see through."""
+"""clearhead: a Transformer you can see through.
 
-from clearhead.bundle import Model, load
-from clearhead.config import ModelConfig, RopeScaling
-from clearhead.costs import Cost, cost
-from clearhead.errors import (
-    CheckpointError,
-    ClearheadError,
-    ConfigError,
-    InputError,
-    MissingExtraError,
-    TrainingError,
-)
-from clearhead.evaluation.evaluate import Evaluation, evaluate
-from clearhead.explorer.notebook import Shown, show
-from clearhead.generate.sampling import Sampling
-from clearhead.generate.text import Generation, Score
-from clearhead.inside.checks import Check, check
-from clearhead.inside.trace import Trace, trace
-from clearhead.model.cache import Cache
-from clearhead.model.fixed_cache import FixedCache
-from clearhead.model.experts import balance_loss
-from clearhead.model.taps import Recording, edit, record, tap_names
-from clearhead.model.transformer import Output, Transformer, attending
-from clearhead.model.window_cache import WindowCache
-from clearhead.presets import PRESETS, preset
-from clearhead.tasks import Answer, Candidate, Classification, Span, Tags, Word
-from clearhead.training.recipe import Recipe, read_recipe
-from clearhead.training.run import Trained, train
+The public names are listed in `__init__.pyi`. Each is imported when it is first used, so that the help of the
+command line needs no torch.
+"""
+
+import ast as _ast
+import importlib as _importlib
+import warnings as _warnings
+from pathlib import Path as _Path
+
+from clearhead.errors import nearest as _nearest
 
 __version__ = "0.1.0"
-__all__ = [
-    "PRESETS",
-    "Answer",
-    "Cache",
-    "Candidate",
-    "Check",
-    "CheckpointError",
-    "Classification",
-    "ClearheadError",
-    "ConfigError",
-    "Cost",
-    "Evaluation",
-    "FixedCache",
-    "Generation",
-    "InputError",
-    "MissingExtraError",
-    "Model",
-    "ModelConfig",
-    "Output",
-    "Recipe",
-    "Recording",
-    "RopeScaling",
-    "Sampling",
-    "Score",
-    "Shown",
-    "Span",
-    "Tags",
-    "Trace",
-    "Trained",
-    "TrainingError",
-    "Transformer",
-    "WindowCache",
-    "Word",
-    "attending",
-    "balance_loss",
-    "check",
-    "cost",
-    "edit",
-    "evaluate",
-    "load",
-    "preset",
-    "read_recipe",
-    "record",
-    "show",
-    "tap_names",
-    "trace",
-    "train",
-]
+
+_STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+_IMPORTS = [node for node in _STUB if isinstance(node, _ast.ImportFrom)]
+_MODULES = {alias.name: node.module for node in _IMPORTS for alias in node.names}
+_OLD_NAMES = {node.targets[0].id: node.value.id for node in _STUB if isinstance(node, _ast.Assign)}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, or a module of the package, when it is first used."""
+    if name in _MODULES or name in _OLD_NAMES:
+        current = _OLD_NAMES.get(name, name)
+        if name != current:
+            warning = f"ch.{name} is now ch.{current}; the next release drops the old name"
+            _warnings.warn(warning, DeprecationWarning, stacklevel=2)
+        globals()[name] = value = getattr(_importlib.import_module(_MODULES[current]), current)
+        return value
+    path = f"{__name__}.{name}"
+    try:
+        if not name.startswith("_"):
+            return _importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:  # the module exists, and something that it imports does not
+            raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_nearest(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

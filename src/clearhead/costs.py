@@ -1,14 +1,14 @@
-"""What a model takes, from its config alone: parameters, FLOPs, memory. Nothing is built.
+"""The cost of a model from its config alone: parameters, FLOPs, memory. Nothing is built.
 
-Every figure is a sum over the steps that the parts of the model say of themselves. What is counted:
+Every figure is a sum over the steps that the parts of the model yield. What is counted:
 
-    parameters      every weight once: tied tables and shared layers count where they are first used
-    flops           2·m·n·k for each matrix product and convolution; attention in full, T x S, as the eager kernel does
-    activations     bytes kept for the backward pass with the fused kernel, each tensor once: in `dtype`, but
-                    statistics in float32, and dropout masks of one byte, as on a GPU. Where no fused kernel serves
-                    (values of another width than keys, a learned bias, a soft-cap) the pattern [B, H, T, S] is kept.
-                    Not counted: autocast's copies, and, on a CPU, wider dropout masks and the pattern that dropout on
-                    it makes the kernel keep
+    parameters      every weight once; tied tables and shared layers count where they are first used
+    flops           2·m·n·k for each matrix product and convolution; attention in full, T x S
+    activations     bytes kept for the backward pass with the fused kernel, each tensor once, in `dtype`.
+                    Statistics are float32 and dropout masks one byte, as on a GPU. Without a fused kernel
+                    (values of another width than keys, a learned bias, a soft-cap) the pattern [B, H, T, S]
+                    is kept. Not counted: the copies of autocast and, on a CPU, wider dropout masks and the
+                    pattern that the kernel keeps for attention dropout
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class Parameters(Parts):
-    """How many weights there are."""
+    """The number of weights of each part."""
 
-    active: int = 0  # how many a token meets: all but the experts it does not visit
+    active: int = 0  # without those of experts that a token does not visit
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,28 @@ class Flops:
 
     @property
     def training(self) -> int:
-        """Forward and backward."""
+        """FLOPs of forward and backward pass."""
         return self.forward.total + self.backward.total
 
     @property
     def forward_per_token(self) -> float:
-        """Of the forward pass."""
+        """FLOPs of the forward pass, per token."""
         return self.forward.total / self.tokens
 
     @property
     def training_per_token(self) -> float:
-        """Of forward and backward."""
+        """FLOPs of forward and backward pass, per token."""
         return self.training / self.tokens
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes."""
+    """Memory in bytes."""
 
     weights: int
     activations: Parts  # kept for the backward pass
-    loss: int  # log-probabilities, in float32 at least, that cross-entropy keeps unless the loss is computed in chunks
-    attention_matrix: int  # the largest [B, H, T, S] of one layer, which the eager kernel spells out
+    loss: int  # log-probabilities that cross-entropy keeps, in float32 at least, unless computed in chunks
+    attention_matrix: int  # the largest [B, H, T, S] of one layer, which the eager kernel allocates
     kv_cache: int  # self-attention keys and values of `length` tokens, in `Cache` and `FixedCache`
     window_cache: int  # the same in `WindowCache`, where layers with a window keep no more than that
     cross_cache: int  # cross-attention keys and values of the source
@@ -95,7 +95,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model takes for `batch` rows of `length` tokens; `steps` has the detail."""
+    """The cost of a model on `batch` rows of `length` inputs; `steps` has the details."""
 
     config: ModelConfig
     length: int
@@ -108,11 +108,11 @@ class Cost:
     steps: tuple[Step, ...]
 
     def within(self, name: str) -> tuple[Step, ...]:
-        """The steps of one part of the model: "blocks.3", "blocks.3.attention", "encoder", "head"."""
+        """Return the steps of one part of the model: "blocks.3", "blocks.3.attention", "encoder", "head"."""
         return tuple(step for step in self.steps if f"{step.name}.".startswith(f"{name}."))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, totals included; the steps are left out."""
+        """Return JSON values with totals, without the steps."""
         return {
             entry.name: _plain(getattr(self, entry.name))
             for entry in dataclasses.fields(self)
@@ -127,12 +127,12 @@ def cost(
     dtype: str = "float32",
     source_length: int | None = None,
 ) -> Cost:
-    """What `config`, or the preset of that name, takes for `batch` rows of `length` inputs.
+    """Compute the cost of a model on `batch` rows of `length` inputs.
 
     Args:
         config: a config, or the name of a preset.
-        length: what `forward` would be given as ids: tokens, vectors or frames of each row; None: as many as the model has
-            positions for, or one image. Of the decoder where there are two stacks.
+        length: tokens, vectors or frames of each row, of the decoder where there are two stacks; None:
+            as many as the model has positions for, or one image.
         batch: rows.
         dtype: of weights and activations: float64, float32, bfloat16 or float16.
         source_length: the same for the encoder where there are two stacks; None: as `length`.
@@ -151,43 +151,39 @@ def cost(
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
     steps = tuple(model_steps(config, Pass(batch, size), length, source_length or 0))
-    parameters = Parameters(
-        **_by_part(steps, "parameters"), active=sum(step.parameters - step.idle for step in steps)
-    )
+    active = sum(step.parameters - step.idle for step in steps)
+    parameters = Parameters(**_by_part(steps, "parameters"), active=active)
+    scores = (step for step in steps if step.name.endswith(".scores"))
     out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
     memory = MemoryUse(
         weights=parameters.total * size,
         activations=Parts(**_by_part(steps, "kept")),
         loss=out.m * out.n * max(size, 4),
-        attention_matrix=max(
-            step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
-        ),
+        attention_matrix=max(step.m * step.n * step.count * size for step in scores),
         kv_cache=_cache(main, "attention", tokens, batch) * size,
         window_cache=_cache(main, "attention", tokens, batch, ring=True) * size,
         cross_cache=_cache(main, "cross", source_tokens, batch) * size,
     )
-    flops = Flops(
-        Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward")), tokens=batch * tokens
-    )
+    forward, backward = Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward"))
+    flops = Flops(forward, backward, tokens=batch * tokens)
     return Cost(config, length, source_length, batch, dtype, parameters, flops, memory, steps)
 
 
 def attention_matrix_bytes(length: int, dtype: str = "float32", heads: int = 1, batch: int = 1) -> int:
-    """Bytes of the attention matrix of one layer: `heads` squares of `length` for each row."""
+    """Return the bytes of the attention matrix of one layer: `heads` squares of `length` for each row."""
     return batch * heads * length * length * bytes_of(dtype)
 
 
 def bytes_of(dtype: str) -> int:
-    """Bytes of one value."""
+    """Return the bytes of one value."""
     if dtype not in DTYPES:
-        raise ConfigError(
-            f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {", ".join(DTYPES)}'
-        )
+        known = ", ".join(DTYPES)
+        raise ConfigError(f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {known}')
     return DTYPES[dtype]
 
 
 def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = False) -> int:
-    """Values that a cache holds; a ring has one slot more than its window, for what is not kept."""
+    """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if not spec.causal or (kind == "cross" and not spec.cross):
         return 0
     slots = [tokens if window is None or not ring else window + 1 for window in spec.windows]
@@ -196,7 +192,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
 
 
 def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
-    """Inputs and tokens of one row."""
+    """Return the number of inputs and of tokens of one row."""
     if spec.input == "patches":
         tokens = spec.n_tokens(0)
         if length not in (None, tokens):
@@ -211,7 +207,8 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     tokens = spec.n_tokens(length)
     if spec.positions == "learned" and tokens > spec.max_positions:
         raise InputError(
-            f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: raise max_positions"
+            f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
+            "raise max_positions"
         )
     return length, tokens
 

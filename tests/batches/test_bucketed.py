@@ -111,19 +111,19 @@ def test_a_target_that_is_cut_does_not_learn_to_stop(tmp_path):
     corpus, tokenizer, special = corpus_of("seq2seq"), tokenizer_for("seq2seq"), special_of("seq2seq")
     batches = batches_of("seq2seq", tmp_path, length=20)
     lengths = [
-        [len(tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text in pair]
+        [len(tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text in pair.texts()]
         for pair in corpus.train
     ]
     longer = np.sum(np.array(lengths) > 20, 0)
     assert longer.min() > 10
-    assert batches.said == (
+    assert batches.notes == (
         f"{longer[0]} of 200 sources are longer than 20 tokens and were cut",
         f"{longer[1]} of 200 targets are longer than 20 tokens and were cut",
     )
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             source, target = (
-                tokenizer.encode(text, add_special_tokens=False).ids for text in corpus.train[number]
+                tokenizer.encode(text, add_special_tokens=False).ids for text in corpus.train[number].texts()
             )
             expect(batch.source[row], [*source[:19], special["eos"]], special["pad"])
             expect(batch.targets[row], [*target, special["eos"]][:20], IGNORE)
@@ -163,7 +163,7 @@ def test_texts_and_pairs_of_texts_are_framed_as_the_tokenizer_does(length, tmp_p
                     assert mine[-1] == theirs[-1] == special["sep"]
             assert corpus.labels[batch.targets[row]] == example.label
             assert batch.mask is None or (batch.mask[row] == real).all()
-    assert batches.said == (
+    assert batches.notes == (
         (f"{cuts} of 200 examples are longer than {length} tokens and were cut",) if cuts else ()
     )
     assert bool(cuts) == (length == 24)
@@ -172,7 +172,7 @@ def test_texts_and_pairs_of_texts_are_framed_as_the_tokenizer_does(length, tmp_p
 def test_single_texts_have_no_types(tmp_path):
     corpus = corpus_of("classify")
     single = dataclasses.replace(
-        corpus, train=[row._replace(pair=None) for row in corpus.train], fingerprint="single"
+        corpus, train=[dataclasses.replace(row, pair=None) for row in corpus.train], fingerprint="single"
     )
     assert batches_of("classify", tmp_path, corpus=single).at(0).types is None
 
@@ -187,7 +187,9 @@ def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             ids, targets = [], []
-            for word, tag in zip(*corpus.train[number]):  # word by word: the slow way
+            for word, tag in zip(
+                corpus.train[number].words, corpus.train[number].tags
+            ):  # word by word: the slow way
                 pieces = tokenizer.encode([word], is_pretokenized=True, add_special_tokens=False).ids
                 several += len(pieces) > 1
                 ids += pieces
@@ -200,7 +202,7 @@ def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
     wanted = (
         f"{cut} of 200 sentences are longer than {length} tokens and were cut: {lost:,} words have no tag",
     )
-    assert batches.said == (wanted if cut else ())
+    assert batches.notes == (wanted if cut else ())
 
 
 def test_words_that_vanish_are_said(tmp_path):
@@ -214,7 +216,7 @@ def test_words_that_vanish_are_said(tmp_path):
         not tokenizer_for("tag").encode(["\u200b\u0000"], is_pretokenized=True, add_special_tokens=False).ids
     )
     assert int((targets != IGNORE).sum()) == (2 if vanished else 3)
-    assert batches.said == (("1 words have no token and so no tag",) if vanished else ())
+    assert batches.notes == (("1 words have no token and so no tag",) if vanished else ())
 
 
 @pytest.mark.ledger("H1")

@@ -17,6 +17,7 @@ from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.encoding import PIECE, pieces
 from clearhead.data.examples import Chunk
 from clearhead.errors import InputError
+from clearhead.tasks.table import TASKS as SPECS
 from tests.batches.toys import corpus_of, encoded_of, special_of, text_corpus, tokenizer_for
 
 TASKS = ("lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer")
@@ -41,7 +42,7 @@ def test_the_second_time_nothing_is_encoded(task, tmp_path, monkeypatch):
     again = encode_corpus(
         unread,
         "train",
-        task,
+        SPECS[task].batching,
         Described(tokenizer_for(task)),
         corpus.labels,
         tmp_path,
@@ -49,7 +50,7 @@ def test_the_second_time_nothing_is_encoded(task, tmp_path, monkeypatch):
     )
     assert first.arrays.keys() == again.arrays.keys()
     assert all((first[name] == again[name]).all() for name in first.arrays)
-    for name in ("vocab_size", "specials", "sentinels", "frame", "pair_frame", "said", "task"):
+    for name in ("vocab_size", "specials", "sentinels", "frame", "pair_frame", "notes", "task"):
         assert getattr(first, name) == getattr(again, name)
 
 
@@ -60,7 +61,13 @@ def test_whatever_changes_the_ids_changes_the_cache(tmp_path):
     encoded_of("classify", tmp_path, "validation", corpus=corpus)
     encoded_of("classify", tmp_path, kind="char", corpus=corpus)
     turned = encode_corpus(
-        corpus, "train", "classify", tokenizer_for("classify"), corpus.labels[::-1], tmp_path, special=special
+        corpus,
+        "train",
+        SPECS["classify"].batching,
+        tokenizer_for("classify"),
+        corpus.labels[::-1],
+        tmp_path,
+        special=special,
     )
     assert len(list(tmp_path.iterdir())) == 5
     assert (turned["labels"] == 1 - encoded_of("classify", tmp_path, corpus=corpus)["labels"]).all()
@@ -188,8 +195,10 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
         models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0")
     )
     corpus = corpus_of("seq2seq", 4)
-    rare = dataclasses.replace(corpus, train=[row._replace(target="w69999") for row in corpus.train])
-    encoded = encode_corpus(rare, "train", "seq2seq", tokenizer, (), tmp_path, special={})
+    rare = dataclasses.replace(
+        corpus, train=[dataclasses.replace(row, target="w69999") for row in corpus.train]
+    )
+    encoded = encode_corpus(rare, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
     assert encoded["target"].dtype == np.uint32 and set(encoded["target"].tolist()) == {69_999}
 
 
@@ -199,7 +208,7 @@ def test_truncation_and_padding_of_the_tokenizer_are_not_applied(tmp_path):
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     corpus = corpus_of("seq2seq")
-    strict = encode_corpus(corpus, "train", "seq2seq", tokenizer, (), tmp_path, special={})
+    strict = encode_corpus(corpus, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
     assert all((plain[name] == strict[name]).all() for name in plain.arrays)
     assert (
         tokenizer.truncation is not None and tokenizer.padding is not None

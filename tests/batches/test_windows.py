@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.augment import augment, mix
 from clearhead.batches.batch import IGNORE
-from clearhead.batches.make import make_batches
+from clearhead.batches.batching import make_batches
 from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
+from clearhead.batches.pictures import augment, mix
 from clearhead.batches.rows import pack
 from clearhead.data.examples import Chunk, Corpus
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
+from clearhead.tasks.table import TASKS as SPECS
 from clearhead.training.losses import batch_loss
 from tests.batches.toys import (
     batches_of,
@@ -116,7 +117,7 @@ def test_a_text_shorter_than_a_row_is_one_row(tmp_path):
     corpus = Corpus("text", [Chunk("the cat", True)], [Chunk("sat", True)], (), "short", (), 7)
     batches = batches_of("lm", tmp_path, kind="char", corpus=corpus, length=32)
     assert batches.at(0).ids.shape == (1, 6) and same(batches.at(0), batches.at(1))
-    assert "7 tokens" in batches.said[0]
+    assert "7 tokens" in batches.notes[0]
     one = dataclasses.replace(corpus, train=[Chunk("c", True)], fingerprint="one")
     with pytest.raises(InputError, match="1 tokens, too few"):
         batches_of("lm", tmp_path, kind="char", corpus=one)
@@ -434,8 +435,8 @@ def test_a_missing_special_token_is_named(tmp_path):
         special = {name: number for name, number in special_of(task).items() if name != role}
         with pytest.raises(InputError, match=f"{task} needs a {role} token"):
             make_batches(
+                SPECS[task].batching,
                 encoded_of(task, tmp_path),
-                task,
                 DataPlan(),
                 special=special,
                 length=32,

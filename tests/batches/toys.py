@@ -11,12 +11,13 @@ import torch
 
 import clearhead as ch
 from clearhead.batches.batch import IGNORE, Batch
+from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.make import make_batches
 from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.data.plan import DataPlan
+from clearhead.tasks.table import TASKS
 from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.training import roles, train_tokenizer
+from clearhead.tokens.training import train_tokenizer
 
 TEXT = "the cat sat on a mat and saw seven old dogs run over green hills while rain fell slowly against windows unbelievably often"
 WORDS = TEXT.split()
@@ -102,20 +103,28 @@ def tokenizer_for(task: str, kind: str = "wordpiece"):
         size += 110
     rng = random.Random(1)
     texts = [sentence(rng, 5, 40) for _ in range(200)]
-    return train_tokenizer(texts, TokensPlan(kind=kind, vocab_size=size), task, sum(map(len, texts)))
+    return train_tokenizer(
+        texts, TokensPlan(kind=kind, vocab_size=size), TASKS[task].specials, sum(map(len, texts))
+    )
 
 
 def special_of(task: str, kind: str = "wordpiece") -> dict[str, int]:
     tokenizer = tokenizer_for(task, kind)
-    return {role: tokenizer.token_to_id(token) for role, token in roles(task, kind).items()}
+    return {role: tokenizer.token_to_id(token) for role, token in TASKS[task].specials.roles(kind).items()}
 
 
 def encoded_of(task: str, folder, side: str = "train", kind: str = "wordpiece", corpus: Corpus | None = None):
     corpus = corpus or (image_corpus() if task == "image" else corpus_of(task))
     if task == "image":
-        return encode_corpus(corpus, side, task, None, corpus.labels, folder, special={})
+        return encode_corpus(corpus, side, TASKS[task].batching, None, corpus.labels, folder, special={})
     return encode_corpus(
-        corpus, side, task, tokenizer_for(task, kind), corpus.labels, folder, special=special_of(task, kind)
+        corpus,
+        side,
+        TASKS[task].batching,
+        tokenizer_for(task, kind),
+        corpus.labels,
+        folder,
+        special=special_of(task, kind),
     )
 
 
@@ -132,8 +141,8 @@ def batches_of(
     encoded = encoded_of(task, folder, "train" if training else "validation", kind, corpus)
     special = {} if task == "image" else special_of(task, kind)
     return make_batches(
+        TASKS[task].batching,
         encoded,
-        task,
         DataPlan(task=task, **plan),
         special=special,
         length=length,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from clearhead import cli
-from clearhead.data.corpus import open_data
 from clearhead.data.files import RECIPE, expand
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
+from clearhead.tasks.corpus import open_data
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_broken_links(tmp_path, target, name):
 def test_files_that_look_parallel_and_are_not_taken_so(tmp_path, names, why):
     for name in names:
         (tmp_path / name).write_text("a line of text\n")
-    said = open_data(DataPlan(paths=tuple(str(tmp_path / name) for name in names)), split=False).said
+    said = open_data(DataPlan(paths=tuple(str(tmp_path / name) for name in names)), split=False).notes
     assert [line for line in said if "parallel" in line] == (
         [f"not taken as parallel files, because {why}"] if why else []
     )
@@ -88,7 +88,7 @@ def test_a_fault_of_the_disk_is_one_line(monkeypatch, capsys):
     def fail() -> None:
         raise PermissionError(13, "Permission denied", "out/log.json")
 
-    monkeypatch.setitem(cli.COMMANDS, "demo", fail)
+    monkeypatch.setattr("clearhead.commands.models.demo", fail)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["demo"])
     assert stopped.value.code == 2

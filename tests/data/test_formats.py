@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clearhead.data.corpus import open_data, task_of
 from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.data.plan import DataPlan
+from clearhead.tasks.corpus import open_data, task_of
 
 
 def everything(folder: Path, *names: str, **settings) -> Corpus:
@@ -52,7 +52,7 @@ def test_labels_in_tsv(tmp_path, header):
     ]
     assert corpus.labels == ("0", "1")
     said = "2 columns with a header: text from `sentence`, label from `label`"
-    assert (said if header else "2 columns without a header: text from `1`, label from `2`") in corpus.said
+    assert (said if header else "2 columns without a header: text from `1`, label from `2`") in corpus.notes
 
 
 def test_csv_follows_quotes(tmp_path):
@@ -114,7 +114,7 @@ def test_parallel_files(tmp_path):
         write(tmp_path / f"train.{language}", words)
     two = everything(tmp_path, "train.en", "train.de")
     assert two.validation == [Pair("one", "eins"), Pair("two", "zwei")]
-    assert "1 row with an empty text left out" in two.said
+    assert "1 row with an empty text left out" in two.notes
     assert everything(tmp_path, "train", columns={"source": "fr", "target": "de"}).validation[1] == Pair(
         "deux", "zwei"
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from clearhead.data.columns import has_header
-from clearhead.data.corpus import open_data
 from clearhead.data.examples import Corpus
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
+from clearhead.tasks.corpus import open_data
 
 FILMS = [(f"a {'good' if i % 2 else 'bad'} film, number {i}", "pos" if i % 2 else "neg") for i in range(60)]
 INDEXED = [(str(i), *film) for i, film in enumerate(FILMS)]
@@ -42,7 +42,7 @@ def test_a_header_is_no_example(tmp_path, header, rows, settings):
     corpus = opened(tmp_path / "x.csv", [header, *rows], **settings)
     assert [(row.text, row.label) for row in corpus.validation] == FILMS
     assert corpus.labels == ("neg", "pos")
-    assert f"{len(header)} columns with a header" in " ".join(corpus.said)
+    assert f"{len(header)} columns with a header" in " ".join(corpus.notes)
 
 
 def test_names_that_say_nothing_are_asked_for(tmp_path):
@@ -63,7 +63,7 @@ def test_a_rare_label_in_the_first_row_is_an_example(tmp_path, text):
     assert (corpus.validation[0].text, corpus.validation[0].label) == (text, "odd")
     assert (
         "no other row has the label 'odd' of the first: if that is a header, --set data.header=true"
-        in corpus.said
+        in corpus.notes
     )
 
 
@@ -108,7 +108,7 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
     apart = open_data(DataPlan(paths=(paths[0],), validation=(paths[1],)))
     assert {(row.text, row.label) for row in (*apart.train, *apart.validation)} == set(FILMS)
     for corpus in (together, apart):
-        assert f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.said
+        assert f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.notes
 
 
 def test_another_header_is_refused_not_read_as_an_example(tmp_path):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.data.corpus import open_data
 from clearhead.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
 from clearhead.data.files import expand
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
+from clearhead.tasks.corpus import open_data
 from tests.batches.toys import batches_of, corpus_of
 from tests.data.test_formats import everything, idx, pixels, write
 
@@ -62,7 +62,7 @@ def test_a_line_ends_with_a_line_feed_alone(tmp_path, space):
     write(tmp_path / "a.txt", f"text\tlabel\none{space}two\tyes\nthree\tno\n")
     assert everything(tmp_path, "a.txt").validation[0] == Labelled(f"one{space}two", "yes")
     write(tmp_path / "b.txt", f'{{"text": "one{space}two"}}\n' if space != "\x0b" else '{"text": "one"}\n')
-    assert "b.txt: read as jsonl" in everything(tmp_path, "b.txt").said
+    assert "b.txt: read as jsonl" in everything(tmp_path, "b.txt").notes
 
 
 def test_the_delimiter_is_none_of_those_in_quotes(tmp_path):
@@ -91,23 +91,23 @@ def test_white_space_and_comments_in_conll(tmp_path, text, first):
 def test_what_is_left_out_or_not_used_is_said(tmp_path):
     write(tmp_path / "d" / "a.md", "some text")
     write(tmp_path / "d" / "b.npz", "none")
-    assert "1 file of other formats left out" in everything(tmp_path, "d", format="text").said
+    assert "1 file of other formats left out" in everything(tmp_path, "d", format="text").notes
     assert (
         "data.columns is not used for text, as the format is text"
-        in everything(tmp_path, "d/a.md", columns={"text": "1"}).said
+        in everything(tmp_path, "d/a.md", columns={"text": "1"}).notes
     )
     write(tmp_path / "a.conll", SENTENCES)
     assert (
         "data.columns is not used for label, as the format is conll"
-        in everything(tmp_path, "a.conll", columns={"label": "2"}).said
+        in everything(tmp_path, "a.conll", columns={"label": "2"}).notes
     )
     write(tmp_path / "a.tsv", "\n".join(["text\tlabel", *FILMS]))
     write(tmp_path / "v.tsv", "text\tlabel\ngood\tyes\n\tno\n")
-    said = open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation=(str(tmp_path / "v.tsv"),))).said
+    said = open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation=(str(tmp_path / "v.tsv"),))).notes
     assert "1 row to validate on with an empty text left out" in said
     assert (
         "0.5% of the examples for validation, chosen by their content"
-        in open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation_share=0.005)).said
+        in open_data(DataPlan(paths=(str(tmp_path / "a.tsv"),), validation_share=0.005)).notes
     )
 
 
@@ -128,7 +128,7 @@ def test_a_plain_file_comes_before_its_gzip(tmp_path):
 
 
 def test_an_answer_in_no_window_is_said(tmp_path):
-    said = batches_of("answer", tmp_path, length=16, stride=0).said
+    said = batches_of("answer", tmp_path, length=16, stride=0).notes
     number = sum(bool(row.answer) for row in corpus_of("answer").train)
     lost = [
         line
@@ -137,7 +137,7 @@ def test_an_answer_in_no_window_is_said(tmp_path):
         in line
     ]
     assert lost and 0 < int(lost[0].split()[0]) < number
-    assert not any("no window" in line for line in batches_of("answer", tmp_path, length=512).said)
+    assert not any("no window" in line for line in batches_of("answer", tmp_path, length=512).notes)
 
 
 def test_a_text_of_unknown_words_has_nothing_to_guess(tmp_path):
@@ -184,7 +184,7 @@ def test_pictures_on_both_sides_are_said(tmp_path):
     np.savez(tmp_path / "a.npz", x_train=drawn, y_train=[0, 1] * 3, x_test=drawn[:2], y_test=[0, 1])
     assert (
         "2 of 2 inputs to validate on are in the training data too"
-        in open_data(DataPlan(paths=(str(tmp_path / "a.npz"),))).said
+        in open_data(DataPlan(paths=(str(tmp_path / "a.npz"),))).notes
     )
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clearhead.data import text as text_module
-from clearhead.data.corpus import open_data
 from clearhead.data.examples import Chunk
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of, split_keys
 from clearhead.data.text import Stream, cut, split_text
+from clearhead.tasks.corpus import open_data
 
 
 def opened(path: Path, **plan):
@@ -145,7 +145,7 @@ def test_validation_files_are_left_out_of_a_folder(tmp_path):
     corpus = opened(tmp_path, validation=(str(tmp_path / "val.txt"),))
     assert [chunk.text for chunk in corpus.train] == ["this is train"]
     assert [chunk.text for chunk in corpus.validation] == ["this is val"]
-    assert "1 validation file left out of training" in corpus.said
+    assert "1 validation file left out of training" in corpus.notes
 
 
 # Fingerprints -----------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_the_fingerprint_follows_the_class_of_a_picture(tmp_path):
 
 MEASURE = """
 import resource, sys
-from clearhead.data.corpus import open_data
+from clearhead.tasks.corpus import open_data
 from clearhead.data.plan import DataPlan
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus = open_data(DataPlan(paths=(sys.argv[1],)))

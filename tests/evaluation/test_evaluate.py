@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import clearhead as ch
 from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.cli import main
-from clearhead.data.corpus import open_data
+from clearhead.tasks.corpus import open_data
 from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.evaluate import data_plan

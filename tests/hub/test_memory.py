@@ -39,14 +39,15 @@ SHAPES = {
     ),
 }
 MEASURE = """
-import sys, torch, clearhead
+import sys, torch
+from clearhead import load
 torch.set_num_threads(1)
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 torch.nn.functional.linear(torch.zeros(8, 8), torch.zeros(8, 8))
 folder, dtype = sys.argv[1:]
 before = memory("VmRSS")
-model = clearhead.load(folder, dtype=getattr(torch, dtype) if dtype != "None" else None).model
+model = load(folder, dtype=getattr(torch, dtype) if dtype != "None" else None).model
 with torch.inference_mode():
     model(torch.arange(4)[None])
 print(memory("VmHWM") - before)

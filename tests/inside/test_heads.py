@@ -16,7 +16,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.bundle import Model, load
 from clearhead.cli import main
-from clearhead.data.treebank import Sentence, Word, read_treebank
+from clearhead.data.treebank import Sentence, TreeWord, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.heads.alignments import Aligned, agreement, read_alignments
@@ -357,7 +357,7 @@ def some_trees(count: int) -> list[Sentence]:
             "".join(chr(97 + int(x)) for x in torch.randint(26, (size,), generator=draw)) for size in lengths
         ]
         words = tuple(
-            Word(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2])
+            TreeWord(form, form, "X", "_", "_", at, "root" if at == 0 else ("a", "b:c")[at % 2])
             for at, form in enumerate(forms)
         )
         found.append(Sentence(words, " ".join(forms)))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.data.examples import Images, Labelled, Tagged
-from clearhead.data.treebank import Sentence, Word
+from clearhead.data.treebank import Sentence, TreeWord
 from clearhead.inside.probe import Probes, probe
 from clearhead.inside.probe import states as probe_states
 from clearhead.inside.probe.data import Item, apart, choose_items, governor, read_items, split_items
@@ -360,7 +360,7 @@ def test_columns_of_a_treebank(column: str | None, expected: list[str | None], t
 
 
 def test_far_governors_are_one_class() -> None:
-    word = Word("a", "a", "X", "X", "_", 9, "dep")
+    word = TreeWord("a", "a", "X", "X", "_", 9, "dep")
     assert [governor(word, place) for place in (0, 3, 4, 12, 13)] == ["+far", "+far", "+4", "-4", "-far"]
 
 
@@ -369,7 +369,7 @@ def test_texts_and_tags_from_files(tmp_path: Path) -> None:
         "text\tlabel\n" + "".join(f"{' '.join(r.words)}\t{r.tags[0]}\n" for r in sentences(40))
     )
     (tmp_path / "tags.conll").write_text(
-        "\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20))
+        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
     )
     m = loaded(family="encoder")
     texts = probe(m, tmp_path / "labels.tsv")
@@ -432,7 +432,7 @@ def test_images_by_class() -> None:
         (sentences(9), {"iterations": 0}, "iterations 0"),
         (sentences(9), {"test": [Labelled("a", "X")]}, "both must be of one kind"),
         (sentences(9), {"test": sentences(9)}, "every sentence to train on is among those to test on"),
-        ([Sentence((Word("b", "b", "X", "_", "_", 0, "root"),), "a")], {}, "do not make up the text"),
+        ([Sentence((TreeWord("b", "b", "X", "_", "_", 0, "root"),), "a")], {}, "do not make up the text"),
         ("nowhere.conllu", {}, "there is no file or folder"),
     ],
 )
@@ -465,7 +465,7 @@ def test_without_scikit_learn_one_line_names_the_extra(monkeypatch) -> None:
 def test_the_command(tmp_path: Path, capsys) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
-    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(*row)) for row in sentences(20)))
+    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20)))
     main(
         [
             "probe",

@@ -15,15 +15,17 @@ from transformers import AutoTokenizer
 
 from clearhead.errors import InputError
 from clearhead.hub.tokenizer import save_tokenizer
+from clearhead.tasks.table import TASKS as SPECS
 from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.streams import TextFiles, known_words, pieces
 from clearhead.tokens.training import (
+    GENERATOR,
+    READER,
     SENTINELS,
     SMALL,
+    TRANSLATOR,
     byte_tokenizer,
     choose,
-    roles,
-    special_tokens,
     train_tokenizer,
 )
 from tests.hub.corpus import HARD
@@ -64,14 +66,14 @@ def test_unigram_falls_back_on_bytes(text: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", ["lm", "mlm", "denoise"])
 def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str, tmp_path: Path) -> None:
-    made = train_tokenizer(write(tmp_path), TokensPlan(kind=kind), task, len(TEXT.encode()))
-    special = {role: made.token_to_id(token) for role, token in roles(task, kind).items()}
+    made = train_tokenizer(write(tmp_path), TokensPlan(kind=kind), SPECS[task].specials, len(TEXT.encode()))
+    special = {role: made.token_to_id(token) for role, token in SPECS[task].specials.roles(kind).items()}
     save_tokenizer(tmp_path, made, special)
     ours, theirs = (
         Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
         AutoTokenizer.from_pretrained(tmp_path),
     )
-    for text in [*HARD, *LINES[:4], "".join(roles(task, kind).values())]:
+    for text in [*HARD, *LINES[:4], "".join(SPECS[task].specials.roles(kind).values())]:
         ids = made.encode(text).ids
         assert ours.encode(text).ids == ids
         assert theirs(text)["input_ids"] == ids
@@ -94,9 +96,9 @@ def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", TASKS)
 def test_special_tokens_are_never_split_and_never_text(kind: str, task: str) -> None:
-    tokenizer, named = trained(kind, task, lowercase=True), roles(task, kind)
+    tokenizer, named = trained(kind, task, lowercase=True), SPECS[task].specials.roles(kind)
     assert ("unk" in named) == (kind not in ("byte", "bpe"))
-    wanted = special_tokens(task, kind)
+    wanted = SPECS[task].specials.all(kind)
     assert [tokenizer.token_to_id(token) for token in wanted] == list(range(len(wanted)))
     assert set(named.values()) <= set(wanted) and (set(SENTINELS) <= set(wanted)) == (task == "denoise")
     for token in wanted[:6]:
@@ -144,19 +146,23 @@ def test_the_same_text_gives_the_same_file() -> None:
 
 
 def test_the_choice_follows_task_and_size() -> None:
-    kinds = {size: choose(TokensPlan(), "lm", size)[0] for size in (1000, SMALL - 1, SMALL, 10**8, 10**10)}
+    kinds = {
+        size: choose(TokensPlan(), GENERATOR, size)[0] for size in (1000, SMALL - 1, SMALL, 10**8, 10**10)
+    }
     assert [plan.kind for plan in kinds.values()] == ["char", "char", "bpe", "bpe", "bpe"]
     sizes = [plan.vocab_size for plan in kinds.values()]
     assert sizes[:2] == [None, None] and sizes[2] < sizes[3] < sizes[4] == 32768
-    assert choose(TokensPlan(), "classify", 1000)[0].kind == "wordpiece"
-    assert choose(TokensPlan(pattern=r"\S+"), "lm", 1000)[0].kind == "word"
-    kept, said = choose(TokensPlan(kind="unigram", vocab_size=300), "seq2seq", 10**9)
+    assert choose(TokensPlan(), READER, 1000)[0].kind == "wordpiece"
+    assert choose(TokensPlan(pattern=r"\S+"), GENERATOR, 1000)[0].kind == "word"
+    kept, said = choose(TokensPlan(kind="unigram", vocab_size=300), TRANSLATOR, 10**9)
     assert (kept.kind, kept.vocab_size) == ("unigram", 300) and "as asked" in said
-    plan, said = choose(TokensPlan(), "lm", 4_000_000)
+    plan, said = choose(TokensPlan(), GENERATOR, 4_000_000)
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
-    assert "as 9 bytes of text is little" in choose(TokensPlan(), "lm", 9)[1]
+    assert "as 9 bytes of text is little" in choose(TokensPlan(), GENERATOR, 9)[1]
     assert (
-        train_tokenizer(LINES, choose(TokensPlan(kind="bpe"), "lm", 5000)[0], "lm", 5000).get_vocab_size()
+        train_tokenizer(
+            LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000
+        ).get_vocab_size()
         < 1024
     )  # chosen: a limit
 
@@ -167,7 +173,7 @@ def test_a_size_that_was_asked_for_is_met_or_refused(kind: str) -> None:
 
     def train(size: int) -> int:
         return train_tokenizer(
-            LINES, TokensPlan(kind=kind, vocab_size=size), "lm", len(TEXT)
+            LINES, TokensPlan(kind=kind, vocab_size=size), GENERATOR, len(TEXT)
         ).get_vocab_size()
 
     with pytest.raises(InputError, match=r"more than the data allows: kind \w+ finds \d+ tokens") as error:
@@ -199,7 +205,7 @@ def test_a_size_that_was_asked_for_is_met_or_refused(kind: str) -> None:
 )
 def test_mistakes_are_one_line(texts: object, plan: dict[str, object], task: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
-        train_tokenizer(texts, TokensPlan(**plan), task, 1000)
+        train_tokenizer(texts, TokensPlan(**plan), SPECS[task].specials, 1000)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -228,7 +234,7 @@ def test_new_words_are_left_out_once_the_room_is_full() -> None:
 def test_a_text_without_a_space_can_be_learned_from() -> None:
     text = ["".join(chr(0x4E00 + (place * place) % 97) for place in range(20_000))]
     for kind in KINDS:
-        made = train_tokenizer(text, TokensPlan(kind=kind), "lm", 60_000)
+        made = train_tokenizer(text, TokensPlan(kind=kind), GENERATOR, 60_000)
         assert made.get_vocab_size() >= (256 if kind in ("byte", "bpe") else 4)
 
 
@@ -236,7 +242,7 @@ MEMORY = """
 import random, sys
 from clearhead.tokens import kinds
 from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.training import train_tokenizer
+from clearhead.tokens.training import GENERATOR, train_tokenizer
 class Distinct:  # 12 MB on one line, hardly a word of it twice
     def __iter__(self):
         draw = random.Random(0)
@@ -246,7 +252,7 @@ def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 kinds.ROOM[sys.argv[1]] = int(sys.argv[2])
 before = memory("VmRSS")
-train_tokenizer(Distinct(), TokensPlan(kind=sys.argv[1], vocab_size=400), "lm", 12_000_000)
+train_tokenizer(Distinct(), TokensPlan(kind=sys.argv[1], vocab_size=400), GENERATOR, 12_000_000)
 print(memory("VmHWM") - before)
 """
 

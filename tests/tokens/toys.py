@@ -9,6 +9,7 @@ from typing import get_args
 
 from tokenizers import Tokenizer
 
+from clearhead.tasks.table import TASKS as SPECS
 from clearhead.tokens.plan import TokenKind, TokensPlan
 from clearhead.tokens.streams import TextFiles
 from clearhead.tokens.training import train_tokenizer
@@ -35,7 +36,7 @@ def write(folder: Path) -> TextFiles:
 @functools.cache
 def trained(kind: str, task: str = "lm", **options: object) -> Tokenizer:
     """A tokenizer of this kind, trained once."""
-    return train_tokenizer(LINES, TokensPlan(kind=kind, **options), task, len(TEXT.encode()))
+    return train_tokenizer(LINES, TokensPlan(kind=kind, **options), SPECS[task].specials, len(TEXT.encode()))
 
 
 def digest() -> str:

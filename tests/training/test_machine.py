@@ -9,6 +9,7 @@ import torch
 
 import clearhead as ch
 from clearhead.data.plan import DataPlan
+from clearhead.tasks.table import TASKS
 from clearhead.training import machine
 from clearhead.training.lora import add_lora
 from clearhead.training.machine import (
@@ -116,4 +117,4 @@ def test_projections_with_low_rank_updates_are_not_joined():
 
 def test_nothing_is_done_for_a_gpu_on_a_cpu():
     cpu, plan = torch.device("cpu"), TrainPlan(steps=10**6)
-    assert quick_attention("lm", DataPlan(), cpu) is nullcontext and not pays("lm", DataPlan(), plan, cpu)
+    assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext and not pays(TASKS["lm"], DataPlan(), plan, cpu)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from clearhead.batches.batch import Batch
 from clearhead.bundle import Model
 from clearhead.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
+from clearhead.tasks.table import TASKS
 from clearhead.training.build import base_of, build
 from clearhead.training.losses import batch_loss
-from clearhead.training.plan import Measure, check_metric
 from clearhead.training.recipe import Recipe, read_recipe
 from tests.harness import build as micro
 from tests.harness import some_ids
@@ -144,12 +143,12 @@ MEASURED = {
 def test_a_metric_fits_its_task(task):
     allowed = {"loss", *MEASURED[task].split()}
     for metric in (None, *allowed):
-        check_metric(metric, task)
-    for metric in set(get_args(Measure)) - allowed:
+        TASKS[task].check_metric(metric)
+    for metric in {metric for spec in TASKS.values() for metric in spec.metrics} - allowed:
         with pytest.raises(
             ConfigError, match=f"train.metric {metric} is not measured for task {task}: choose loss"
         ):
-            check_metric(metric, task)
+            TASKS[task].check_metric(metric)
 
 
 # Bases ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""`Batch`: the tensors that one forward pass reads and is judged by; `Batches`: a data set as a numbered row of them.
+"""`Batch`: the tensors of one forward pass and its targets; `Batches`: a data set as a numbered sequence of
+them.
 
 Shapes: B rows, T tokens of a row, S tokens of the source.
 """
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-IGNORE = -100  # a target that nothing is asked of: cross-entropy's own default
+IGNORE = -100  # a position without a target: cross-entropy's own default
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,85 +24,86 @@ class Batch:
     """Rows of examples."""
 
     ids: Tensor  # B T; images: pixels B C H W, float32
-    # B T with IGNORE where nothing is asked; labels B (classify, image) or shares of classes B C; first and last token B 2 (answer)
+    # B T with IGNORE where there is no target; classes B, or shares of classes B C; numbers B, as floats;
+    # first and
+    # last token of an answer B 2
     targets: Tensor
     mask: Tensor | None = None  # B T, True = real; None: no padding
     source: Tensor | None = None  # B S, what the encoder reads
     source_mask: Tensor | None = None  # B S
     documents: Tensor | None = None  # B T, which document each token belongs to
     types: Tensor | None = None  # B T, which of two texts each token belongs to
-    numbers: Tensor | None = (
-        None  # B, the numbers of the examples, for logs and reports of faults; stays on the CPU
-    )
+    numbers: Tensor | None = None  # B, the numbers of the examples, for logs and errors; stays on the CPU
 
     @property
     def is_span(self) -> bool:
-        """Are the targets of a row its answer's first and last token, which count as one?"""
-        return (
-            self.targets.ndim == 2
-            and self.targets.shape != self.ids.shape[:2]
-            and not self.targets.is_floating_point()
-        )
+        """Return True if the targets of a row are its answer's first and last token, which count as one."""
+        whole = not self.targets.is_floating_point()
+        return whole and self.targets.ndim == 2 and self.targets.shape != self.ids.shape[:2]
 
     @cached_property
     def n_targets(self) -> int:
-        """How many targets are not IGNORE; answers and shares of classes: rows."""
+        """Return the number of targets; an answer, a share of classes or a number counts as one."""
         if self.is_span or self.targets.is_floating_point():
             return len(self)
         return int((self.targets != IGNORE).sum())
 
     @cached_property
     def n_tokens(self) -> int:
-        """How many real tokens are read, both sides; images: rows."""
-        return _real(self.ids, self.mask) + _real(self.source, self.source_mask)
+        """Return the number of real tokens on both sides; of images, the rows."""
+        sides = ((self.ids, self.mask), (self.source, self.source_mask))
+        return sum(_real(ids, mask) for ids, mask in sides if ids is not None)
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def rows(self, chosen: slice) -> Batch:
+        """Return some of the rows."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
+
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device. To a GPU it is copied from pinned memory while the CPU goes on."""
+        """Return the batch on a device; to a GPU it is copied from pinned memory while the CPU goes on."""
         device = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            if device.type == "cuda" and tensor.device.type == "cpu":
-                return tensor.pin_memory().to(device, non_blocking=True)
-            return tensor.to(device)
-
+        copied = device.type == "cuda" and self.ids.device.type == "cpu"
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "numbers"}
-        moved = replace(
-            self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor)}
-        )
-        moved.__dict__.update(
-            n_targets=self.n_targets, n_tokens=self.n_tokens
-        )  # counted here: a device would have to be waited for
-        return moved
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        if copied:
+            tensors = {name: value.pin_memory() for name, value in tensors.items()}
+        moved = {name: value.to(device, non_blocking=copied) for name, value in tensors.items()}
+        made = replace(self, **moved)
+        # Counted here: on a device, counting would wait for it.
+        made.__dict__.update(n_targets=self.n_targets, n_tokens=self.n_tokens)
+        return made
 
     def arguments(self) -> dict[str, Tensor]:
-        """What `model(**arguments)` takes."""
+        """Return what `model(**arguments)` takes."""
         names = ("ids", "mask", "source", "source_mask", "documents", "types")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Batches(ABC):
-    """A data set as numbered batches: `at(7)` is always the same, so a run can be stopped and gone on with anywhere."""
+    """A data set as numbered batches.
+
+    `at(7)` is always the same, so a run can be stopped and resumed anywhere.
+    """
 
     per_epoch: int  # batches in which every example comes once
     waste: float = 0.0  # share of padding in an epoch
-    said: tuple[str, ...] = ()  # what was cut, a short sentence each
+    notes: tuple[str, ...] = ()  # one sentence for each kind of example that was cut
+    example: NDArray[np.int64] | None = None  # of each row, by number: its example; None: each row is one
 
     @abstractmethod
     def at(self, index: int) -> Batch:
-        """Batch 0, 1, 2, ... without end: epochs follow one another, each in an order of its own."""
+        """Return batch 0, 1, 2, ... without end: epochs follow one another, each in its own order."""
 
     def all(self) -> Iterator[Batch]:
-        """One epoch; of a validation set every example exactly once, in the same order each time."""
+        """Yield one epoch; of a validation set every example exactly once, in the same order each time."""
         return (self.at(index) for index in range(self.per_epoch))
 
 
-def _real(ids: Tensor | None, mask: Tensor | None) -> int:
-    """How many tokens are not padding; of pixels, the rows."""
-    if ids is None:
-        return 0
+def _real(ids: Tensor, mask: Tensor | None) -> int:
+    """Return the number of tokens that are not padding; of pixels, the rows."""
     if ids.ndim != 2:
         return ids.shape[0]
     return ids.numel() if mask is None else int(mask.sum())

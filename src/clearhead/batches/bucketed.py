@@ -1,4 +1,4 @@
-"""Batches of rows of unequal length: examples of like length share a batch, which is as wide as its longest row.
+"""Batches of rows of unequal length: examples of similar length share a batch, as wide as its longest row.
 
 Shapes: N examples, B rows, T tokens of a row, S tokens of the source.
 """
@@ -6,7 +6,6 @@ Shapes: N examples, B rows, T tokens of a row, S tokens of the source.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,19 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.batches.encoded import Encoded
-from clearhead.batches.even import ORDER, generator, need, room_in, tensor
-from clearhead.batches.rows import Buckets, Ints, Part, frame_rows, lay, ragged, share_room
-from clearhead.data.plan import DataPlan
+from clearhead.batches.batching import Setting, tensor
+from clearhead.batches.even import ORDER, generator
+from clearhead.batches.rows import Buckets, Ints, Stretches, frame_rows, lay, ragged, share_room
 
 
 class Bucketed(Batches):
-    """Examples of like length in one batch; each example exactly once an epoch."""
+    """Examples of similar length in one batch; each example exactly once an epoch."""
 
-    def __init__(self, sizes: Ints, plan: DataPlan, pad: int, seed: int, training: bool) -> None:
-        """`sizes` [N, sides]: the tokens of each example as they will stand in a row."""
-        self.buckets = Buckets(sizes, plan.batch_size, plan.batch_tokens)
-        self.pad, self.seed, self.training = pad, seed, training
+    def __init__(self, setting: Setting, *sizes: Ints) -> None:
+        """Group examples by `sizes`: their tokens [N] on each side, as they will be in a row."""
+        plan = setting.plan
+        self.buckets = Buckets(np.stack(sizes, axis=1), plan.batch_size, plan.batch_tokens)
+        self.encoded, self.pad, self.seed, self.training = (
+            setting.encoded,
+            setting.pad,
+            setting.seed,
+            setting.training,
+        )
         self.per_epoch = len(self.buckets)
         self.order = lru_cache(maxsize=1)(self._order)
         self.waste = self.buckets.waste(self.order(0)[0])
@@ -39,236 +43,182 @@ class Bucketed(Batches):
         epoch, number = divmod(index, self.per_epoch)
         examples, batches = self.order(epoch if self.training else 0)
         batch = batches[number]
-        return self.build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
+        return self._build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
 
     @abstractmethod
-    def build(self, numbers: Ints) -> Batch:
-        """The batch of the examples with these numbers."""
+    def _build(self, numbers: Ints) -> Batch:
+        """Make the batch of the examples with these numbers."""
 
     def blank(self, lengths: Ints) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        """Padding for rows of the given lengths [B, T], and `mask` where some of it will stay."""
+        """Return padding for rows of the given lengths [B, T], and `mask` where some of it will stay."""
         real = np.arange(int(lengths.max())) < lengths[:, None]
         return np.full(real.shape, self.pad, dtype=np.int64), {} if real.all() else {"mask": tensor(real)}
 
 
-def starts_and_lengths(encoded: Encoded, name: str) -> tuple[Ints, Ints]:
-    """Where each row of a ragged column begins, and how long it is."""
-    offsets = np.asarray(encoded[f"{name}_offsets"])
-    return offsets[:-1], np.diff(offsets)
-
-
-def cut_said(longer: NDArray[np.bool_], what: str, length: int, more: str = "") -> tuple[str, ...]:
-    """A sentence on how many examples were cut, if any."""
+def cut_note(longer: NDArray[np.bool_], what: str, length: int, more: str = "") -> tuple[str, ...]:
+    """Return a note on how many examples were cut, if any."""
     count = int(longer.sum())
-    return (
-        (f"{count:,} of {len(longer):,} {what} are longer than {length:,} tokens and were cut{more}",)
-        if count
-        else ()
-    )
+    note = f"{count:,} of {len(longer):,} {what} are longer than {length:,} tokens and were cut{more}"
+    return (note,) if count else ()
 
 
-class Pairs(Bucketed):
+class PairBatches(Bucketed):
     """A source for the encoder; for the decoder bos and the target, whose targets are the target and eos.
 
-    A target that is cut has no eos: the model is not to learn to stop there.
+    A target that is cut has no eos: the model must not learn to stop there.
     """
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        length: int,
-        plan: DataPlan,
-        special: Mapping[str, int],
-        seed: int,
-        training: bool,
-    ) -> None:
-        self.encoded, self.frame = encoded, encoded.frame
-        self.bos, self.eos = need(special, "bos", "seq2seq"), need(special, "eos", "seq2seq")
-        room = room_in(length, self.frame, "a source")
-        self.source_starts, source = starts_and_lengths(encoded, "source")
-        self.target_starts, target = starts_and_lengths(encoded, "target")
-        self.source_lengths, self.target_lengths = (
-            np.minimum(source, room),
-            np.minimum(target + 1, length),
-        )  # eos is one
+    def __init__(self, setting: Setting) -> None:
+        encoded, length, self.frame = setting.encoded, setting.length, setting.encoded.frame
+        self.bos, self.eos = setting.need("bos"), setting.need("eos")
+        room = setting.room(self.frame, "a source")
+        self.source_starts, source = encoded.stretches("source")
+        self.target_starts, target = encoded.stretches("target")
+        self.source_lengths = np.minimum(source, room)
+        self.target_lengths = np.minimum(target + 1, length)  # with eos
         self.whole = target + 1 <= length
-        self.said = cut_said(source > room, "sources", length) + cut_said(~self.whole, "targets", length)
-        sizes = np.stack([self.source_lengths + self.frame.size, self.target_lengths], axis=1)
-        super().__init__(sizes, plan, special.get("pad", 0), seed, training)
+        self.notes = cut_note(source > room, "sources", length) + cut_note(~self.whole, "targets", length)
+        super().__init__(setting, self.source_lengths + self.frame.size, self.target_lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         lengths = self.source_lengths[numbers]
         source, mask = self.blank(lengths + self.frame.size)
-        frame_rows(self.frame, [Part(self.encoded["source"], self.source_starts[numbers], lengths)], source)
-
-        lengths, whole, starts = (
-            self.target_lengths[numbers],
-            self.whole[numbers],
-            self.target_starts[numbers],
-        )
+        part = Stretches(self.encoded["source"], self.source_starts[numbers], lengths)
+        frame_rows(self.frame, [part], source)
+        lengths, whole = self.target_lengths[numbers], self.whole[numbers]
+        starts = self.target_starts[numbers]
         decoder, more = self.blank(lengths)
         targets = np.full_like(decoder, IGNORE)
         decoder[:, 0] = self.bos
-        lay(decoder, np.ones_like(starts), Part(self.encoded["target"], starts, lengths - 1))
-        lay(targets, np.zeros_like(starts), Part(self.encoded["target"], starts, lengths - whole))
+        lay(decoder, np.ones_like(starts), Stretches(self.encoded["target"], starts, lengths - 1))
+        lay(targets, np.zeros_like(starts), Stretches(self.encoded["target"], starts, lengths - whole))
         targets[whole, lengths[whole] - 1] = self.eos
         more |= {f"source_{name}": value for name, value in mask.items()}
         return Batch(tensor(decoder), tensor(targets), source=tensor(source), numbers=tensor(numbers), **more)
 
 
-class Labels(Bucketed):
-    """A text, or two, framed; the target is a class."""
+class LabelBatches(Bucketed):
+    """A text, or two, framed; the target is a class, or a number."""
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        length: int,
-        plan: DataPlan,
-        special: Mapping[str, int],
-        seed: int,
-        training: bool,
-    ) -> None:
-        self.encoded, self.frames = encoded, (encoded.frame, encoded.pair_frame)
+    def __init__(self, setting: Setting) -> None:
+        encoded, length = setting.encoded, setting.length
+        single_frame, pair_frame = self.frames = encoded.frame, encoded.pair_frame
         self.paired = np.asarray(encoded["paired"])
-        self.first_starts, first = starts_and_lengths(encoded, "first")
-        self.second_starts, second = starts_and_lengths(encoded, "second")
-        single = np.minimum(first, room_in(length, self.frames[0], "a text"))
-        both = (
-            share_room(first, second, room_in(length, self.frames[1], "two texts"))
-            if self.paired.any()
-            else (first, second)
-        )
-        self.first_lengths, self.second_lengths = (
-            np.where(self.paired, both[0], single),
-            np.where(self.paired, both[1], 0),
-        )
-        self.said = cut_said(self.first_lengths + self.second_lengths < first + second, "examples", length)
-        self.typed = any(
-            frame.typed for frame, used in zip(self.frames, (~self.paired, self.paired)) if used.any()
-        )
-        self.lengths = (
-            self.first_lengths
-            + self.second_lengths
-            + np.where(self.paired, self.frames[1].size, self.frames[0].size)
-        )
-        super().__init__(self.lengths[:, None], plan, special.get("pad", 0), seed, training)
+        self.first_starts, first = encoded.stretches("first")
+        self.second_starts, second = encoded.stretches("second")
+        single, both = np.minimum(first, setting.room(single_frame, "a text")), (first, second)
+        if self.paired.any():
+            both = share_room(first, second, setting.room(pair_frame, "two texts"))
+        self.first_lengths = np.where(self.paired, both[0], single)
+        self.second_lengths = np.where(self.paired, both[1], 0)
+        texts = self.first_lengths + self.second_lengths
+        self.notes = cut_note(texts < first + second, "examples", length)
+        used = zip(self.frames, (~self.paired, self.paired))
+        self.typed = any(frame.typed for frame, rows in used if rows.any())
+        self.lengths = texts + np.where(self.paired, pair_frame.size, single_frame.size)
+        super().__init__(setting, self.lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         ids, more = self.blank(self.lengths[numbers])
         types = np.zeros_like(ids) if self.typed else None
         for frame, chosen in zip(self.frames, (~self.paired[numbers], self.paired[numbers])):
-            rows, examples = np.flatnonzero(chosen), numbers[chosen]
-            parts = [Part(self.encoded["first"], self.first_starts[examples], self.first_lengths[examples])]
-            if frame is self.frames[1]:
-                parts.append(
-                    Part(self.encoded["second"], self.second_starts[examples], self.second_lengths[examples])
-                )
-            frame_rows(frame, parts, ids, types, rows)
+            some = numbers[chosen]
+            parts = [
+                Stretches(self.encoded["first"], self.first_starts[some], self.first_lengths[some]),
+                Stretches(self.encoded["second"], self.second_starts[some], self.second_lengths[some]),
+            ]
+            frame_rows(
+                frame, parts if frame is self.frames[1] else parts[:1], ids, types, np.flatnonzero(chosen)
+            )
         if types is not None:
             more["types"] = tensor(types)
         return Batch(tensor(ids), tensor(self.encoded["labels"][numbers]), numbers=tensor(numbers), **more)
 
 
-class Tags(Bucketed):
-    """The pieces of words, framed; the target is a tag at the first piece of each word."""
+class TagBatches(Bucketed):
+    """The tokens of words, framed; the target is a tag at the first token of each word."""
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        length: int,
-        plan: DataPlan,
-        special: Mapping[str, int],
-        seed: int,
-        training: bool,
-    ) -> None:
-        self.encoded, self.frame = encoded, encoded.frame
-        room = room_in(length, self.frame, "words")
-        self.starts, lengths = starts_and_lengths(encoded, "ids")
-        self.lengths = np.minimum(lengths, room)
-        longer = lengths > room
-        lost = 0
+    def __init__(self, setting: Setting) -> None:
+        encoded, self.frame = setting.encoded, setting.encoded.frame
+        room = setting.room(self.frame, "words")
+        self.starts, lengths = encoded.stretches("ids")
+        self.lengths, longer, lost = np.minimum(lengths, room), lengths > room, 0
         if longer.any():
             sentence, place = ragged(lengths)
-            lost = int(
-                ((place >= room) & (encoded["targets"][self.starts[sentence] + place] != IGNORE)).sum()
-            )
-        self.said = cut_said(longer, "sentences", length, f": {lost:,} words have no tag")
-        super().__init__(
-            (self.lengths + self.frame.size)[:, None], plan, special.get("pad", 0), seed, training
-        )
+            tagged = encoded["targets"][self.starts[sentence] + place] != IGNORE
+            lost = int(((place >= room) & tagged).sum())
+        self.notes = cut_note(longer, "sentences", setting.length, f": {lost:,} words have no tag")
+        super().__init__(setting, self.lengths + self.frame.size)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
+    def _build(self, numbers: Ints) -> Batch:
         starts, lengths = self.starts[numbers], self.lengths[numbers]
         ids, more = self.blank(lengths + self.frame.size)
         targets = np.full_like(ids, IGNORE)
-        begins = frame_rows(self.frame, [Part(self.encoded["ids"], starts, lengths)], ids)
-        lay(targets, begins[0], Part(self.encoded["targets"], starts, lengths))
+        begins = frame_rows(self.frame, [Stretches(self.encoded["ids"], starts, lengths)], ids)
+        lay(targets, begins[0], Stretches(self.encoded["targets"], starts, lengths))
         return Batch(tensor(ids), tensor(targets), numbers=tensor(numbers), **more)
 
 
-class Answers(Bucketed):
-    """A question and a window of its context, framed; the targets are the answer's first and last token, 0 and 0 where it has none.
+class AnswerBatches(Bucketed):
+    """A question and a window of its context, framed; the targets are the answer's first and last token, or 0
+    and 0.
 
-    A long context makes several windows, which overlap by the plan's stride. `numbers` of a batch are those of windows;
-    `found` says what they mean.
+    A long context makes several windows, which overlap by the plan's stride. `numbers` of a batch are those
+    of windows; `found` says what they mean.
     """
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        length: int,
-        plan: DataPlan,
-        special: Mapping[str, int],
-        seed: int,
-        training: bool,
-    ) -> None:
-        self.encoded, self.frame = encoded, encoded.pair_frame
-        room = room_in(length, self.frame, "a question and its context")
-        self.question_starts, question = starts_and_lengths(encoded, "question")
-        self.context_starts, context = starts_and_lengths(encoded, "context")
+    example: Ints
+
+    def __init__(self, setting: Setting) -> None:
+        encoded, self.frame = setting.encoded, setting.encoded.pair_frame
+        room = setting.room(self.frame, "a question and its context")
+        self.question_starts, question = encoded.stretches("question")
+        self.context_starts, context = encoded.stretches("context")
         self.question_lengths = np.minimum(question, room // 2)
-        self.said = cut_said(question > self.question_lengths, "questions", room // 2)
+        self.notes = cut_note(question > self.question_lengths, "questions", room // 2)
         rooms = np.maximum(1, room - self.question_lengths)
-        steps = rooms - np.minimum(plan.stride, rooms // 2)
-        counts = 1 + np.maximum(0, -(-(context - rooms) // steps))
-        self.example, window = ragged(counts)  # of each window
+        steps = rooms - np.minimum(setting.plan.stride, rooms // 2)
+        self.example, window = ragged(
+            1 + np.maximum(0, (context - rooms + steps - 1) // steps)
+        )  # of each window
         self.begin = window * steps[self.example]  # its first token of the context
         self.count = np.minimum(rooms[self.example], context[self.example] - self.begin)
         answers = np.asarray(encoded["answer"])
-        first, last = answers[self.example, 0] - self.begin, answers[self.example, 1] - self.begin
-        inside = (answers[self.example, 0] >= 0) & (first >= 0) & (last < self.count)
-        lost = (answers[:, 0] >= 0) & (np.bincount(self.example, inside) == 0)
+        places = answers[self.example] - self.begin[:, None]  # windows 2
+        answered = answers[:, 0] >= 0
+        inside = answered[self.example] & (places[:, 0] >= 0) & (places[:, 1] < self.count)
+        lost = answered & (np.bincount(self.example, inside) == 0)
         if lost.any():
             more = "are in no window as a whole, and count as none: raise data.stride or data.max_length"
-            self.said += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
+            self.notes += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
+        # The column of a row at which the context begins.
         self.text_begin = (
-            len(self.frame.before) + len(self.frame.between) + self.question_lengths[self.example]
-        )  # column of the context
-        self.targets = np.where(inside[:, None], np.stack([first, last], 1) + self.text_begin[:, None], 0)
+            self.question_lengths[self.example] + len(self.frame.before) + len(self.frame.between)
+        )
+        self.targets = np.where(inside[:, None], places + self.text_begin[:, None], 0)
         self.lengths = self.question_lengths[self.example] + self.count + self.frame.size
-        super().__init__(self.lengths[:, None], plan, special.get("pad", 0), seed, training)
+        super().__init__(setting, self.lengths)
 
-    def build(self, numbers: Ints) -> Batch:
-        """See `Bucketed.build`."""
-        example = self.example[numbers]
+    def _build(self, numbers: Ints) -> Batch:
+        example, encoded = self.example[numbers], self.encoded
         ids, more = self.blank(self.lengths[numbers])
         types = np.zeros_like(ids) if self.frame.typed else None
-        question = Part(
-            self.encoded["question"], self.question_starts[example], self.question_lengths[example]
+        begins = self.context_starts[example] + self.begin[numbers]
+        question = Stretches(
+            encoded["question"], self.question_starts[example], self.question_lengths[example]
         )
-        context = Part(
-            self.encoded["context"], self.context_starts[example] + self.begin[numbers], self.count[numbers]
-        )
+        context = Stretches(encoded["context"], begins, self.count[numbers])
         frame_rows(self.frame, [question, context], ids, types)
         if types is not None:
             more["types"] = tensor(types)
         return Batch(tensor(ids), tensor(self.targets[numbers]), numbers=tensor(numbers), **more)
 
     def found(self, window: int, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
-        """The example a window belongs to, and the characters of its context from token `first` to `last` of the row; None: not in it."""
+        """Return the example of a window, and the characters of its context from token `first` to `last` of
+        the row.
+
+        None stands for tokens that are not in the context.
+        """
         example, begin = int(self.example[window]), int(self.text_begin[window])
         if not begin <= first <= last < begin + int(self.count[window]):
             return example, None

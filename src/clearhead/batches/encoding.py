@@ -1,7 +1,7 @@
-"""Text to ids, example by example of each task; many texts at a time, as much as one buffer holds.
+"""Encode examples as ids, many texts at a time.
 
-Each function yields `Columns`: arrays to be put end to end. A pair of arrays stands for rows of unequal length: their
-ids, flat, and the length of each row.
+Each function yields `Columns`: arrays to be concatenated. A pair of arrays stands for rows of unequal length:
+their ids, flat, and the length of each row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,52 +29,76 @@ PIECE = 2**14  # characters given to the tokenizer as one text: its threads shar
 EXAMPLES = 1024  # encoded at a time
 
 
-def frame_of(tokenizer: Tokenizer, pair: bool) -> Frame:
-    """The special tokens that the tokenizer's template puts around one text, or around two."""
-    candidates = ("a", "e", "0", ".", *tokenizer.get_vocab())
-    text = next((text for text in candidates if tokenizer.encode(text, add_special_tokens=False).ids), None)
-    if text is None:
-        raise InputError(
-            "the tokenizer turns every text into nothing: train another, or name one with tokens.model"
+class Encoder(NamedTuple):
+    """What turns text and labels into numbers."""
+
+    tokenizer: Tokenizer
+    numbers: Mapping[str, int]  # of each label
+    separator: int | None  # the token between documents
+
+    def ids(self, texts: Iterable[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def number(self, name: str, what: str) -> int:
+        """Return the number of a label."""
+        if name not in self.numbers:
+            known = ", ".join(list(self.numbers)[:10]) + (", ..." if len(self.numbers) > 10 else "")
+            raise InputError(
+                f'the {what} "{name}" is not among those of the training data '
+                f"({known}){nearest(name, self.numbers)}"
+            )
+        return self.numbers[name]
+
+    def frame(self, pair: bool) -> Frame:
+        """Return the special tokens that the tokenizer's template puts around one text, or around two."""
+        tokenizer = self.tokenizer
+        candidates = ("a", "e", "0", ".", *tokenizer.get_vocab())
+        text = next((one for one in candidates if tokenizer.encode(one, add_special_tokens=False).ids), None)
+        if text is None:
+            raise InputError(
+                "the tokenizer turns every text into nothing: train another, or name one with tokens.model"
+            )
+        encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
+        pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
+        types, previous = [], None
+        for place, (number, kind) in enumerate(zip(encoding.sequence_ids, encoding.type_ids)):
+            if number is None:
+                pieces[-1].append(place)
+            elif number != previous:
+                pieces.append([])
+                types.append(kind)
+                previous = number
+        if not pair:
+            pieces.insert(1, [])
+        ids, kinds = (
+            [tuple(values[place] for place in piece) for piece in pieces[:3]]
+            for values in (encoding.ids, encoding.type_ids)
         )
-    encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
-    pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
-    types, previous = [], None
-    for place, (number, kind) in enumerate(zip(encoding.sequence_ids, encoding.type_ids)):
-        if number is None:
-            pieces[-1].append(place)
-        elif number != previous:
-            pieces.append([])
-            types.append(kind)
-            previous = number
-    if not pair:
-        pieces.insert(1, [])
-    ids = [tuple(encoding.ids[place] for place in piece) for piece in pieces]
-    kinds = [tuple(encoding.type_ids[place] for place in piece) for piece in pieces]
-    return Frame(ids[0], ids[1], ids[2], kinds[0], kinds[1], kinds[2], tuple(types))
+        return Frame(ids[0], ids[1], ids[2], kinds[0], kinds[1], kinds[2], tuple(types))
 
-
-def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id that stands for text the tokenizer has no token for; None where it has no such id."""
-    model = json.loads(tokenizer.to_str())["model"]
-    if model["type"] == "Unigram":
-        return cast(int | None, model["unk_id"])
-    return tokenizer.token_to_id(model.get("unk_token") or "")
+    def unknown(self) -> int | None:
+        """Return the id of text that the tokenizer has no token for; None where it has no such id."""
+        model = json.loads(self.tokenizer.to_str())["model"]
+        if model["type"] == "Unigram":
+            return cast(int | None, model["unk_id"])
+        return self.tokenizer.token_to_id(model.get("unk_token") or "")
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows end to end, and the length of each."""
+    """Return rows end to end, and the length of each."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum())), lengths
 
 
-def groups(rows: Iterable[Item], weight: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Rows by the buffer: up to `EXAMPLES` of them, or `BUFFER` of weight."""
+def groups(rows: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield rows by the buffer: up to `EXAMPLES` of them, or `BUFFER` characters."""
     group: list[Item] = []
     total = 0
     for row in rows:
         group.append(row)
-        total += weight(row)
+        total += size(row)
         if len(group) == EXAMPLES or total >= BUFFER:
             yield group
             group, total = [], 0
@@ -82,23 +106,26 @@ def groups(rows: Iterable[Item], weight: Callable[[Item], int]) -> Iterator[list
         yield group
 
 
-def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, no special tokens added."""
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+def characters(row: Pair | Labelled | Tagged | Question) -> int:
+    """Return the number of characters of an example."""
+    return sum(map(len, row.texts()))
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text ------------------------------------------------------------------------------------------------------
 
 
-def encode_text(chunks: Iterable[Chunk], tokenizer: Tokenizer, separator: int | None) -> Iterator[Columns]:
-    """Documents end to end, each followed by the separator; a single one by nothing. Those without tokens are left out."""
-    between = [] if separator is None else [separator]
-    several, length = False, 0  # `length`: tokens of the document at hand
-    ended: int | None = None  # tokens of the document before, while it is not known whether another follows
+def encode_text(chunks: Iterable[Chunk], encoder: Encoder) -> Iterator[Columns]:
+    """Encode documents end to end, each followed by the separator; a single one by nothing.
+
+    Documents without tokens are left out.
+    """
+    between = [] if encoder.separator is None else [encoder.separator]
+    several, length = False, 0  # `length`: tokens of the current document
+    ended: int | None = None  # tokens of the document before, until it is known whether another follows
     for group in groups(pieces(chunks), lambda piece: len(piece.text)):
         ids: list[list[int]] = []
         lengths: list[int] = []
-        for piece, row in zip(group, ids_of(tokenizer, [piece.text for piece in group])):
+        for piece, row in zip(group, encoder.ids(piece.text for piece in group)):
             if row and ended is not None:
                 ids.append(between)
                 lengths.append(ended + len(between))
@@ -115,7 +142,7 @@ def encode_text(chunks: Iterable[Chunk], tokenizer: Tokenizer, separator: int | 
 
 
 def pieces(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The same documents in pieces of at most `PIECE` characters, cut where tokenizers cut too."""
+    """Yield the same documents in pieces of at most `PIECE` characters, cut where tokenizers cut too."""
     rest = ""
     for text, ends in chunks:
         rest, at = rest + text, 0
@@ -132,7 +159,11 @@ def pieces(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _cut(text: str, low: int, high: int) -> int:
-    """A place to cut between `low` and `high`, as late as can be: before a lone space, as words of many tokenizers begin with it."""
+    """Return the last good place to cut between `low` and `high`.
+
+    That is before a single space between words, as words of many tokenizers begin with it; else before white
+    space.
+    """
     for pattern in (r"(?<=\w) (?=\w)", r"(?<=\S)\s"):
         for start in range(high - 256, low - 256, -256):
             found = [match.start() for match in re.finditer(pattern, text[max(low, start) - 1 : start + 257])]
@@ -141,42 +172,49 @@ def _cut(text: str, low: int, high: int) -> int:
     return high
 
 
-# Examples ---------------------------------------------------------------------------------------------------------------
+# Rows ------------------------------------------------------------------------------------------------------
 
 
-def encode_pairs(rows: Iterable[Pair], tokenizer: Tokenizer) -> Iterator[Columns]:
-    """Sources and targets."""
-    for group in groups(rows, lambda row: len(row.source) + len(row.target)):
+def encode_pairs(rows: Iterable[Pair], encoder: Encoder) -> Iterator[Columns]:
+    """Encode sources and targets."""
+    for group in groups(rows, characters):
         yield {
-            "source": flat(ids_of(tokenizer, [row.source for row in group])),
-            "target": flat(ids_of(tokenizer, [row.target for row in group])),
+            "source": flat(encoder.ids(row.source for row in group)),
+            "target": flat(encoder.ids(row.target for row in group)),
         }
 
 
-def encode_labelled(
-    rows: Iterable[Labelled], tokenizer: Tokenizer, labels: Sequence[str]
-) -> Iterator[Columns]:
-    """Texts, the texts read with them, whether there is such a one, and the number of the class."""
-    number = {label: number for number, label in enumerate(labels)}
-    for group in groups(rows, lambda row: len(row.text) + len(row.pair or "")):
+def encode_labelled(rows: Iterable[Labelled], encoder: Encoder) -> Iterator[Columns]:
+    """Encode texts, second texts, whether there is a second text, and the number of the class."""
+    for group in groups(rows, characters):
         yield {
-            "first": flat(ids_of(tokenizer, [row.text for row in group])),
-            "second": flat(ids_of(tokenizer, [row.pair or "" for row in group])),
-            "paired": np.array([row.pair is not None for row in group]),
-            "labels": np.array([_number(number, row.label, "label") for row in group], dtype=np.int64),
+            **encode_texts(group, encoder),
+            "labels": np.array([encoder.number(row.label, "label") for row in group], dtype=np.int64),
         }
 
 
-def encode_tagged(rows: Iterable[Tagged], tokenizer: Tokenizer, labels: Sequence[str]) -> Iterator[Columns]:
-    """The pieces of each word; the tag stands at a word's first piece, IGNORE at the others. `lost`: words without a piece."""
-    number = {label: number for number, label in enumerate(labels)}
-    for group in groups(rows, lambda row: sum(map(len, row.words))):
-        for row in group:
-            if len(row.words) != len(row.tags):
-                raise InputError(
-                    f"a sentence has {len(row.words)} words and {len(row.tags)} tags: each word needs one ({row.words[:5]})"
-                )
-        encodings = tokenizer.encode_batch(
+def encode_texts(group: Sequence[Labelled], encoder: Encoder) -> Columns:
+    """Encode the texts of some rows, second texts, and whether there is a second text."""
+    return {
+        "first": flat(encoder.ids(row.text for row in group)),
+        "second": flat(encoder.ids(row.pair or "" for row in group)),
+        "paired": np.array([row.pair is not None for row in group]),
+    }
+
+
+def encode_tagged(rows: Iterable[Tagged], encoder: Encoder) -> Iterator[Columns]:
+    """Encode the tokens of each word; the first has the word's tag as its target, the others IGNORE.
+
+    `lost` counts the words without a token.
+    """
+    for group in groups(rows, characters):
+        wrong = next((row for row in group if len(row.words) != len(row.tags)), None)
+        if wrong is not None:
+            raise InputError(
+                f"a sentence has {len(wrong.words)} words and {len(wrong.tags)} tags: "
+                f"each word needs one ({wrong.words[:5]})"
+            )
+        encodings = encoder.tokenizer.encode_batch(
             [list(row.words) for row in group], is_pretokenized=True, add_special_tokens=False
         )
         targets: list[list[int]] = []
@@ -184,10 +222,9 @@ def encode_tagged(rows: Iterable[Tagged], tokenizer: Tokenizer, labels: Sequence
         for row, encoding in zip(group, encodings):
             words = encoding.word_ids
             first = {word: place for place, word in reversed(list(enumerate(words))) if word is not None}
-            target = [IGNORE] * len(words)
+            targets.append([IGNORE] * len(words))
             for word, place in first.items():
-                target[place] = _number(number, row.tags[word], "tag")
-            targets.append(target)
+                targets[-1][place] = encoder.number(row.tags[word], "tag")
             lost.append(len(row.words) - len(first))
         yield {
             "ids": flat([encoding.ids for encoding in encodings]),
@@ -196,41 +233,32 @@ def encode_tagged(rows: Iterable[Tagged], tokenizer: Tokenizer, labels: Sequence
         }
 
 
-def encode_questions(rows: Iterable[Question], tokenizer: Tokenizer) -> Iterator[Columns]:
-    """Questions, contexts with the characters of each token, and the answer's first and last token (-1, -1: there is none)."""
-    for group in groups(rows, lambda row: len(row.question) + len(row.context)):
-        contexts = tokenizer.encode_batch([row.context for row in group], add_special_tokens=False)
+def encode_questions(rows: Iterable[Question], encoder: Encoder) -> Iterator[Columns]:
+    """Encode questions, contexts with the characters of each token, and the answer's first and last token.
+
+    (-1, -1) stands for no answer.
+    """
+    for group in groups(rows, characters):
+        contexts = encoder.tokenizer.encode_batch([row.context for row in group], add_special_tokens=False)
+        offsets = [span for encoding in contexts for span in encoding.offsets]
+        answers = [_answer(row, encoding) for row, encoding in zip(group, contexts)]
         yield {
-            "question": flat(ids_of(tokenizer, [row.question for row in group])),
+            "question": flat(encoder.ids(row.question for row in group)),
             "context": flat([encoding.ids for encoding in contexts]),
-            "characters": np.array(
-                [span for encoding in contexts for span in encoding.offsets], dtype=np.int32
-            ).reshape(-1, 2),
-            "answer": np.array(
-                [_answer(row, encoding) for row, encoding in zip(group, contexts)], dtype=np.int64
-            ),
+            "characters": np.array(offsets, dtype=np.int32).reshape(-1, 2),
+            "answer": np.array(answers, dtype=np.int64),
         }
 
 
 def _answer(row: Question, encoding: Encoding) -> tuple[int, int]:
-    """First and last token that hold a character of the answer."""
-    if not row.answer:
-        return -1, -1
+    """Return the first and last token that hold a character of the answer."""
     end = row.start + len(row.answer)
     if row.context[row.start : end] != row.answer:
         raise InputError(
-            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: correct its start'
+            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: '
+            "correct its start"
         )
     inside = [
         place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start
     ]
-    return (inside[0], inside[-1]) if inside else (-1, -1)
-
-
-def _number(numbers: Mapping[str, int], name: str, what: str) -> int:
-    if name not in numbers:
-        known = ", ".join(list(numbers)[:10]) + (", ..." if len(numbers) > 10 else "")
-        raise InputError(
-            f'the {what} "{name}" is not among those of the training data ({known}){nearest(name, numbers)}'
-        )
-    return numbers[name]
+    return (inside[0], inside[-1]) if inside and row.answer else (-1, -1)

@@ -1,4 +1,4 @@
-"""Objectives that change their input: words hidden under a mask, and spans replaced by sentinels.
+"""Objectives that change their input: masked tokens, and spans replaced by sentinels.
 
 Shapes: B rows, T tokens of a row.
 """
@@ -24,10 +24,11 @@ def mask_tokens(
     ordinary: Ints,
     random: np.random.Generator,
 ) -> tuple[Ints, Ints]:
-    """Hide a share of the tokens that may be hidden -> what the model reads, and its targets, both [B, T].
+    """Mask a share of the tokens that may be masked -> what the model reads, and its targets, both [B, T].
 
-    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none. Of the chosen,
-    80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: so every token may have to be doubted.
+    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none.
+    Of the chosen, 80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: any token may be a
+    wrong one.
     """
     draw = np.where(hideable, random.random(ids.shape), np.inf)
     chosen = draw < share
@@ -42,17 +43,19 @@ def mask_tokens(
 
 
 def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -> tuple[int, int]:
-    """How many of `length` tokens are cut out, and in how many spans."""
+    """Return how many of `length` tokens are taken out, and in how many spans."""
     noise = min(max(1, round(length * share)), max(1, length - 1))
     spans = min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
     return noise, spans
 
 
 def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
-    """Cut spans out of rows [B, T] -> the source, each span replaced by its sentinel, and the target, each sentinel followed by its span.
+    """Take spans out of rows [B, T] -> the source, and the target.
 
-    `noise` tokens of each row are cut out, in as many spans as there are `sentinels`; all rows keep one length. Between two
-    spans at least one token stays. The spans' lengths and places are uniform over all ways to choose them.
+    In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise`
+    tokens of each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length.
+    Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
+    choose them.
     """
     n, length = rows.shape
     spans = len(sentinels)
@@ -61,9 +64,8 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
     kept[:, [0, -1]] -= 1  # the ends may be empty
     lengths = np.empty((n, 2 * spans + 1), dtype=np.int64)
     lengths[:, 0::2], lengths[:, 1::2] = kept, cut
-    stretch = np.repeat(np.tile(np.arange(2 * spans + 1), n), lengths.reshape(-1)).reshape(
-        n, length
-    )  # odd: cut out
+    numbers = np.tile(np.arange(2 * spans + 1), n)
+    stretch = np.repeat(numbers, lengths.reshape(-1)).reshape(n, length)  # odd: taken out
     hidden = stretch % 2 == 1
     first = hidden.copy()
     first[:, 1:] &= stretch[:, 1:] != stretch[:, :-1]
@@ -74,7 +76,7 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
 
 
 def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> NDArray[Any]:
-    """`n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniform: [n, parts]."""
+    """Draw `n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniformly: [n, parts]."""
     places = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
     borders = np.zeros((n, parts + 1), dtype=np.int64)
     borders[:, 1:-1] = np.sort(places, axis=1)

@@ -1,4 +1,5 @@
-"""Rows of unequal length: laid side by side, framed by special tokens, grouped by length, packed. Whole arrays, never token by token.
+"""Rows of unequal length: padded, framed by special tokens, grouped by length, packed; always as whole
+arrays.
 
 Shapes: N examples, B rows of a batch, T tokens of a row.
 """
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class Stretches(NamedTuple):
     """A stretch of a flat array for each row of a batch."""
 
     values: NDArray[Any]  # flat, as on disk
@@ -34,45 +35,44 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens it adds."""
+        """Return how many tokens it adds."""
         return len(self.before) + len(self.between) + len(self.after)
 
     @property
     def typed(self) -> bool:
-        """Does any token have another segment id than 0?"""
+        """Return True if any token has another segment id than 0."""
         return any(self.before_types + self.between_types + self.after_types + self.text_types)
 
 
 def ragged(lengths: Ints) -> tuple[Ints, Ints]:
-    """For each token of rows of the given lengths: its row, and its place in the row."""
+    """Return, for each token of rows of the given lengths, its row and its place in the row."""
     rows = np.repeat(np.arange(len(lengths)), lengths)
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def lay(out: NDArray[Any], at: Ints, part: Part, rows: Ints | None = None) -> None:
-    """Copy each stretch of `part` into its row of `out` [B, T], from column `at` [B] on; `rows`: into these rows."""
+def lay(out: NDArray[Any], at: Ints, part: Stretches, rows: Ints | None = None) -> None:
+    """Copy each stretch of `part` into its row of `out` [B, T], or into `rows`, from column `at` [B] on."""
     which, within = ragged(part.lengths)
     out[which if rows is None else rows[which], at[which] + within] = part.values[part.starts[which] + within]
 
 
 def frame_rows(
     frame: Frame,
-    parts: list[Part],
+    parts: list[Stretches],
     ids: NDArray[Any],
     types: NDArray[Any] | None = None,
     rows: Ints | None = None,
 ) -> Ints:
-    """Lay one text or two, framed, into `ids` and their segment ids into `types` [B, T] -> where each text begins, [texts, B]."""
+    """Write one text or two, framed, into `ids` [B, T] and their segment ids into `types` [B, T].
+
+    Returns the column at which each text begins: [texts, B].
+    """
     rows = np.arange(len(ids)) if rows is None else rows
     at = np.zeros(len(rows), dtype=np.int64)
-    specials = [frame.before, frame.after] if len(parts) == 1 else [frame.before, frame.between, frame.after]
-    special_types = (
-        [frame.before_types, frame.after_types]
-        if len(parts) == 1
-        else [frame.before_types, frame.between_types, frame.after_types]
-    )
+    between = [(frame.between, frame.between_types)] if len(parts) > 1 else []
+    specials = [(frame.before, frame.before_types), *between, (frame.after, frame.after_types)]
     begins = []
-    for number, (fixed, kinds) in enumerate(zip(specials, special_types)):
+    for number, (fixed, kinds) in enumerate(specials):
         columns = at[:, None] + np.arange(len(fixed))
         ids[rows[:, None], columns] = np.array(fixed, dtype=ids.dtype)
         if types is not None and fixed:
@@ -90,36 +90,35 @@ def frame_rows(
 
 
 def share_room(first: Ints, second: Ints, room: int) -> tuple[Ints, Ints]:
-    """Lengths of two texts cut so that both fit into `room` tokens: the longer one gives way first."""
+    """Cut the lengths of two texts so that both fit into `room` tokens: the longer one is cut first."""
     cut = np.minimum(first, np.maximum(room - second, room - room // 2))
     return cut, np.minimum(second, room - cut)
 
 
-# Length buckets ---------------------------------------------------------------------------------------------------------
+# Length buckets --------------------------------------------------------------------------------------------
 
 
 def rounded(lengths: Ints) -> Ints:
-    """Lengths rounded up by an eighth at most: 1 to 16 as they are, then 18, 20, ..., 32, 36, 40, ..."""
+    """Round lengths up by an eighth at most: 1 to 16 stay, then 18, 20, ..., 32, 36, 40, ..."""
     exponent = np.frexp(np.maximum(lengths, 1) - 0.5)[1]  # 2**(exponent - 1) < length <= 2**exponent
     step = 2 ** np.maximum(exponent - 4, 0)
-    return np.asarray(-(-lengths // step) * step, dtype=np.int64)
+    return np.asarray((lengths + step - 1) // step * step, dtype=np.int64)
 
 
 class Buckets:
-    """Examples of like length grouped into batches.
+    """Examples of similar length grouped into batches.
 
-    Examples whose rounded lengths agree form a class. Batches are cut from the sorted classes, so each epoch has the
-    same number of batches of the same size; which example of a class takes which place, and the order of the batches,
-    are drawn anew for each epoch.
+    Examples whose rounded lengths agree form a class. Batches are cut from the sorted classes, so each epoch
+    has the same number of batches of the same size. The place of an example in its class and the order of the
+    batches are drawn for each epoch.
     """
 
     def __init__(self, sizes: Ints, rows: int, tokens: int | None) -> None:
-        """`sizes` [N, sides]: the tokens of each example; a batch holds `rows`, or as many as fill `tokens`, padding included."""
+        """Group examples of `sizes` [N, sides] tokens by `rows` to a batch, or by `tokens` with padding."""
         self.sizes = sizes
         bounds = rounded(sizes)
-        key = np.ravel_multi_index(
-            tuple(bounds.T), tuple(bounds.max(0) + 1)
-        )  # orders by the first side, then by the second
+        # The key orders by the first side, then by the second.
+        key = np.ravel_multi_index(tuple(bounds.T), tuple(bounds.max(0) + 1))
         _, first, self.class_of, counts = np.unique(
             key, return_index=True, return_inverse=True, return_counts=True
         )
@@ -129,19 +128,24 @@ class Buckets:
         return len(self.cuts) - 1
 
     def order(self, random: np.random.Generator | None) -> tuple[Ints, Ints]:
-        """The examples in the order of their batches, and the order of the batches; without `random`, as they stand."""
+        """Return the examples in the order of their batches, and the order of the batches, shuffled by
+        `random`.
+        """
         if random is None:
             return np.argsort(self.class_of, kind="stable"), np.arange(len(self))
         return np.argsort(self.class_of + random.random(len(self.class_of))), random.permutation(len(self))
 
     def waste(self, order: Ints) -> float:
-        """The share of padding in the batches of one epoch."""
+        """Return the share of padding in the batches of one epoch."""
         widest = np.maximum.reduceat(self.sizes[order], self.cuts[:-1], axis=0).sum(1)  # batches
         return 1 - float(self.sizes.sum()) / float((widest * np.diff(self.cuts)).sum())
 
 
 def _cut(bounds: Ints, counts: Ints, rows: int, tokens: int | None) -> Ints:
-    """Where batches begin among examples sorted by class, and where the last one ends; `bounds` [classes, sides]: padded lengths."""
+    """Return where batches begin among examples sorted by class, and where the last one ends.
+
+    `bounds` [classes, sides] are the padded lengths of each class.
+    """
     if tokens is None:
         return np.append(np.arange(0, counts.sum(), rows), counts.sum())
     cuts, at, widest = [0], 0, [0] * bounds.shape[1]
@@ -158,13 +162,14 @@ def _cut(bounds: Ints, counts: Ints, rows: int, tokens: int | None) -> Ints:
     return np.array([*cuts, at])
 
 
-# Packing ----------------------------------------------------------------------------------------------------------------
+# Packing ---------------------------------------------------------------------------------------------------
 
 
 def pack(lengths: Ints, room: int) -> tuple[Ints, int]:
-    """Put pieces of the given lengths, none above `room`, into few rows of `room` tokens -> the row of each, and how many rows.
+    """Pack pieces of the given lengths, none above `room`, into few rows of `room` tokens.
 
-    The longest first, each into the fullest row that still takes it (best fit, decreasing).
+    Returns the row of each piece and the number of rows. The longest come first, each into the fullest row
+    that still has room for it (best fit, decreasing).
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room they have left
     open_rooms = 0  # bit r is set when some row has r tokens left

@@ -1,26 +1,35 @@
-"""`clearhead geometry`: where words and positions stand."""
+"""The command `geometry`: where words and positions stand."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from clearhead.commands.common import Folder, Json, show_result
+import clearhead as ch
+from clearhead.commands.common import (
+    Folder,
+    Json,
+    Plot,
+    check_inputs,
+    load_model,
+    option,
+    refuse,
+    save_plot,
+    show_result,
+)
+from clearhead.report import table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.bundle import Model
     from clearhead.inside.geometry import Nearest, Projection, SameWord
     from clearhead.inside.position_maps import PositionMap
 
-LISTED, ON_A_MAP = 10, 60
+LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
-TAKES = {
+TAKES = {  # how many words each takes: least, most, in words
     "neighbours": (1, 1, "one word"),
     "analogy": (3, 3, "three words: A is to B as C is to what"),
     "map": (0, None, "words, or none for the most frequent tokens"),
@@ -28,34 +37,34 @@ TAKES = {
     "similarity": (0, 0, "no words"),
     "word": (3, 3, "a word and two sentences that have it"),
 }
+FORMS = (
+    "neighbours WORD; analogy A B C; map [WORDS]; positions and similarity (of positions); "
+    "word WORD SENTENCE SENTENCE"
+)
 
 
 def geometry(
     folder: Folder,
-    what: Annotated[
-        Positional[What],
-        arg(
-            metavar="WHAT",
-            help="neighbours WORD; analogy A B C; map [WORDS]; positions and similarity (of positions); word WORD SENTENCE SENTENCE",
-        ),
-    ],
-    words: Annotated[Positional[tuple[str, ...]], arg(metavar="WORDS", help="what WHAT takes")] = (),
+    what: Annotated[Positional[What], option(FORMS, metavar="WHAT")],
+    words: Annotated[Positional[tuple[str, ...]], option("what WHAT takes", metavar="WORDS")] = (),
     k: Annotated[
         int | None,
-        arg(help="neighbours listed, 10 unless said; tokens on a map without words, 60 unless said"),
+        option("how many neighbours, default: 10; or tokens on a map without words, default: 60"),
     ] = None,
-    table: Annotated[
+    vectors: Annotated[
         Literal["input", "output"],
-        arg(help="vectors that tokens are read as, or that the head compares with"),
+        option("vectors that tokens are read as, or that the head compares with", name="table"),
     ] = "input",
-    length: Annotated[int | None, arg(help="positions; default: what the model takes, 64 at most")] = None,
+    length: Annotated[
+        int | None, option("how many positions; default: what the model takes, 64 at most")
+    ] = None,
     stack: Annotated[
-        Literal["main", "encoder"], arg(help="whose positions, where an encoder feeds a decoder")
+        Literal["main", "encoder"], option("whose positions, in a model with an encoder and a decoder")
     ] = "main",
-    plot: Annotated[Path | None, arg(help="save a picture")] = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Where words and positions stand: neighbours, analogies, a map; how positions are told apart; one word in two sentences.
+    """Show where words and positions stand: neighbours, analogies, maps, one word in two sentences.
 
     For example:
       clearhead geometry my-model/ neighbours king
@@ -64,101 +73,81 @@ def geometry(
       clearhead geometry my-model/ positions --length 40 --plot positions.png
       clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
     """
-    from clearhead.bundle import load
-    from clearhead.errors import InputError
-
     least, most, takes = TAKES[what]
-    if len(words) < least or (most is not None and len(words) > most):
-        raise InputError(f"{what} takes {takes}, and {len(words)} were given")
-    if k is not None and k < 1:
-        raise InputError(f"k {k} must be 1 or more")
-    found, show, draw = _find(load(folder), what, words, k, table, length, stack)
-    show_result(found.to_dict(), json, lambda console: console.print(show(found)))
-    if plot is not None:
-        from clearhead.plot.canvas import save
-
-        print(f"saved {save(draw(found), plot)}", file=sys.stderr)
+    fits = least <= len(words) and (most is None or len(words) <= most)
+    refuse(not fits, f"{what} takes {takes}, and {len(words)} were given")
+    refuse(k is not None and k < 1, f"k {k} must be 1 or more")
+    check_inputs(folder, plot=plot)
+    found, make_table, draw = _find(load_model(folder), what, words, k, vectors, length, stack)
+    show_result(found.to_dict() | save_plot(plot, lambda: draw(found)), json, [make_table(found)])
 
 
 def _find(
-    m: Model,
+    model: ch.Model,
     what: What,
     words: tuple[str, ...],
     k: int | None,
-    table: Literal["input", "output"],
+    vectors: Literal["input", "output"],
     length: int | None,
     stack: Literal["main", "encoder"],
 ) -> tuple[Any, Callable[[Any], Table], Callable[[Any], Any]]:
-    """What was asked for, how it becomes a table, and how a picture."""
+    """Return what was asked for, the function that makes it a table, and the one that makes it a picture."""
     from clearhead.inside import geometry as inside
     from clearhead.plot import geometry as pictures
 
-    if what == "neighbours":
-        return inside.neighbours(m, words[0], k or LISTED, table), _nearest_table, pictures.draw_nearest
-    if what == "analogy":
-        a, b, c = words
-        return inside.analogy(m, a, b, c, k or LISTED, table), _nearest_table, pictures.draw_nearest
-    if what == "map":
-        return inside.projection(m, words or None, k or ON_A_MAP, table), _map_table, pictures.draw_projection
-    if what == "word":
-        word, text_a, text_b = words
-        return inside.same_word(m, text_a, text_b, word), _word_table, pictures.draw_same_word
+    match what:
+        case "neighbours":
+            nearest = inside.neighbours(model, words[0], k or LISTED, vectors)
+            return nearest, _nearest_table, pictures.draw_nearest
+        case "analogy":
+            a, b, c = words
+            nearest = inside.analogy(model, a, b, c, k or LISTED, vectors)
+            return nearest, _nearest_table, pictures.draw_nearest
+        case "map":
+            projection = inside.projection(model, words or None, k or ON_A_MAP, vectors)
+            return projection, _map_table, pictures.draw_projection
+        case "word":
+            word, first, second = words
+            same = inside.same_word(model, first, second, word)
+            return same, _word_table, pictures.draw_same_word
     make = inside.position_map if what == "positions" else inside.position_similarity
-    return make(m, length, stack), _position_table, pictures.draw_positions
+    return make(model, length, stack), _position_table, pictures.draw_positions
 
 
 def _nearest_table(found: Nearest) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    several = [
+    means = [
         f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1
     ]
-    caption = Text("; ".join(several)) if several else None
-    table = Table(
-        "token", "id", "score", title=Text(f"nearest to {found.query} ({found.table} table)"), caption=caption
-    )
-    for name, number, score in zip(found.labels, found.ids, found.scores):
-        table.add_row(Text(name), str(number), f"{score:.4f}")
-    return table
+    scores = (f"{score:.4f}" for score in found.scores)
+    title = f"nearest to {found.query} ({found.table} table)"
+    rows = zip(found.labels, map(str, found.ids), scores)
+    return table(title, ("token", ">id", ">score"), rows, "; ".join(means) or None)
 
 
 def _map_table(found: Projection) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    titles = [f"component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained)]
-    table = Table(
-        "word",
-        *titles,
-        title=f"words of the {found.table} table, with the share of their variance along each axis",
+    axes = [f">component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained)]
+    rows = (
+        (name, *(f"{value:+.4f}" for value in point))
+        for name, point in zip(found.labels, found.points.tolist())
     )
-    for name, point in zip(found.labels, found.points.tolist()):
-        table.add_row(Text(name), *(f"{value:+.4f}" for value in point))
-    return table
+    title = f"words of the {found.table} table, with the share of their variance along each axis"
+    return table(title, ("word", *axes), rows)
 
 
 def _position_table(found: PositionMap) -> Table:
-    from rich.table import Table
-
-    shown = min(8, found.values.shape[1])
-    title = f"{found.scheme} positions, {found.values.shape[0]} x {found.values.shape[1]}: {found.measure}; --plot draws all of it"
-    table = Table(
-        found.row_name, *found.columns[:shown], title=title, caption=f"columns: {found.column_name}"
+    height, width = found.values.shape
+    title = f"{found.scheme} positions, {height} x {width}: {found.measure}; --plot draws all of it"
+    rows = (
+        (name, *(f"{value:.3f}" for value in row[:COLUMNS]))
+        for name, row in zip(found.rows, found.values.tolist())
     )
-    for name, row in zip(found.rows, found.values.tolist()):
-        table.add_row(name, *(f"{value:.3f}" for value in row[:shown]))
-    return table
+    headings = (found.row_name, *(f">{name}" for name in found.columns[:COLUMNS]))
+    return table(title, headings, rows, f"columns: {found.column_name}")
 
 
 def _word_table(found: SameWord) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     tokens = " and ".join(" ".join(names) for names in found.tokens)
-    table = Table(
-        "after layer", "likeness", "other tokens", title=Text(f"{found.word} in two sentences, as {tokens}")
-    )
-    for layer, own, other in zip(found.layers, found.similarity.tolist(), found.baseline.tolist()):
-        table.add_row(layer, f"{own:.4f}", f"{other:.4f}")
-    return table
+    pairs = zip(found.layers, found.similarity.tolist(), found.baseline.tolist())
+    rows = ((layer, f"{own:.4f}", f"{other:.4f}") for layer, own, other in pairs)
+    title = f"{found.word} in two sentences, as {tokens}"
+    return table(title, ("after layer", ">likeness", ">other tokens"), rows)

@@ -1,20 +1,31 @@
-"""`clearhead memories`: what fires each neuron of the feed-forward, and what it promotes."""
+"""The command `memories`: what fires each neuron of the feed-forward, and what it promotes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from clearhead.commands.common import Folder, Json, show_result
+import clearhead as ch
+from clearhead.commands.common import (
+    Folder,
+    Json,
+    Plot,
+    check_inputs,
+    load_model,
+    option,
+    refuse,
+    save_plot,
+    show_result,
+)
+from clearhead.report import table
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
-    from clearhead.bundle import Model
     from clearhead.inside.memories import Found, Memories, Memory
     from clearhead.inside.memories.passages import Given
 
@@ -26,36 +37,34 @@ def memories(
     folder: Folder,
     corpus: Annotated[
         Positional[str | None],
-        arg(
+        option(
+            "a file, a folder or an embedded corpus; default: stdlib-docs; for an encoder-decoder, dates",
             metavar="CORPUS",
-            help="a file, a folder or an embedded corpus; default: stdlib-docs, or dates for an encoder-decoder",
         ),
     ] = None,
     text: Annotated[
         UseAppendAction[tuple[str, ...]],
         arg(
-            help="a text, or an image file, in place of a corpus; source, tab, target for two stacks. May be repeated"
+            help="a text, or an image file, in place of a corpus; source, tab, target for an encoder-decoder"
         ),
     ] = (),
-    layer: Annotated[str | None, arg(help="a layer, such as 2 or encoder.0; default: all")] = None,
+    layer: Annotated[str | None, option("a layer, such as 2 or encoder.0; default: all")] = None,
     neuron: Annotated[
-        UseAppendAction[tuple[str, ...]], arg(help="a neuron, such as 2.117 or encoder.0.5. May be repeated")
+        UseAppendAction[tuple[str, ...]], arg(help="a neuron, such as 2.117 or encoder.0.5")
     ] = (),
     token: Annotated[
-        str | None, arg(help="the neurons that promote this token or class, and those it fires")
+        str | None, option("the neurons that promote this token or class, and those it fires")
     ] = None,
-    top: Annotated[int, arg(help="contexts and tokens kept for each neuron, and neurons listed")] = 10,
+    top: Annotated[int, option("contexts and tokens kept for each neuron, and neurons listed")] = 10,
     sort: Annotated[
         Literal["agreement", "activation"] | None,
-        arg(help="of the list; default: agreement where it is known"),
+        option("order of the list; default: by agreement where it is known"),
     ] = None,
-    limit: Annotated[int, arg(help="tokens of the corpus that are read; 0: all")] = 30_000,
-    plot: Annotated[
-        Path | None, arg(help="save a picture: of the neuron named, else of the agreement of all")
-    ] = None,
+    limit: Annotated[int, option("most tokens of the corpus to read; 0: all")] = 30_000,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """The feed-forward as a memory: the places that fire each neuron, the tokens it promotes, and whether the two agree.
+    """Show the feed-forward as a memory: what fires each neuron, what it promotes, and whether the two agree.
 
     For example:
       clearhead memories my-model/ corpus.txt
@@ -63,53 +72,52 @@ def memories(
       clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation --json
       clearhead memories my-model/ --token the
     """
-    from clearhead.bundle import load
-    from clearhead.errors import InputError
-    from clearhead.inside.memories import memories as read
+    refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
+    refuse(limit < 0, f"limit {limit} is negative: it is a number of tokens, 0 for all")
+    check_inputs(folder, plot=plot)
+    from clearhead.inside.memories import memories as run
 
-    if text and corpus is not None:
-        raise InputError("a corpus and --text were both given: choose one")
-    if limit < 0:
-        raise InputError(f"limit {limit} is negative: it is a number of tokens, 0 for all")
-    m = load(folder)
-    found = read(m, _texts(m, corpus, text), layer, top, neuron or None, limit or None)
+    model = load_model(folder)
+    found = run(model, _inputs(model, corpus, text), layer, top, neuron or None, limit or None)
+    body: dict[str, Any] = {"tokens": found.tokens, "note": found.note}
     if token is not None:
-        said = found.search(token, top)
-        body: dict[str, Any] = {**said.to_dict(), "tokens": found.tokens, "note": found.note}
-        show_result(body, json, lambda console: _show_search(console, said, found))
+        hits = found.search(token, top)
+        body |= hits.to_dict()
+        tables = [_search_table(hits)]
     else:
         listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
-        about = {"tokens": found.tokens, "top": found.top, "depth": found.depth, "note": found.note}
-        body = {**about, "neurons": [one.to_dict() for one in listed]}
-        show_result(body, json, lambda console: _show(console, listed, found, bool(neuron)))
-    if plot is not None:
-        _save(plot, found, neuron, sort)
+        body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
+        tables = [_neuron_table(one) for one in listed] if neuron else [_list_table(listed)]
+    body |= save_plot(plot, lambda: _draw(found, neuron, sort))
+    show_result(body, json, _parts(tables, found))
 
 
-def _save(
-    plot: Path, found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None
-) -> None:
-    """A neuron where one is named or there is no agreement to draw, else all of them."""
-    from clearhead.plot.canvas import save
+def _parts(tables: list[Table], found: Memories) -> Iterator[Any]:
+    yield from tables
+    depth = f" Agreement: the answer is among the first {found.depth} promoted." if found.agrees else ""
+    yield f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}"
+    yield f"Promoted tokens: {found.note}."
+
+
+def _draw(found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None) -> Any:
+    """Draw a neuron, where one is named or there is no agreement to draw, else the agreement of all."""
     from clearhead.plot.memories import draw_agreement, draw_neuron
 
-    if neuron or not found.agrees:
-        figure = draw_neuron(found.neuron(neuron[0]) if neuron else found.ranked(sort, 1)[0])
-    else:
-        figure = draw_agreement(found)
-    print(f"saved {save(figure, plot)}", file=sys.stderr)
+    if found.agrees and not neuron:
+        return draw_agreement(found)
+    return draw_neuron(found.neuron(neuron[0]) if neuron else found.ranked(sort, 1)[0])
 
 
-def _texts(m: Model, corpus: str | None, given: tuple[str, ...]) -> Iterator[Given]:
-    """What the model is to read: texts, pairs or images."""
-    from clearhead.errors import InputError
-
-    both = m.config.family == "encoder-decoder"
-    if given:
-        return iter([_pair(text) if both else text for text in given])
-    if corpus is None and m.config.input != "tokens":
-        raise InputError("this model reads images: name a folder of them, or image files with --text")
-    return _examples(corpus or ("dates" if both else "stdlib-docs"), m.config.input != "tokens", both)
+def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
+    """Return what the model is to read: texts, pairs or images."""
+    both, images = model.config.family == "encoder-decoder", model.config.input != "tokens"
+    if texts:
+        return iter([_pair(text) if both else text for text in texts])
+    refuse(
+        corpus is None and images,
+        "this model reads images: name a folder of them, or image files with --text",
+    )
+    return _examples(corpus or ("dates" if both else "stdlib-docs"), images, both)
 
 
 def _pair(text: str) -> Given:
@@ -118,94 +126,66 @@ def _pair(text: str) -> Given:
 
 
 def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
-    """The examples of a data set, whatever its format."""
-    from clearhead.data.corpus import open_data
-    from clearhead.data.examples import Chunk, Images, Labelled, Pair, Question, Tagged
+    """Read the examples of a data set, whatever its format."""
+    from clearhead.data.examples import Images, Pair, Question
     from clearhead.data.plan import DataPlan
-    from clearhead.errors import InputError
+    from clearhead.tasks.corpus import open_data
 
-    rows = open_data(
-        DataPlan(paths=(corpus,), task="image" if images else "seq2seq" if both else None), split=False
-    ).validation
+    task = "seq2seq" if both else None
+    plan = DataPlan(paths=(corpus,), task="image" if images else task)
+    rows = open_data(plan, split=False).validation
     if isinstance(rows, Images):
-        if not images:
-            raise InputError(f"{corpus} holds images, and this model reads text: name a file of text")
+        refuse(not images, f"{corpus} holds images, and this model reads text: name a file of text")
         yield from rows.pixels
         return
     for row in rows:
-        if isinstance(row, Pair):
-            yield (row.source, row.target) if both else row.source
-        elif isinstance(row, Tagged):
-            yield " ".join(row.words)
-        elif isinstance(row, Question):
-            yield row.context
-        elif isinstance(row, Chunk | Labelled):
-            yield row.text
-
-
-def _show(console: Any, listed: list[Memory], found: Memories, whole: bool) -> None:
-    """A list of neurons; those that were asked for by name, whole."""
-    for memory in listed if whole else ():
-        console.print(_neuron_table(memory))
-    if not whole:
-        console.print(_list_table(listed))
-    _show_note(console, found)
+        if isinstance(row, Pair) and both:
+            yield row.source, row.target
+        else:
+            yield row.context if isinstance(row, Question) else row.texts()[0]
 
 
 def _list_table(listed: list[Memory]) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        "neuron",
-        "agreement",
-        "chance",
-        "highest",
-        "promotes",
-        "fired by",
-        title="what fires neurons, and what they promote",
-    )
+    rows: list[Any] = []
     for memory in listed:
-        promoted = Text(" ".join(name for name, _ in memory.promoted[:SHOWN]))
         shares = ("-" if value is None else f"{value:.0%}" for value in (memory.agreement, memory.chance))
+        promoted = " ".join(name for name, _ in memory.promoted[:SHOWN])
         contexts = Text("\n").join([_context(context) for context in memory.contexts[:SHOWN]])
-        table.add_row(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts, end_section=True)
-    return table
+        rows += [(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts), ()]
+    headings = ("neuron", ">agreement", ">chance", ">highest", "promotes", "fired by")
+    return table("what fires neurons, and what they promote", headings, rows)
 
 
 def _neuron_table(memory: Memory) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    agreed = (
-        ""
-        if memory.agreement is None
-        else f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    fired = [
+        (f"{context.activation:.3f}", _context(context), context.answer or "") for context in memory.contexts
+    ]
+    promoted, suppressed = (
+        [(name, f"{value:+.3f}") for name, value in side] for side in (memory.promoted, memory.suppressed)
     )
-    table = Table(
-        "activation",
-        "fired by",
-        "goes on with",
-        "promotes",
-        "",
-        "suppresses",
-        "",
-        title=f"neuron {memory.name}{agreed}",
-    )
-    for row in range(max(len(memory.contexts), len(memory.promoted))):
-        fired: list[Any] = ["", "", ""]
-        if row < len(memory.contexts):
-            context = memory.contexts[row]
-            fired = [f"{context.activation:.3f}", _context(context), Text(context.answer or "")]
-        said: list[Any] = []
-        for side in (memory.promoted, memory.suppressed):
-            said += [Text(side[row][0]), f"{side[row][1]:+.3f}"] if row < len(side) else ["", ""]
-        table.add_row(*fired, *said)
-    return table
+    agreed = f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    title = f"neuron {memory.name}{'' if memory.agreement is None else agreed}"
+    headings = (">activation", "fired by", "goes on with", "promotes", ">", "suppresses", ">")
+    return table(title, headings, _side_by_side((3, fired), (2, promoted), (2, suppressed)))
 
 
-def _context(context: Any) -> Any:
-    """A place of the corpus on one line, its token marked."""
+def _search_table(hits: Found) -> Table:
+    promoting = [(name, f"{score:+.3f}") for name, score in hits.promoting]
+    fired = [(name, f"{share:.0%}", f"{highest:.2f}") for name, share, highest in hits.fired]
+    headings = ("promoted by", ">score", "fires", ">share of contexts", ">highest")
+    return table(f"neurons and the token {hits.token}", headings, _side_by_side((2, promoting), (3, fired)))
+
+
+def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
+    """Join lists of rows, each with its number of cells; a list that has ended gives empty cells."""
+    for parts in zip_longest(*(rows for _, rows in lists)):
+        yield [cell for part, (width, _) in zip(parts, lists) for cell in part or [""] * width]
+
+
+def _context(context: Any) -> Text:
+    """Return a place of the corpus on one line, its token marked."""
     from rich.text import Text
 
     from clearhead.tokens.labels import VISIBLE
@@ -213,33 +193,3 @@ def _context(context: Any) -> Any:
     breaks = str.maketrans({sign: shown for sign, shown in VISIBLE.items() if sign != " "})
     before, token, after = (part.translate(breaks) for part in (context.before, context.token, context.after))
     return Text.assemble(before[-SIDE:], (f"⟦{token}⟧", "bold"), after[:SIDE])
-
-
-def _show_search(console: Any, said: Found, found: Memories) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        "promoted by",
-        "score",
-        "fires",
-        "share of contexts",
-        "highest",
-        title=Text(f"neurons and the token {said.token}"),
-    )
-    for row in range(max(len(said.promoting), len(said.fired))):
-        first = said.promoting[row] if row < len(said.promoting) else None
-        second = said.fired[row] if row < len(said.fired) else None
-        left = (first[0], f"{first[1]:+.3f}") if first else ("", "")
-        right = (second[0], f"{second[1]:.0%}", f"{second[2]:.2f}") if second else ("", "", "")
-        table.add_row(*left, *right)
-    console.print(table)
-    _show_note(console, found)
-
-
-def _show_note(console: Any, found: Memories) -> None:
-    depth = f" Agreement: the answer is among the first {found.depth} promoted." if found.agrees else ""
-    console.print(
-        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}", highlight=False
-    )
-    console.print(f"Promoted tokens: {found.note}.", highlight=False)

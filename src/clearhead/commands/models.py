@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from clearhead.commands.common import Folder, Json, show_result
+import clearhead as ch
+from clearhead.commands.common import Dtype, Folder, Json, load_model, option, show_result
+from clearhead.errors import CheckpointError, ConfigError, InputError, nearest
+from clearhead.report import check_table, cost_table
 
 SLOW = 2.0  # seconds after which a row of the suite is worth a line
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def demo(
-    seed: Annotated[int, arg(help="of both models")] = 0,
-    steps: Annotated[int, arg(help="of the first training; the second takes 1.5 times as many")] = 400,
-    out: Annotated[Path | None, arg(help="folder for the models; default: a temporary one")] = None,
+    seed: Annotated[int, option("random seed of both models")] = 0,
+    steps: Annotated[int, option("steps of the first training; the second takes 1.5 times as many")] = 400,
+    out: Annotated[Path | None, option("folder for the models; default: a temporary one")] = None,
 ) -> None:
-    """The tour: train a small GPT and a date reader live, sample, see where it looks, read a cost table, run the equality checks.
+    """Take the tour: train two small models, generate, see where they look, read their cost, check them.
 
     For example:
       clearhead demo
@@ -34,44 +39,39 @@ def demo(
 def cost(
     model: Annotated[
         Positional[str],
-        arg(metavar="CONFIG|DIR|PRESET", help="a config's JSON file, a model directory, or a preset"),
+        option("a config's JSON file, a model directory, or a preset", metavar="CONFIG|DIR|PRESET"),
     ],
-    length: Annotated[int | None, arg(help="tokens per row; default: the longest the model takes")] = None,
-    batch: Annotated[int, arg(help="rows")] = 1,
+    length: Annotated[int | None, option("tokens per row; default: the longest the model takes")] = None,
+    batch: Annotated[int, option("rows in a batch")] = 1,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], arg(help="of weights, activations and cache")
+        Literal["float32", "bfloat16", "float16"], option("dtype of weights, activations and cache")
     ] = "float32",
     json: Json = False,
 ) -> None:
-    """What a model will take: parameters, FLOPs, memory and cache, from its config alone.
+    """Count what a model will take: parameters, FLOPs, memory and cache, from its config alone.
 
     For example:
       clearhead cost gpt2
       clearhead cost llama-3-8b --length 8192 --dtype bfloat16
       clearhead cost my-model/ --json
     """
-    from clearhead.costs import cost as cost_of
-    from clearhead.report import cost_table
-
-    figures = cost_of(_config(model), length=length, batch=batch, dtype=dtype)
-    show_result(figures.to_dict(), json, lambda console: console.print(cost_table(figures, model)))
+    figures = ch.cost(_config(model), length=length, batch=batch, dtype=dtype)
+    show_result(figures.to_dict(), json, [cost_table(figures, model)])
 
 
 def check(
     folder: Folder,
-    reference: Annotated[
-        bool, arg(help="compare with transformers too: logits and 50 greedy tokens")
-    ] = False,
+    reference: Annotated[bool, option("compare with transformers too: logits and 50 greedy tokens")] = False,
     device: Annotated[
-        str, arg(help="where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")
+        str, option("where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")
     ] = "cpu",
-    compile: Annotated[bool, arg(help="compare with the compiled model too: 15 seconds and more")] = False,
+    compile: Annotated[bool, option("compare with the compiled model too: 15 seconds and more")] = False,
     large: Annotated[
-        bool, arg(help="above 500 million parameters, run the rows that copy the model too")
+        bool, option("above 500 million parameters, run the rows that copy the model too")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Prove a model right, here: the equality suite on this model and this machine. Exit code 1 if a row fails.
+    """Run the equality suite on a model, on this machine. The exit code is 1 if a row fails.
 
     For example:
       clearhead check my-model/
@@ -79,50 +79,36 @@ def check(
       clearhead check my-model/ --device cuda --compile
       clearhead check my-model/ --json
     """
-    from clearhead.bundle import load
-    from clearhead.inside.checks import check as run
-    from clearhead.report import check_table
-    from clearhead.training.precision import best_device
-
-    loaded = load(folder)
-    loaded.model.to(best_device(device))
-    with _progress() as on_row:
-        rows = run(loaded, reference, compile=compile, large=large, on_row=on_row)
-    failed = [row for row in rows if not row.passed]
+    model = load_model(folder, device=device)
+    with _checking() as on_row:
+        rows = ch.check(model, reference, compile=compile, large=large, on_row=on_row)
+    failed = sum(not row.passed for row in rows)
     skipped = sum(row.verdict == "skipped" for row in rows)
-    body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    asked = {
+    took = sum(row.seconds for row in rows)
+    summary = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
+    left_out = {
         "--reference: transformers on the same directory": reference,
         "--compile: the compiled model": compile,
     }
-    left_out = [what for what, given in asked.items() if not given]
-
-    def show(console: Any) -> None:
-        console.print(check_table(rows))
-        took = sum(row.seconds for row in rows)
-        summary = f"{len(rows) - len(failed) - skipped} of {len(rows)} equal, {len(failed)} failed, {skipped} skipped, in {took:.0f} s."
-        console.print(
-            f"{summary} Not asked for: {'; '.join(left_out)}." if left_out else summary, highlight=False
-        )
-
-    show_result(body, json, show)
+    hints = "; ".join(what for what, asked in left_out.items() if not asked)
+    last = f"{summary}, in {took:.0f} s." + (f" Not asked for: {hints}." if hints else "")
+    body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
+    show_result(body, json, [check_table(rows), last])
     if failed:
         sys.exit(1)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Any], None]]:
-    """Say on stderr what is being checked: one live line on a terminal, elsewhere a line for each row that took its time."""
+def _checking() -> Iterator[Callable[[Any], None]]:
+    """Give a function that shows on stderr which row is checked; without a terminal, the slow rows."""
     from rich.console import Console
     from rich.text import Text
-
-    from clearhead.inside.checks.row import Check
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
 
         def tell(row: Any) -> None:
-            if isinstance(row, Check) and row.seconds > SLOW:
+            if isinstance(row, ch.Check) and row.seconds > SLOW:
                 console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
 
         yield tell
@@ -133,77 +119,58 @@ def _progress() -> Iterator[Callable[[Any], None]]:
 
 def convert(
     source: Annotated[
-        Positional[Path], arg(metavar="IN", help="a model directory, clearhead's or Hugging Face's")
+        Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="IN")
     ],
-    target: Annotated[Positional[Path], arg(metavar="OUT", help="the directory to write")],
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, arg(help="of the weights; default: as they are")
-    ] = None,
-    shard_size: Annotated[str, arg(help="largest file, such as 500MB or 5GB")] = "5GB",
-    overwrite: Annotated[bool, arg(help="write into OUT although it holds a model already")] = False,
+    target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
+    dtype: Dtype = None,
+    shard_size: Annotated[str, option("largest file, such as 500MB or 5GB")] = "5GB",
+    overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
     json: Json = False,
 ) -> None:
-    """Write a model as the Hugging Face architecture that is exactly it; where there is none, say why.
+    """Save a model as the Hugging Face architecture that is exactly it, or explain why there is none.
 
     For example:
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
     """
-    import torch
-
-    from clearhead.bundle import load
-    from clearhead.errors import CheckpointError
-    from clearhead.hub.checkpoint import explain_export
-
     if (target / "config.json").exists() and not overwrite:
         raise CheckpointError(f"{target} holds a model already: choose another directory, or add --overwrite")
     limit = _bytes(shard_size)
-    loaded = load(source)
-    loaded.save(target, dtype=getattr(torch, dtype) if dtype else None, shard_size=limit)
-    saved_as, note = explain_export(loaded.config, loaded.description)
+    import torch
+
+    from clearhead.hub.checkpoint import explain_export
+
+    model = load_model(source)
+    model.save(target, dtype=getattr(torch, dtype) if dtype else None, shard_size=limit)
+    saved_as, note = explain_export(model.config, model.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
-    show_result(
-        body,
-        json,
-        lambda console: console.print(
-            f"saved {target} as {saved_as}{': ' + note if note else ''}", highlight=False
-        ),
-    )
+    show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
 
 
-def _config(name: str) -> Any:
-    """A config from a JSON file, a model directory or a preset's name."""
-    from clearhead.config import ModelConfig
-    from clearhead.errors import ConfigError, nearest
-    from clearhead.hub.checkpoint import describe
-    from clearhead.presets import PRESETS
-
+def _config(name: str) -> ch.ModelConfig:
+    """Return the config of a JSON file, of a model directory or of a preset."""
     path = Path(name)
     if path.is_dir():
+        from clearhead.hub.checkpoint import describe
+
         return describe(path).config
     if path.is_file():
         try:
-            return ModelConfig.from_json(path.read_text(encoding="utf-8"))
+            return ch.ModelConfig.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
-    if name not in PRESETS:
-        raise ConfigError(
-            f'"{name}" is no file, directory or preset{nearest(name, PRESETS)}: presets are {", ".join(PRESETS)}'
-        )
-    return PRESETS[name]
+    if name not in ch.PRESETS:
+        close, known = nearest(name, ch.PRESETS), ", ".join(ch.PRESETS)
+        raise ConfigError(f'"{name}" is no file, directory or preset{close}: presets are {known}')
+    return ch.PRESETS[name]
 
 
 def _bytes(text: str) -> int:
-    """A number of bytes from text such as 500MB."""
-    from clearhead.errors import InputError
-
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
-    upper = text.strip().upper()
-    unit = next((unit for unit in sorted(units, key=len, reverse=True) if upper.endswith(unit)), "")
-    number = upper.removesuffix(unit).strip()
+    """Return the number of bytes in a text such as 500MB."""
+    found = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", text.strip().upper())
     try:
-        size = int(float(number) * units.get(unit, 1))
-    except ValueError:
+        size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    except (KeyError, ValueError):
         size = 0
     if size < 1:
         raise InputError(f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
@@ -13,21 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from clearhead.commands.common import Json
+import clearhead as ch
+from clearhead.commands.common import DATA, Json, option, show_result
 from clearhead.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from clearhead.training.events import Event, Stepped
 
-    from clearhead.training.events import Event
+EVERY = 10  # seconds between the lines of a run without a terminal
+LONGEST = 160  # letters of a sample
 
 
 def train(
-    data: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="DATA", help="files, folders, globs, or an embedded corpus")
-    ] = (),
-    recipe: Annotated[str | None, arg(help="a recipe's name or .toml file; default: by the data")] = None,
-    out: Annotated[Path | None, arg(help="folder to write; default: runs/ and the name of the data")] = None,
+    data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")] = (),
+    recipe: Annotated[str | None, option("a recipe's name or .toml file; default: by the data")] = None,
+    out: Annotated[Path | None, option("folder to write; default: runs/ and the name of the data")] = None,
     set: Annotated[
         UseAppendAction[tuple[str, ...]],
         arg(
@@ -35,11 +37,11 @@ def train(
             help="change the recipe, such as train.steps=2000; each run's train.toml explains the keys",
         ),
     ] = (),
-    resume: Annotated[Path | None, arg(metavar="DIR", help="go on with the run in this folder")] = None,
-    overwrite: Annotated[bool, arg(help="remove an earlier run in the output folder")] = False,
+    resume: Annotated[Path | None, option("go on with the run in this folder", metavar="DIR")] = None,
+    overwrite: Annotated[bool, option("remove an earlier run in the output folder")] = False,
     json: Json = False,
 ) -> None:
-    """Train a model from your own files; what they are is guessed, and said. Without DATA: lists what comes along.
+    """Train a model from your own files, whose format is guessed. Without DATA, list the corpora and recipes.
 
     For example:
       clearhead train my.txt
@@ -48,20 +50,17 @@ def train(
       clearhead train train.en train.de --recipe original-transformer --set train.steps=5000
       clearhead train --resume runs/my
     """
-    from clearhead.training.recipe import read_recipe
-    from clearhead.training.run import train as run
-
-    if not data and resume is None and not read_recipe(recipe, set).data.paths:
+    if not data and resume is None and not ch.read_recipe(recipe, set).data.paths:
         if recipe is not None or set or out is not None:
             raise InputError(
-                "name the data to train on: files, folders or a corpus; clearhead train alone lists what comes along"
+                "name the data to train on: files, folders or a corpus; clearhead train alone lists them"
             )
         _list(json)
         return
     watcher = Watcher()
-    with Stopper() as stopper:
+    with _stopping() as signals:
         try:
-            done = run(
+            done = ch.train(
                 data,
                 recipe=recipe,
                 out=out,
@@ -69,94 +68,80 @@ def train(
                 resume=resume,
                 overwrite=overwrite,
                 on_event=watcher,
-                stop=lambda: stopper.asked,
+                stop=lambda: bool(signals),
             )
         finally:
             watcher.close()
+    folder = quote(str(done.folder))
     if done.reason == "stopped":
-        print(
-            f"stopped at step {done.step}, saved; go on with: clearhead train --resume {quote(str(done.folder))}",
-            file=sys.stderr,
-        )
-        sys.exit(130 if stopper.signal == signal.SIGINT else 143)
+        resuming = f"go on with: clearhead train --resume {folder}"
+        print(f"stopped at step {done.step}, saved; {resuming}", file=sys.stderr)
+        sys.exit(128 + signals[0])
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
-    if json:
-        print(json_.dumps(body, indent=2))
-    else:
-        print(summary(body, done.model))
+    best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
+    show_result(body, json, [best, f"saved {folder}", *_next_steps(done.model, folder)])
 
 
-def summary(body: dict[str, Any], loaded: Any) -> str:
-    """The last words of a run: what came out and what to try."""
-    head, family, folder = loaded.config.head, loaded.config.family, quote(body["folder"])
-    figures = "  ".join(f"{name} {value:.4f}" for name, value in body["metrics"].items() if name != "step")
-    writes = (
-        f"translate {folder} TEXT"
-        if family == "encoder-decoder"
-        else f"generate {folder} TEXT --temperature 0.8"
-    )
-    use = {
-        "lm": f"clearhead {writes}",
-        "mlm": f"clearhead fill {folder} TEXT",
-        "classifier": f"clearhead classify {folder} {'TEXT' if loaded.tokenizer is not None else 'IMAGE'}",
-        "tagger": f"clearhead tag {folder} TEXT",
-        "span": f"clearhead answer {folder} QUESTION CONTEXT",
-    }[head]
-    best = f"best at step {body['metrics']['step']}: {figures}" if body["metrics"] else ""
-    return f"{best}\nsaved {folder}\ntry   {use}\n      clearhead check {folder}"
+def _next_steps(model: ch.Model, folder: str) -> list[str]:
+    """Return commands to try on a model that has just been trained."""
+    from clearhead.evaluation.evaluate import task_for
+    from clearhead.tasks.table import task_named
+
+    use = task_named(task_for(model, None)).command.format(folder=folder)
+    return [f"try   clearhead {use}", f"      clearhead check {folder}"]
+
+
+def _figures(metrics: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "step")
 
 
 def _list(json: bool) -> None:
-    """The corpora and recipes that come along."""
+    """List the corpora and recipes that come with clearhead."""
     from clearhead.data.corpora import CORPORA
     from clearhead.training.recipe import recipe_names
 
     corpora = {name: corpus.sentence for name, corpus in CORPORA.items()}
     recipes = recipe_names()
-    if json:
-        print(json_.dumps({"corpora": corpora, "recipes": recipes}, indent=2))
-        return
-    print("clearhead train FILE ...     trains on your files; or on one of these:")
-    for name, sentence in corpora.items():
-        print(f"  {name:<22} {sentence}")
-    print("\n--recipe NAME                how; without it, by what the data are:")
-    for name, sentence in recipes.items():
-        print(f"  {name:<22} {sentence}")
+    corpus_lines, recipe_lines = (
+        [f"  {name:<22} {sentence}" for name, sentence in listed.items()] for listed in (corpora, recipes)
+    )
+    lines = ["clearhead train FILE ...     trains on your files; or on one of these:", *corpus_lines]
+    lines += ["\n--recipe NAME                how; without it, by what the data are:", *recipe_lines]
+    show_result({"corpora": corpora, "recipes": recipes}, json, lines)
 
 
-class Stopper:
-    """Turns the first Ctrl-C or SIGTERM into a request to save and stop; the second Ctrl-C stops at once."""
+@contextmanager
+def _stopping() -> Iterator[list[signal.Signals]]:
+    """Give a list that the first Ctrl-C or SIGTERM goes into, as a request to save and stop.
 
-    def __init__(self) -> None:
-        self.asked, self.signal = False, signal.SIGINT
-        self.before: dict[signal.Signals, Any] = {}
+    A second Ctrl-C stops at once.
+    """
+    received: list[signal.Signals] = []
 
-    def __enter__(self) -> Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._ask)
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+    def ask(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked, self.signal = True, signal.Signals(number)
-        print(
-            "\nstopping after this step and saving; Ctrl-C again stops at once", file=sys.stderr, flush=True
-        )
+        received.append(signal.Signals(number))
+        note = "\nstopping after this step and saving; Ctrl-C again stops at once"
+        print(note, file=sys.stderr, flush=True)
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Watcher:
-    """Shows a run on stderr: a live line in a terminal, else a plain line now and then."""
+    """Shows a run on stderr: a live panel in a terminal, else a line now and then."""
 
     def __init__(self) -> None:
         from rich.console import Console
+        from rich.live import Live
 
-        self.console: Console = Console(stderr=True, highlight=False)
-        self.live: Any = None
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.live = Live(console=self.console, refresh_per_second=8, transient=True)
         self.last = 0.0
         self.validated = ""
 
@@ -168,24 +153,22 @@ class Watcher:
             case events.Said(line):
                 self.say(line)
             case events.Started():
-                also = "" if event.trainable == event.parameters else f", {event.trainable:,} of them trained"
-                self.say(
-                    f"{event.task}: {event.parameters:,} parameters{also}, {event.steps:,} steps on {event.device} -> {event.folder}"
-                )
+                all_trained = event.trainable == event.parameters
+                also = "" if all_trained else f", {event.trainable:,} of them trained"
+                size = f"{event.parameters:,} parameters{also}, {event.steps:,} steps"
+                self.say(f"{event.task}: {size} on {event.device} -> {event.folder}")
             case events.Stepped():
                 self.step(event)
             case events.Validated():
-                self.validated = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
-                self.say(
-                    f"step {event.step:,}  validation  {self.validated}{'  (best so far)' if event.best else ''}"
-                )
+                self.validated = _figures(event.metrics)
+                best = "  (best so far)" if event.best else ""
+                self.say(f"step {event.step:,}  validation  {self.validated}{best}")
                 for sample in event.samples:
-                    self.say(f"    {shortened(sample)}")
-            case events.Saved() | events.Finished():
-                pass
+                    line = sample.replace("\n", "⏎")
+                    self.say(f"    {line if len(line) <= LONGEST else line[: LONGEST - 1] + '…'}")
 
-    def step(self, event: Any) -> None:
-        """The figures of a step; without a terminal, every ten seconds."""
+    def step(self, event: Stepped) -> None:
+        """Show the figures of a step; without a terminal, every ten seconds."""
         words = [
             f"step {event.step:,}/{event.steps:,}",
             f"loss {event.loss:.4f}",
@@ -194,52 +177,30 @@ class Watcher:
             f"{event.tokens_per_second:,.0f} tok/s",
             *([f"MFU {event.mfu:.1%}"] if event.mfu is not None else []),
             f"{event.memory / 2**30:.1f} GiB",
-            f"{_clock(event.left)} left",
+            f"{timedelta(seconds=round(event.left))} left",
         ]
         line = "  ".join(words)
         if self.console.is_terminal:
             self.show(line, event.step / event.steps)
-        elif time.monotonic() - self.last > 10 or event.step in (1, event.steps):
+        elif time.monotonic() - self.last > EVERY or event.step in (1, event.steps):
             self.last = time.monotonic()
             self.say(line)
 
     def show(self, line: str, share: float) -> None:
-        """The live panel."""
-        from rich.live import Live
+        """Update the live panel."""
+        from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
 
-        grid = Table.grid(expand=True)
-        grid.add_row(line)
-        grid.add_row(ProgressBar(total=1.0, completed=share))
-        if self.validated:
-            grid.add_row(f"validation  {self.validated}")
-        if self.live is None:
-            self.live = Live(console=self.console, refresh_per_second=8, transient=True)
-            self.live.start()
-        self.live.update(Panel(grid, title="training", border_style="dim"))
+        more = [f"validation  {self.validated}"] if self.validated else []
+        shown = Group(line, *more, ProgressBar(total=1.0, completed=share))
+        self.live.start()
+        self.live.update(Panel(shown, title="training", border_style="dim"))
 
     def say(self, line: str) -> None:
-        """A line that stays."""
-        from rich.text import Text
-
-        self.console.print(Text(line), soft_wrap=True)
+        """Print a line that stays."""
+        self.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
-
-
-def shortened(text: str, width: int = 160) -> str:
-    """One line of a sample, line breaks visible."""
-    line = text.replace("\n", "⏎")
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        self.live.stop()

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Folder
-from clearhead.commands.inputs import Item, Reading, Text
+from clearhead.commands.texts import Input, Options, Text, TextOptions
 
-Options = Annotated[Reading, arg(name="")]  # its flags without a prefix
 Prompt = Annotated[
     Positional[str | None],
     arg(
@@ -56,7 +55,7 @@ def generate(
         int | None, arg(help="report log-probabilities, and so many of the best tokens at each step")
     ] = None,
     stream: Annotated[bool, arg(help="print the text as it grows")] = False,
-    options: Options = Reading(),  # noqa: B008
+    options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Continue a text.
 
@@ -90,7 +89,7 @@ def generate(
     more |= {"on_text": lambda number, new: print(new, end="", flush=True)} if live else {}
     goes_on = loaded.config.family != "encoder-decoder"  # the new text goes on from the prompt
 
-    def work(batch: list[Item]) -> list[Any]:
+    def work(batch: list[Input]) -> list[Any]:
         if live and goes_on:
             print(batch[0].fields["prompt"], end="", flush=True)
         made = loaded.generate(
@@ -107,7 +106,7 @@ def generate(
         )
         return list(made)  # type: ignore[arg-type]
 
-    def line(item: Item, made: Any) -> str:
+    def line(item: Input, made: Any) -> str:
         lead = item.fields["prompt"] if goes_on else ""
         return (
             ""
@@ -126,7 +125,7 @@ def _generated(name: str) -> Any:
         extra = {"logprobs": one.logprobs, "alternatives": one.alternatives, "score": one.score}
         return shown | {key: value for key, value in extra.items() if value is not None}
 
-    def body(item: Item, made: Any) -> dict[str, Any]:
+    def body(item: Input, made: Any) -> dict[str, Any]:
         several = isinstance(made, list)
         return {
             name: item.fields[name],
@@ -148,7 +147,7 @@ def translate(
     length_penalty: Annotated[
         float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")
     ] = None,
-    options: Options = Reading(),  # noqa: B008
+    options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Translate, or whatever else an encoder-decoder was trained to make of a text.
 
@@ -159,13 +158,13 @@ def translate(
     """
     loaded = options.load(folder)
 
-    def work(batch: list[Item]) -> list[Any]:
+    def work(batch: list[Input]) -> list[Any]:
         made: list[Any] = loaded.translate(
             [item.fields["text"] for item in batch], max_new_tokens, beams, length_penalty
         )
         return made
 
-    def body(item: Item, made: Any) -> dict[str, Any]:
+    def body(item: Input, made: Any) -> dict[str, Any]:
         return {"source": item.fields["text"], **_generated("text")(item, made)}
 
     options.run({"text": text}, work, body, lambda item, made: str(made.text))
@@ -175,7 +174,7 @@ def score(
     folder: Folder,
     text: Text = None,
     source: Annotated[str | None, arg(help="what the encoder reads, for an encoder-decoder")] = None,
-    options: Options = Reading(),  # noqa: B008
+    options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """How probable a model finds a text: log-probability of each token, total, perplexity.
 
@@ -187,10 +186,10 @@ def score(
 
     loaded = options.load(folder)
 
-    def work(batch: list[Item]) -> list[Any]:
+    def work(batch: list[Input]) -> list[Any]:
         return [loaded.score(item.fields["text"], item.fields.get("source", source)) for item in batch]
 
-    def body(item: Item, made: Any) -> dict[str, Any]:
+    def body(item: Input, made: Any) -> dict[str, Any]:
         named = {"text": item.fields["text"], "ids": made.ids, "logprobs": made.logprobs}
         return {**named, "total": made.total, "perplexity": made.perplexity}
 

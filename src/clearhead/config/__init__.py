@@ -1,7 +1,8 @@
-"""`ModelConfig`: everything that decides what a Transformer is, in one frozen, validated, serialisable dataclass.
+"""`ModelConfig`: everything that decides what a Transformer is, as one frozen, serialisable dataclass.
 
-`fields` lists what may be set, `resolve` derives the rest, `checks` refuses what does not fit. A built config shows the
-value that holds in every field and remembers which of them were given: `replace` derives the others anew.
+`fields` lists what may be set, `resolve` derives the rest, `checks` refuses what does not fit. Every field of
+a built config has its final value. The config remembers which were given, and `replace` derives the others
+anew.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Fields):
-    """A Transformer, described. `Fields` has a comment beside every field."""
+    """The description of a Transformer; `Fields` explains every field."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -57,7 +58,7 @@ class ModelConfig(Fields):
 
     @property
     def derived(self) -> frozenset[str]:
-        """Names of the fields that nobody gave a value: theirs follow from the others."""
+        """Names of the fields that were not given: their values follow from the others."""
         return frozenset(vars(self)["_free"])
 
     @functools.cached_property
@@ -76,7 +77,7 @@ class ModelConfig(Fields):
 
     @property
     def stacks(self) -> tuple[StackSpec, ...]:
-        """The stacks there are, in the order of the forward pass."""
+        """The encoder and the decoder, those that exist, in the order of the forward pass."""
         return tuple(stack for stack in (self.encoder, self.decoder) if stack is not None)
 
     @property
@@ -86,12 +87,12 @@ class ModelConfig(Fields):
 
     @functools.cached_property
     def readout(self) -> HeadSpec:
-        """The head."""
+        """The specification of the head."""
         return head_spec(self)
 
     @property
     def n_patches(self) -> int:
-        """Patches of one image (patch models)."""
+        """Number of patches of one image, for a model that reads patches."""
         return self.stacks[0].n_patches
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -99,10 +100,8 @@ class ModelConfig(Fields):
         check_names(ModelConfig, changes)
         return dataclasses.replace(self, **{**dict.fromkeys(self.derived), **changes})
 
-    # JSON -----------------------------------------------------------------------------------------------------------
-
     def to_dict(self, derived: bool = False) -> dict[str, Any]:
-        """Return plain JSON values of the fields that were given; with `derived`, also of those that were not."""
+        """Return the given fields as JSON values; with `derived`, all fields."""
         values: dict[str, Any] = {"family": self.family}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
@@ -112,12 +111,12 @@ class ModelConfig(Fields):
         return values
 
     def to_json(self) -> str:
-        """Return a JSON text that `from_json` reads back into an equal config."""
+        """Return the text that `from_json` reads back into an equal config."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Build a config from plain JSON values; an unknown name is an error that suggests the nearest known one."""
+        """Build a config from JSON values; an unknown name raises an error that suggests the nearest one."""
         return from_plain(cls, values)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Cross-checks of a config: each refusal is one line with the value, what is allowed and the way out."""
+"""Checks of a config: each error is one line with the value, what is allowed and the way out."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from collections.abc import Sequence
 from clearhead.config.fields import Fields, StackSpec
 from clearhead.errors import ConfigError, nearest
 
-MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # what no model comes near
+MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # far beyond any model
 LAYERS = ("n_layers", "n_encoder_layers")
-WIDTHS = (
-    "d_model",
-    "n_heads",
-    "n_kv_heads",
-    "n_encoder_heads",
-    "d_head",
-    "d_encoder_head",
-    "d_value",
-    "d_ff",
-)
-SIZES = (*LAYERS, *WIDTHS, "d_encoder_ff", "d_embedding")
+HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
+WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
+SIZES = (*LAYERS, *HEADS, *WIDTHS)
 COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
 ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap")
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
@@ -34,18 +26,15 @@ def check_given(config: Fields) -> None:
         _refuse(given[name] < 1, f"{name} {given[name]} must be 1 or more")
     for name in given.keys() & set(SIZES):
         most = MOST_LAYERS if name in LAYERS else MOST_WIDE
-        _refuse(
-            given[name] > most, f"{name} {given[name]:,} is more than any model has: {most:,} is the most"
-        )
+        above = given[name] > most
+        _refuse(above, f"{name} {given[name]:,} is more than any model has: {most:,} is the most")
     for name in ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset"):
         _refuse(given[name] < 0, f"{name} {given[name]} must be 0 or more")
     for name in given.keys() & set(ABOVE_ZERO):
         _refuse(given[name] <= 0, f"{name} {given[name]} must be above 0")
     for name in given.keys() & set(PROBABILITIES):
-        wrong = not 0 <= given[name] < 1
-        _refuse(
-            wrong, f"{name} {given[name]} is not a probability: choose 0 (off) up to, but not including, 1"
-        )
+        wrong, way_out = not 0 <= given[name] < 1, "choose 0 (off) up to, but not including, 1"
+        _refuse(wrong, f"{name} {given[name]} is not a probability: {way_out}")
     _refuse(config.init_std < 0, f"init_std {config.init_std} must be 0 or more: 0.02 is usual")
     _refuse(config.norm_eps <= 0, f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual")
     bias = config.norm == "rmsnorm" and config.norm_bias
@@ -63,13 +52,12 @@ def check_given(config: Fields) -> None:
             "parallel has no place for cross-attention: choose family decoder or encoder, or parallel false",
         )
         place = config.norm_position
-        _refuse(
-            place not in ("pre", "sandwich"), f"parallel needs norm_position pre or sandwich, not {place}"
-        )
+        wrong = place not in ("pre", "sandwich")
+        _refuse(wrong, f"parallel needs norm_position pre or sandwich, not {place}")
 
 
 def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
-    """Check what holds between fields, once all of them are decided."""
+    """Check the fields against each other, once all of them have values."""
     _check_attention(config, stacks)
     _check_rope(config, stacks)
     _check_pruned(config, stacks)
@@ -126,10 +114,8 @@ def _check_rope(config: Fields, stacks: Sequence[StackSpec]) -> None:
         )
         for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
             count = len(getattr(scaling, name))
-            _refuse(
-                count != pairs,
-                f"rope scaling {name} lists {count} numbers, and {pairs} pairs are rotated: give one for each",
-            )
+            listed = f"rope scaling {name} lists {count} numbers, and {pairs} pairs are rotated"
+            _refuse(count != pairs, f"{listed}: give one for each")
 
 
 def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
@@ -155,7 +141,8 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
         )
     _refuse(
         config.pruned_heads and config.qk_norm == "full",
-        "pruned_heads would change the norm that qk_norm full takes over all heads: choose qk_norm head or none",
+        "pruned_heads would change the norm that qk_norm full takes over all heads: "
+        "choose qk_norm head or none",
     )
     for stack, part in itertools.product(stacks if config.pruned_heads else (), ("attention", "cross")):
         for layer, block in enumerate(stack.block_of):
@@ -163,8 +150,8 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
             one, other = (stack.heads_of(f"{stack.prefix}blocks.{n}.{part}") for n in (first, layer))
             _refuse(
                 one != other,
-                f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between them: "
-                "name the same heads for both",
+                f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between "
+                "them: name the same heads for both",
             )
 
 
@@ -178,7 +165,8 @@ def _check_embedding(config: Fields) -> None:
     predicts = head in ("lm", "mlm")
     _refuse(
         config.input != "tokens" and not both and predicts,
-        f"head {head} predicts ids and input is {config.input}: choose head classifier, tagger, embedding or none",
+        f"head {head} predicts ids and input is {config.input}: "
+        "choose head classifier, tagger, embedding or none",
     )
     reads = config.input == "tokens" or both or predicts
     missing = reads and config.vocab_size < 1
@@ -186,8 +174,8 @@ def _check_embedding(config: Fields) -> None:
     shared = both and config.input == "tokens" and config.share_embeddings
     _refuse(
         shared and config.source_vocab_size != config.vocab_size,
-        f"share_embeddings needs one vocabulary, and source_vocab_size {config.source_vocab_size} differs from "
-        f"vocab_size {config.vocab_size}: set share_embeddings false",
+        f"share_embeddings needs one vocabulary, and source_vocab_size {config.source_vocab_size} differs "
+        f"from vocab_size {config.vocab_size}: set share_embeddings false",
     )
     if config.input == "patches":
         _check_image(config)
@@ -197,7 +185,8 @@ def _check_embedding(config: Fields) -> None:
     _refuse(kernel % 2 == 0, f"conv_kernel {kernel} is even, and would shift the frames: choose an odd width")
     _refuse(
         config.class_token and config.input != "patches",
-        f"class_token belongs to input patches, and input is {config.input}: put a CLS id in the text instead",
+        f"class_token belongs to input patches, and input is {config.input}: "
+        "put a CLS id in the text instead",
     )
 
 
@@ -210,22 +199,21 @@ def _check_image(config: Fields) -> None:
         f"image_size {size} is not a whole number of patches of {patch}: change one of the two",
     )
     needed = (size[0] // patch) * (size[1] // patch) + config.class_token
+    table = config.positions == "learned" and config.family != "encoder-decoder"
     _refuse(
-        config.positions == "learned"
-        and config.family != "encoder-decoder"
-        and config.max_positions < needed,
+        table and config.max_positions < needed,
         f"max_positions {config.max_positions} is below the {needed} positions of one image: raise it",
     )
 
 
 def _check_head(config: Fields) -> None:
     head = config.head
-    _refuse(
-        head in ("classifier", "tagger") and config.n_classes < 1, f"head {head} needs n_classes, 1 at least"
-    )
+    missing = head in ("classifier", "tagger") and config.n_classes < 1
+    _refuse(missing, f"head {head} needs n_classes, 1 at least")
     _refuse(
         head == "mlm" and config.family != "encoder",
-        f"head mlm reads both sides of a mask and family is {config.family}: choose family encoder, or head lm",
+        f"head mlm reads both sides of a mask and family is {config.family}: "
+        "choose family encoder, or head lm",
     )
 
 

@@ -1,9 +1,8 @@
 """The fields of a config, and the specifications they become.
 
-`Fields` is what a user asks for. Its groups come in the order in which a reader meets the parts: size, embedding,
-positions, attention, feed-forward, norm, dropout, head, initialisation. A value of None means "derived from the
-rest"; `resolve` says how. `StackSpec` and `HeadSpec` are what the parts of a model are built from: everything there is
-decided, and None means "none", as in no window or no soft-cap.
+`Fields` is what a user asks for. A field that is None there is derived from the others, in `resolve`. The
+parts of a model are built from `StackSpec` and `HeadSpec`, where every value is final. None there means
+"none", as in no window or no soft-cap.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """What a user may say about a Transformer; every field has a comment beside it."""
+    """What a user may say about a Transformer."""
 
     # Size
     family: Family = "decoder"
@@ -200,9 +199,7 @@ class StackSpec:
     d_value: int
     d_ff: int
     pruned_heads: Mapping[str, tuple[int, ...]] = field(hash=False)
-    block_of: tuple[
-        int, ...
-    ]  # for each layer, the number of its block; layers that share weights have the same
+    block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
 
     input: Input
     vocab_size: int
@@ -262,24 +259,24 @@ class StackSpec:
 
     @property
     def n_patches(self) -> int:
-        """Patches of one image."""
+        """Number of patches of one image."""
         height, width = self.image_size
         return (height // self.patch_size) * (width // self.patch_size)
 
     def n_tokens(self, length: int) -> int:
-        """How many tokens the front makes of `length` inputs."""
+        """Return the number of tokens that the front makes of `length` inputs."""
         if self.input == "patches":
             return self.n_patches + self.class_token
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
 
     def heads_of(self, attention: str) -> tuple[int, ...]:
-        """The heads that pruning has left in the attention of this name."""
+        """Return the heads that pruning has left in the attention of this name."""
         gone = self.pruned_heads.get(attention, ())
         return tuple(head for head in range(self.n_heads) if head not in gone)
 
     def kv_heads_of(self, attention: str) -> int:
-        """How many key/value heads pruning has left there: heads go by whole groups."""
+        """Return the number of key/value heads left there; heads are pruned by whole groups."""
         return len(self.heads_of(attention)) * self.n_kv_heads // self.n_heads
 
 

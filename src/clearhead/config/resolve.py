@@ -1,4 +1,4 @@
-"""From what a user asks for to what parts are built from: derived values, then one specification for each stack."""
+"""Resolve a config: derive the fields that were not given, then the specifications of stacks and head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Spec = TypeVar("Spec", StackSpec, HeadSpec)
 
 
 def derive(config: Fields) -> dict[str, Any]:
-    """Return the value of each field that may be None, for when nobody sets it."""
+    """Return the default of each field that may be None, derived from the others."""
     both, D, H = config.family == "encoder-decoder", config.d_model, config.n_heads
     if config.d_head is None and D % H:
         fitting = ", ".join(str(n) for n in range(1, D + 1) if D % n == 0)
@@ -50,7 +50,7 @@ def derive(config: Fields) -> dict[str, Any]:
 
 
 def _encoder_d_head(config: Fields, d_head: int) -> int:
-    """Return the encoder's head width: where the decoder's heads divide d_model among them, the encoder's do too."""
+    """Return the encoder's head width: d_model / heads where the decoder's is, else the decoder's width."""
     D, heads = config.d_model, config.n_encoder_heads
     if heads is None or D % config.n_heads or d_head != D // config.n_heads:
         return d_head
@@ -60,7 +60,7 @@ def _encoder_d_head(config: Fields, d_head: int) -> int:
 
 
 def stack_specs(config: Fields) -> tuple[StackSpec | None, StackSpec | None]:
-    """Return the specifications of the encoder and the decoder; None for the one that the family does not have."""
+    """Return the specifications of encoder and decoder; None for a stack that the family lacks."""
     if config.family == "decoder":
         return None, _stack(config, causal=True)
     if config.family == "encoder":
@@ -94,7 +94,7 @@ def head_spec(config: Fields) -> HeadSpec:
 
 
 def _stack(config: Fields, **own: Any) -> StackSpec:
-    """Return the specification of a stack; `own` is where it differs from the config's fields."""
+    """Return the specification of a stack; `own` has the values that differ from the config's fields."""
     size: dict[str, Any] = {
         **{"prefix": "", "causal": False, "cross": False, "input": config.input},
         **{"n_layers": config.n_layers, "d_head": config.d_head},
@@ -103,7 +103,7 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
     layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
     tokens = size["input"] == "tokens"
-    # What follows from the width of a head follows from this stack's.
+    # A scale and a value width that follow from d_head follow from the d_head of this stack.
     scaled = config.d_head is not None and config.attention_scale == config.d_head**-0.5
     return _filled(
         StackSpec,
@@ -127,6 +127,6 @@ def _norm(config: Fields) -> NormSpec:
 
 
 def _filled(spec: type[Spec], config: Fields, **own: Any) -> Spec:
-    """Build a specification from its own values and, for the rest, from the config's fields of the same name."""
+    """Build a specification from `own` values and, for the rest, from fields of the same name."""
     names = (entry.name for entry in dataclasses.fields(spec))
     return spec(**{name: own[name] if name in own else getattr(config, name) for name in names})

@@ -1,4 +1,4 @@
-"""Which column plays which role: by name where there are names, by content where there are none."""
+"""Find which column plays which role: by name where there are names, by content where there are none."""
 
 from __future__ import annotations
 
@@ -6,86 +6,41 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
-from clearhead.data.examples import Shape
-from clearhead.data.plan import Task
+from clearhead.data.examples import LABELS, PAIRS, QUESTIONS, TAGS, TEXT, Shape
 from clearhead.data.tables import Record, listed
 from clearhead.errors import InputError, nearest
 
-# The roles of each shape, those it must have and those it may have; in the order in which shapes are looked for.
-ROLES: dict[Shape, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "questions": (("question", "context", "answer"), ("start",)),
-    "tags": (("words", "tags"), ()),
-    "labels": (("text", "label"), ("pair",)),
-    "pairs": (("source", "target"), ()),
-    "text": (("text",), ()),
-}
-SHAPES: dict[Task, Shape] = {
-    "lm": "text",
-    "mlm": "text",
-    "denoise": "text",
-    "seq2seq": "pairs",
-    "classify": "labels",
-    "tag": "tags",
-    "answer": "questions",
-    "image": "images",
-}
+GUESSED = (QUESTIONS, TAGS, LABELS, PAIRS, TEXT)  # shapes in the order in which they are looked for
 # Names that columns of each role go by, the likeliest first.
 NAMES: dict[str, tuple[str, ...]] = {
     "text": (
+        *("text", "sentence", "sentence1", "text1", "premise", "question1", "review", "content", "document"),
         *(
-            "text",
-            "sentence",
-            "sentence1",
-            "text1",
-            "premise",
-            "question1",
-            "review",
-            "content",
-            "document",
             "article",
             "body",
+            "comment",
+            "tweet",
+            "message",
+            "utterance",
+            "story",
+            "question",
+            "title",
+            "name",
         ),
-        *("comment", "tweet", "message", "utterance", "story", "question", "title", "name"),
     ),
     "pair": ("pair", "sentence2", "text2", "hypothesis", "question2", "text_pair"),
     "label": (
-        "label",
-        "labels",
-        "class",
-        "category",
-        "gold_label",
-        "sentiment",
-        "stars",
-        "rating",
-        "score",
-        "topic",
-        "intent",
-        "y",
+        *("label", "labels", "class", "category", "gold_label", "sentiment"),
+        *("stars", "rating", "score", "topic", "intent", "y"),
     ),
     "source": (
-        "source",
-        "src",
-        "input",
-        "prompt",
-        "instruction",
-        "question",
-        "article",
-        "document",
-        "text",
-        "sentence",
+        *("source", "src", "input", "prompt", "instruction"),
+        *("question", "article", "document", "text", "sentence"),
     ),
     "target": (
-        "target",
-        "tgt",
-        "output",
-        "completion",
-        "response",
-        "summary",
-        "highlights",
-        "translation",
-        "answer",
+        *("target", "tgt", "output", "completion", "response"),
+        *("summary", "highlights", "translation", "answer"),
     ),
     "words": ("words", "tokens", "forms"),
     "tags": ("tags", "ner_tags", "pos_tags", "upos", "ner", "pos", "labels"),
@@ -104,61 +59,54 @@ _NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
 _NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
 _UNNAMED = re.compile(
     r"unnamed:? \d+(\.\d+)?", re.IGNORECASE
-)  # what pandas calls a column without a name, and what read_table does
+)  # pandas' name, and ours, for an unnamed column
 MOST_CLASSES = 1000
 
 
-def check_roles(columns: Mapping[str, str]) -> None:
-    """Refuse roles that no shape has."""
-    for role in columns:
-        if role not in NAMES:
-            raise InputError(
-                f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}"
-            )
+# Headers ---------------------------------------------------------------------------------------------------
 
 
 def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> bool:
-    """Does the first of some rows name the columns?"""
+    """Return True if the first of some rows names the columns."""
     first = [cell.strip() for cell in rows[0]]
+    named = [cell for cell in first if cell]
     if any(name in first and not name.isdigit() for name in columns.values()):
         return True
-    if any(_UNNAMED.fullmatch(cell) for cell in first):
+    if any(map(_UNNAMED.fullmatch, first)):
         return True
     if not may_name_columns(first):
         return False
-    named = [cell for cell in first if cell]
     known = len({cell.lower() for cell in named} & _KNOWN)
     if len(set(named)) < len(named):
-        return (
-            known >= 2
-        )  # names given twice are a mistake that read_table tells; equal words may be an example
-    columns_below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
-    return (
-        known >= min(2, len(first))
-        or _above_numbers(first, columns_below)
-        or _above_labels(first, columns_below)
-    )
+        return known >= 2  # `read_table` refuses names given twice; equal words may be an example
+    below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
+    return known >= min(2, len(first)) or _above_numbers(first, below) or _above_labels(first, below)
 
 
 def may_name_columns(row: Sequence[str]) -> bool:
-    """Could every cell of a row be the name of a column?"""
+    """Return True if every cell of a row could be the name of a column."""
     return all(_NAME.fullmatch(cell.strip()) for cell in row if cell.strip())
 
 
 def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Does a column hold only numbers, save for its first cell? Without a name it must be the index that pandas writes."""
+    """Return True if a column holds only numbers below its first cell.
+
+    Where the first cell is empty, the column must be the index that pandas writes.
+    """
     return any(
         bool(cells)
-        and all(_NUMBER.fullmatch(cell) for cell in cells)
+        and all(map(_NUMBER.fullmatch, cells))
         and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
         for i, (name, cells) in enumerate(zip(first, below))
     )
 
 
 def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Does a column hold labels that all come again, save for its first cell, and does the first text differ from the others?
+    """Return True if a column holds labels that all repeat, except its first cell, and the first text is
+    unlike the rest.
 
-    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than half as long as usual.
+    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
+    half as long as usual.
     """
     counts = [Counter(cells) for cells in below]
     labels = any(
@@ -170,140 +118,131 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     return labels and own * 2 < usual and all(len(name.split()) < 3 for name in first)
 
 
-def choose_columns(
-    records: Sequence[Record], columns: Mapping[str, str], task: Task | None, named: bool
-) -> tuple[Shape, dict[str, str]]:
-    """Shape and column of each role; `records` are the first ones, `named` says whether columns have names."""
-    names = list(dict.fromkeys(name for record in records for name in record.cells))
-    if not names:
-        raise InputError(
-            f"{records[0].place} has no field, nor have those after it: there is nothing to learn from"
-        )
-    if task == "image":
-        raise InputError("task image needs pictures: a folder for each class, an idx pair or an npz file")
-    given = {role: find_column(column, names, records[0].place) for role, column in columns.items()}
-    wanted = SHAPES.get(task) if task else _shape_of_roles(given)
-    for shape in [wanted] if wanted else ROLES:
-        if set(given) <= {*ROLES[shape][0], *ROLES[shape][1]}:
-            roles = (
-                _by_name(shape, records, names, given) if named else _by_content(shape, records, names, given)
+# Roles -----------------------------------------------------------------------------------------------------
+
+
+def check_roles(columns: Mapping[str, str]) -> None:
+    """Refuse roles that no shape has."""
+    for role in columns:
+        if role not in NAMES:
+            raise InputError(
+                f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}"
             )
-            if roles is not None:
-                return shape, roles
-    need = " and ".join(ROLES[wanted][0]) if wanted else "text, text and label, or source and target"
-    shape = wanted or "labels"
-    likely = _by_content(shape, records, names, given) or {
-        role: names[min(i, len(names) - 1)] for i, role in enumerate(ROLES[shape][0])
-    }
-    example = ", ".join(f'{role} = "{listed([column])}"' for role, column in likely.items())
+
+
+def choose_columns(
+    records: Sequence[Record], columns: Mapping[str, str], wanted: Shape | None, named: bool
+) -> tuple[Shape, dict[str, str]]:
+    """Return the shape of the data and the column of each role.
+
+    Args:
+        records: the first rows.
+        columns: role = column, as far as the user chose.
+        wanted: the shape that the task needs; None: guessed.
+        named: whether the columns have names.
+    """
+    names = list(dict.fromkeys(name for record in records for name in record.cells))
+    place = records[0].place
+    if not names:
+        raise InputError(f"{place} has no field, nor have those after it: there is nothing to learn from")
+    given = {role: find_column(column, names, place) for role, column in columns.items()}
+    wanted = wanted or _shape_of_roles(given)
+    find = _by_name if named else _by_content
+    for shape in (wanted,) if wanted else GUESSED:
+        if set(given) <= set(shape.roles):
+            found = find(shape, records, names, given)
+            if set(shape.needed) <= set(found):
+                return shape, {role: found[role] for role in shape.roles if role in found}
+    shape = wanted or LABELS
+    found = _by_content(shape, records, names, given)
+    if not set(shape.needed) <= set(found):
+        found = {role: names[min(i, len(names) - 1)] for i, role in enumerate(shape.needed)}
+    need = " and ".join(wanted.needed) if wanted else "text, text and label, or source and target"
+    example = ", ".join(f'{role} = "{listed([found[role]])}"' for role in shape.roles if role in found)
     raise InputError(
-        f"{records[0].place}: which columns hold {need}? There are {listed(names)}; say it, such as --set data.columns='{{{example}}}'"
+        f"{place}: which columns hold {need}? There are {listed(names)}; say it, such as "
+        f"--set data.columns='{{{example}}}'"
     )
 
 
 def find_column(column: str, names: Sequence[str], place: str) -> str:
-    """The column of this name, or the one that ends in it after a dot."""
-    if column in names:
-        return column
+    """Return the column of this name, or the only one that ends in it after a dot."""
     inner = [name for name in names if name.endswith(f".{column}")]
-    if len(inner) == 1:
-        return inner[0]
-    raise InputError(f"{place}: no column {column!r}{nearest(column, names)}; there are {listed(names)}")
+    if column not in names and len(inner) != 1:
+        raise InputError(f"{place}: no column {column!r}{nearest(column, names)}; there are {listed(names)}")
+    return column if column in names else inner[0]
 
 
 def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
-    """The shape that the given roles belong to, if there is no doubt."""
-    fits = [
-        shape
-        for shape, (needed, more) in ROLES.items()
-        if set(given) <= {*needed, *more} and set(needed) <= set(given)
-    ]
-    partly = [shape for shape, (needed, more) in ROLES.items() if set(given) <= {*needed, *more}]
+    """Return the shape that the given roles belong to, if there is no doubt."""
+    partly = [shape for shape in GUESSED if set(given) <= set(shape.roles)]
+    whole = [shape for shape in partly if set(shape.needed) <= set(given)]
     if given and not partly:
         raise InputError(f"data.columns names roles that do not go together: {', '.join(given)}")
-    return fits[0] if given and fits else partly[0] if given and len(partly) == 1 else None
+    certain = whole or (partly if len(partly) == 1 else [])
+    return certain[0] if given and certain else None
 
 
 def _by_name(
     shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]
-) -> dict[str, str] | None:
-    needed, more = ROLES[shape]
+) -> dict[str, str]:
     low = {name.lower(): name for name in reversed(names)}
     roles = dict(given)
     # Roles with few names of their own choose first: `text` would take almost anything.
-    for role in sorted({*needed, *more} - set(given), key=lambda role: (len(NAMES[role]), role)):
-        free = (low[name] for name in NAMES[role] if name in low and low[name] not in roles.values())
-        if (column := next(free, None)) is not None:
-            roles[role] = column
+    open_roles = set(shape.roles) - set(given)
+    for role in sorted(open_roles, key=lambda role: (len(NAMES[role]), role)):
+        free = [low[name] for name in NAMES[role] if name in low and low[name] not in roles.values()]
+        roles |= {role: free[0]} if free else {}
     left = [name for name in names if name not in roles.values()]
-    if shape == "pairs" and not roles:
+    if shape is PAIRS and not roles:
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
-        roles = dict(zip(("source", "target"), languages)) if len(languages) == 2 else {}
+        roles = dict(zip(shape.needed, languages)) if len(languages) == 2 else {}
     telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
-    if (
-        shape == "labels"
-        and set(roles) == {"text"}
-        and len(telling) == 1
-        and _few_values(records, telling[0])
-    ):
+    alone = set(roles) == {"text"} and len(telling) == 1
+    if "label" in shape.needed and alone and _like_labels(shape, records, telling[0]):
         roles["label"] = telling[0]
-    if shape == "text" and not roles and len(left) == 1:
+    if shape is TEXT and not roles and len(left) == 1:
         roles["text"] = left[0]
-    return (
-        {role: roles[role] for role in (*needed, *more) if role in roles}
-        if set(needed) <= set(roles)
-        else None
-    )
+    return roles
 
 
 def _by_content(
     shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]
-) -> dict[str, str] | None:
-    """Columns without names: the one with few values is the label, the longest of the others the text; pairs are the first two texts."""
-    needed, more = ROLES[shape]
+) -> dict[str, str]:
+    """Find columns without names.
+
+    The label is the column that looks like one, the text the longest of the others. Pairs are the first two
+    texts.
+    """
     roles = dict(given)
     left = [name for name in names if name not in roles.values()]
-    if shape == "labels" and len(left) > 1 and "label" not in roles:
-        few = [name for name in reversed(left) if _few_values(records, name)]
+    if "label" in shape.needed and len(left) > 1 and "label" not in roles:
+        few = [name for name in reversed(left) if _like_labels(shape, records, name)]
         if few:
             roles["label"] = min(few, key=lambda name: _gaps_and_values(records, name))
             left.remove(roles["label"])
-    if shape == "labels" and left and "label" in roles and "text" not in roles:
-        roles["text"] = max(
-            left, key=lambda name: sum(len(str(record.cells.get(name))) for record in records)
-        )
-    if shape == "pairs" and not roles:
-        texts = [
-            name
-            for name in left
-            if not all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)
-        ]
-        roles = dict(zip(("source", "target"), texts))
-    if shape == "text" and not roles and len(left) == 1:
+    if "label" in shape.needed and left and "label" in roles and "text" not in roles:
+        lengths = {name: sum(len(str(record.cells.get(name))) for record in records) for name in left}
+        roles["text"] = max(left, key=lengths.__getitem__)
+    if shape is PAIRS and not roles:
+        roles = dict(zip(shape.needed, (name for name in left if not _numeric(records, name))))
+    if shape is TEXT and not roles and len(left) == 1:
         roles["text"] = left[0]
-    return (
-        {role: roles[role] for role in (*needed, *more) if role in roles}
-        if set(needed) <= set(roles)
-        else None
-    )
+    return roles
 
 
-def _few_values(records: Sequence[Record], name: str) -> bool:
-    """Does a column look like labels: some values, most of them more than once?"""
+def _like_labels(shape: Shape, records: Sequence[Record], name: str) -> bool:
+    """Return True if a column looks like labels: some values, most of them more than once; or numbers."""
     values = {str(record.cells.get(name)) for record in records}
-    return 2 <= len(values) <= min(MOST_CLASSES, (len(records) + 1) // 2)
+    few = 2 <= len(values) <= min(MOST_CLASSES, (len(records) + 1) // 2)
+    return few if shape is LABELS else _numeric(records, name)
+
+
+def _numeric(records: Sequence[Record], name: str) -> bool:
+    return all(_NUMBER.fullmatch(str(record.cells.get(name))) for record in records)
 
 
 def _gaps_and_values(records: Sequence[Record], name: str) -> tuple[bool, int]:
-    """How unlike labels a column is: one with empty cells more than any other, then one with many values."""
+    """Return how unlike labels a column is: whether it has empty cells, and its number of values."""
     values = {str(record.cells.get(name)).strip() for record in records}
     return "" in values, len(values)
-
-
-def value_of(record: Record, column: str) -> Any:
-    """The cell of a record, which must be there."""
-    if column not in record.cells:
-        raise InputError(
-            f"{record.place} has no field {column!r}{nearest(column, record.cells)}; it has {listed(record.cells) or 'none'}"
-        )
-    return record.cells[column]

@@ -1,4 +1,7 @@
-"""Corpora that every machine has: made from the Python installation itself, the same each time for a given version of it."""
+"""Corpora that every machine has.
+
+Made from the Python installation, the same each time for a given version.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,13 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
-from clearhead.data.examples import Labelled, Pair
+from clearhead.data.examples import IMAGES, LABELS, PAIRS, TEXT, Labelled, Pair, Shape
 from clearhead.data.pictures import Pictures
-from clearhead.data.plan import Task
 from clearhead.errors import MissingExtraError
 
 Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in pieces
@@ -35,11 +36,11 @@ class Embedded:
 
     name: str
     sentence: str  # what it is
-    task: Task
+    shape: Shape
     load: Callable[[], Content]
 
 
-# The standard library -----------------------------------------------------------------------------------------------------
+# The standard library --------------------------------------------------------------------------------------
 
 _LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload")
@@ -47,7 +48,7 @@ _LEFT_OUT = frozenset(
 
 
 def library_files() -> list[Path]:
-    """The modules of the standard library, without tests and without what was installed beside it."""
+    """Return the modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     # Modules named _sysconfigdata describe one machine.
@@ -63,24 +64,17 @@ def _sources(files: Iterable[Path]) -> Iterator[str]:
         try:
             with tokenize.open(path) as file:
                 yield file.read()
-        except (
-            SyntaxError,
-            UnicodeDecodeError,
-            OSError,
-        ):  # not for this version of Python: no module of the library
+        except (SyntaxError, UnicodeDecodeError, OSError):  # not for this version of Python
             continue
 
 
 def _library_code() -> Documents:
-    return partial(_alone, library_files())
-
-
-def _alone(files: Iterable[Path]) -> Iterator[Iterable[str]]:
-    return ((text,) for text in _sources(files))
+    files = library_files()
+    return lambda: ((text,) for text in _sources(files))
 
 
 def _library_docs() -> Documents:
-    """A document for each module: its docstrings, each once in the whole library."""
+    """Return a document for each module: its docstrings, each once in the whole library."""
     seen: set[str] = set()
     documents: list[tuple[str]] = []
     for text in _sources(library_files()):
@@ -105,7 +99,7 @@ def _docstrings(source: str) -> Iterator[str]:
             doc = ast.get_docstring(node, clean=False)
             if doc and doc.strip():
                 yield inspect.cleandoc(doc)
-        # Definitions stand among statements: to go through expressions too would take twice the time.
+        # Definitions stand among statements: visiting expressions too would take twice the time.
         inner = [
             child
             for part in ("body", "handlers", "orelse", "finalbody", "cases")
@@ -114,11 +108,11 @@ def _docstrings(source: str) -> Iterator[str]:
         waiting += reversed(inner)
 
 
-# Names, dates, digits -----------------------------------------------------------------------------------------------------
+# Names, dates, digits --------------------------------------------------------------------------------------
 
 
 def _character_names() -> list[Labelled]:
-    """Names of characters and their general category, without those whose name is only a number."""
+    """Return the names of characters and their general category, without names that are only a number."""
     named = ((chr(code), unicodedata.name(chr(code), "")) for code in range(0x110000))
     plain = (
         (char, name)
@@ -129,18 +123,8 @@ def _character_names() -> list[Labelled]:
 
 
 _MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 )
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _FORMS = (
@@ -172,7 +156,7 @@ _FORMS = (
 
 
 def _dates(count: int = 20_000) -> list[Pair]:
-    """Dates of two centuries in many written forms, none of which can be read in two ways, and as ISO 8601."""
+    """Return dates of two centuries in many written forms, all unambiguous, and as ISO 8601."""
     draw = random.Random(0)
     first, last = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
     found: dict[str, str] = {}
@@ -183,7 +167,7 @@ def _dates(count: int = 20_000) -> list[Pair]:
 
 
 def write_date(date: datetime.date, form: str) -> str:
-    """A date in words; names are English whatever the locale."""
+    """Write a date in words; names are English whatever the locale."""
     month, weekday = _MONTHS[date.month - 1], _DAYS[date.weekday()]
     th = "th" if date.day in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(date.day % 10, "th")
     return form.format(
@@ -199,25 +183,18 @@ def _digits() -> Pictures:
         raise MissingExtraError(
             "the corpus digits needs scikit-learn: pip install 'clearhead[train]'"
         ) from None
-    pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(
-        np.uint8
-    )  # N H W C; the set counts from 0 to 16
-    return Pictures(
-        pixels, [str(label) for label in digits.target], [f"digit {i}" for i in range(len(pixels))]
-    )
+    pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)  # N H W C; given from 0 to 16
+    places = [f"digit {number}" for number in range(len(pixels))]
+    return Pictures(pixels, [str(label) for label in digits.target], places)
 
 
-CORPORA: dict[str, Embedded] = {
-    corpus.name: corpus
-    for corpus in (
-        Embedded(
-            "stdlib-docs", "English prose: the docstrings of Python's standard library", "lm", _library_docs
-        ),
-        Embedded("stdlib-code", "Python: the source of the standard library", "lm", _library_code),
-        Embedded(
-            "unicode-names", "names of characters and their general category", "classify", _character_names
-        ),
-        Embedded("dates", "dates in many written forms, to be written as ISO 8601", "seq2seq", _dates),
-        Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", "image", _digits),
-    )
-}
+_ALL = (
+    Embedded(
+        "stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs
+    ),
+    Embedded("stdlib-code", "Python: the source of the standard library", TEXT, _library_code),
+    Embedded("unicode-names", "names of characters and their general category", LABELS, _character_names),
+    Embedded("dates", "dates in many written forms, to be written as ISO 8601", PAIRS, _dates),
+    Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", IMAGES, _digits),
+)
+CORPORA: dict[str, Embedded] = {corpus.name: corpus for corpus in _ALL}

@@ -1,58 +1,225 @@
-"""Raw examples: what files become before any token is counted."""
+"""Examples: what files become before any token is counted.
+
+Each class of examples knows how it is read from a record, its texts, its key and its labels, so that no
+caller has to ask which class it holds. A `Shape` names the class and the columns it is read from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Shape = Literal["text", "pairs", "labels", "tags", "questions", "images"]
+from clearhead.data.tables import Record, shorten
+from clearhead.errors import InputError
+
+Lowercase = bool | Literal["source", "target"]
+_WHOLE = re.compile(r"-?[0-9]+\.0+")  # how spreadsheets and pandas write integers beside a missing value
+
+
+class Example:
+    """A row of a data set. A class names its fields with text; the rest follows."""
+
+    TEXTS: ClassVar[tuple[str, ...]] = ()  # fields that hold text
+    KEY: ClassVar[tuple[str, ...]] = ()  # those that the model is shown and that do not tell the answer
+    ASKED: ClassVar[tuple[str, ...]] = ()  # where a text is the answer: the fields that ask for it
+    ANSWER: ClassVar[str] = ""  # and the field that holds it
+    __slots__ = ()
+
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """Return the example of a record, given the column of each role; None where a text is empty."""
+        raise NotImplementedError
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the texts as a tokenizer learns from them."""
+        values = (getattr(self, name) for name in self.TEXTS)
+        return tuple(" ".join(_parts(value)) for value in values if value is not None)
+
+    def key(self) -> tuple[str, ...]:
+        """Return what decides the side of a split: rows with equal keys stay together."""
+        return tuple(part for name in self.KEY for part in _parts(getattr(self, name)))
+
+    def names(self) -> tuple[str, ...]:
+        """Return the label or the tags; () where the example has none."""
+        return ()
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the example with other names for its label or tags."""
+        return self
+
+    def lowered(self, which: Lowercase) -> Self:
+        """Return the example with its texts, or one side of a pair, in lower case."""
+        names = self.TEXTS if which is True else (str(which),)
+        return replace(self, **{name: _lower(getattr(self, name)) for name in names})  # type: ignore[type-var]
+
+    def size(self) -> int:
+        """Return the number of bytes of text."""
+        return sum(len(part.encode()) for name in self.TEXTS for part in _parts(getattr(self, name)))
+
+    def asked(self) -> tuple[str, ...]:
+        """Return what the model is asked, where the answer is a text."""
+        return tuple(getattr(self, name) for name in self.ASKED)
+
+    def answered(self) -> str:
+        """Return the right answer, where it is a text."""
+        return str(getattr(self, self.ANSWER))
+
+
+def _parts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value or "",)
+
+
+def _lower(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    return tuple(word.lower() for word in value) if isinstance(value, tuple) else value and value.lower()
 
 
 class Chunk(NamedTuple):
-    """A piece of a document, of a million characters at most, cut after a line or before a space where there is one."""
+    """A piece of a document, at most a million characters, cut after a line or before a space if possible."""
 
     text: str
-    ends: bool  # is it the last piece of its document?
+    ends: bool  # whether this is the last piece of its document
+
+    def texts(self) -> tuple[str, ...]:
+        """See `Example.texts`."""
+        return (self.text,)
 
 
-class Pair(NamedTuple):
-    """A text and what it is to become."""
+@dataclass(frozen=True, slots=True)
+class Pair(Example):
+    """A source text and its target text."""
 
+    TEXTS, KEY, ASKED, ANSWER = ("source", "target"), ("source",), ("source",), "target"
     source: str
     target: str
 
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`."""
+        source, target = (record.text(roles[role]).strip() for role in ("source", "target"))
+        return cls(source, target) if source and target else None
 
-class Labelled(NamedTuple):
-    """A text, or two that are read together, and its class."""
 
+@dataclass(frozen=True, slots=True)
+class Labelled(Example):
+    """A text, or two texts that are read together, and its class."""
+
+    TEXTS = KEY = ("text", "pair")
     text: str
     label: str
     pair: str | None = None
 
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`. A label may be a number or a truth value; 1.0 becomes "1"."""
+        text = record.text(roles["text"]).strip()
+        pair = record.text(roles["pair"]).strip() if "pair" in roles else None
+        value = record.value(roles["label"])
+        number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+        if not (number or (isinstance(value, str) and value.strip())):
+            raise InputError(
+                f"{record.place}: the label in `{roles['label']}` must be text or a number, not "
+                f"{shorten(str(value))}"
+            )
+        label = str(value).lower() if number else value.strip()
+        label = label.partition(".")[0] if _WHOLE.fullmatch(label) else label
+        return cls(text, label, pair) if text else None
 
-class Tagged(NamedTuple):
+    def names(self) -> tuple[str, ...]:
+        """See `Example.names`."""
+        return (self.label,)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """See `Example.renamed`."""
+        return replace(self, label=names[self.label])
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged(Example):
     """The words of a sentence and one tag for each."""
 
+    TEXTS = KEY = ("words",)
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`."""
+        words, tags = (record.words(roles[role]) for role in ("words", "tags"))
+        if len(words) != len(tags):
+            raise InputError(f"{record.place} has {len(words)} words and {len(tags)} tags")
+        return cls(words, tags) if words else None
 
-class Question(NamedTuple):
-    """A question whose answer stands in a context."""
+    def names(self) -> tuple[str, ...]:
+        """See `Example.names`."""
+        return self.tags
 
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """See `Example.renamed`."""
+        return replace(self, tags=tuple(names[tag] for tag in self.tags))
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Example):
+    """A question whose answer stands in a context; questions on one context stay on one side of a split."""
+
+    TEXTS, KEY, ASKED, ANSWER = ("question", "context"), ("context",), ("question", "context"), "answer"
     question: str
     context: str
     answer: str  # "": the context holds none
     start: int  # character of the context at which the answer begins; 0 where there is none
 
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`. Without a start, the answer is the first occurrence of its text."""
+        question, context = record.text(roles["question"]).strip(), record.text(roles["context"])
+        answer, start = next(_answers(record, roles), ("", 0))
+        if not question or not context.strip():
+            return None
+        found = context.find(answer)
+        start = found if start is None else start
+        if start < 0 or context[start : start + len(answer)] != answer:
+            where = f"at character {start} of the context, but at {found}" if found >= 0 else "in the context"
+            raise InputError(f"{record.place}: the answer {shorten(answer)} is not {where}")
+        return cls(question, context, answer, start)
+
+    def lowered(self, which: Lowercase) -> Self:
+        """See `Example.lowered`. Lowering may change lengths, so the start is counted again."""
+        start = len(self.context[: self.start].lower())
+        return type(self)(self.question.lower(), self.context.lower(), self.answer.lower(), start)
+
+
+def _answers(record: Record, roles: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+    """Yield the answers of a record, with their starts where given.
+
+    A cell may hold one, a list or objects.
+    """
+    answers = record.cells.get(roles["answer"])
+    starts = record.cells.get(roles.get("start", ""))
+    for number, answer in enumerate(answers if isinstance(answers, list) else [answers]):
+        start: Any = starts[number] if isinstance(starts, list) and number < len(starts) else starts
+        text: Any = answer
+        if isinstance(answer, dict):
+            text, start = answer.get("text"), answer.get("answer_start")
+        if text is None:
+            continue
+        if isinstance(start, str):  # CSV has only text
+            start = start.strip().partition(".")[0] if _WHOLE.fullmatch(start.strip()) else start.strip()
+            start = int(start) if start.isdecimal() and len(start) < 10 else start or None
+        if not isinstance(text, str) or not (start is None or type(start) is int):
+            given = shorten(f"{text}, {start}")
+            raise InputError(f"{record.place}: an answer is text with an integer for its start, not {given}")
+        yield (text, start) if text else ("", 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Pictures of one size and the number of the class of each."""
+    """Pictures of one size and the class number of each."""
 
     pixels: NDArray[np.uint8]  # N H W C
     labels: NDArray[np.int64]  # N
@@ -61,22 +228,44 @@ class Images:
         return len(self.labels)
 
 
-Rows: TypeAlias = (
-    Iterable[Chunk] | Sequence[Pair] | Sequence[Labelled] | Sequence[Tagged] | Sequence[Question] | Images
-)
+Rows: TypeAlias = Iterable[Chunk] | Sequence[Example] | Images
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rows of a data set are, and the columns they are read from."""
+
+    name: str
+    row: type[Example] | None = None  # None: text, which is streamed in chunks, or images
+    needed: tuple[str, ...] = ()  # roles of columns
+    optional: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return all roles of columns."""
+        return self.needed + self.optional
+
+
+TEXT = Shape("text", needed=("text",))
+PAIRS = Shape("pairs", Pair, ("source", "target"))
+LABELS = Shape("labels", Labelled, ("text", "label"), ("pair",))
+TAGS = Shape("tags", Tagged, ("words", "tags"))
+QUESTIONS = Shape("questions", Question, ("question", "context", "answer"), ("start",))
+IMAGES = Shape("images")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The examples of a data set, those to learn from and those to validate on.
+    """The examples of a data set: those to train on and those to validate on.
 
-    A split made here puts no example on both sides; where rows or pictures that the user set apart repeat training data, `said` says so.
+    A split made here puts no example on both sides. A note says where validation data of the user's repeats
+    training data.
     """
 
-    shape: Shape
-    train: Rows  # text: chunks streamed from the files anew at each iteration; images: `Images`; otherwise a list
+    shape: str
+    train: Rows  # text: chunks, read from the files at each iteration; images: `Images`; otherwise a list
     validation: Rows
     labels: tuple[str, ...]  # names of the classes or tags, sorted (tags: O first); () where there are none
     fingerprint: str  # hash of the content and of everything in the plan that changes the examples
-    said: tuple[str, ...]  # what was guessed, a short sentence each
+    notes: tuple[str, ...]  # one sentence for each guess
     size: int  # bytes of the training text; 0 for images

@@ -1,4 +1,7 @@
-"""Files: found, opened through gzip where needed, read as UTF-8 in bounded memory. Every fault is one line that names the file."""
+"""Find files, open them through gzip where needed, read them as UTF-8 in bounded memory.
+
+Errors name the file.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from clearhead.errors import InputError, nearest
 
 BLOCK = 1 << 20  # bytes read at a time
 HEAD = 1 << 16  # bytes looked at to guess what a file holds
-RECIPE = "train.toml"  # what a run's folder is known by: what lies in there is no data
+RECIPE = "train.toml"  # marks the folder of a training run, whose files are no data
 
 
 @contextmanager
 def listing() -> Iterator[None]:
-    """Within it, a folder that cannot be read is one clear line."""
+    """Turn the error of a folder that cannot be read into one clear line."""
     try:
         yield
     except OSError as error:
@@ -31,9 +34,10 @@ def listing() -> Iterator[None]:
 
 @listing()
 def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
-    """The files behind files, folders and globs, each once; those of a folder or a glob sorted by name, hidden ones and runs left out.
+    """Return the files behind files, folders and globs, each once.
 
-    `known` are names that may have been meant where there is no such file.
+    Those of a folder or a glob are sorted by name, without hidden files and training runs. `known` are names
+    that may have been meant where there is no such file.
     """
     found: dict[Path, None] = {}
     for name in paths:
@@ -42,10 +46,10 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
             found |= dict.fromkeys(_files(path))
         elif glob.has_magic(name):
             fixed = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-            if fixed.is_dir():  # glob leaves out what it cannot read, without a word
+            if fixed.is_dir():  # glob silently leaves out what it cannot read
                 list(_below(fixed) if "**" in name else fixed.iterdir())
-            found_there = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-            matches = [file for match in found_there if not _in_run(match, fixed) for file in _files(match)]
+            there = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            matches = [file for match in there if not _in_run(match, fixed) for file in _files(match)]
             if not matches:
                 raise InputError(f"no file matches {name}")
             found |= dict.fromkeys(matches)
@@ -68,7 +72,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _below(top: Path) -> Iterator[Path]:
-    """What lies in a folder and in those below it, save for hidden ones and runs."""
+    """Yield the files of a folder and of those below it, without hidden ones and training runs."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -85,7 +89,7 @@ def _below(top: Path) -> Iterator[Path]:
 
 
 def _in_run(path: Path, top: Path) -> bool:
-    """Does a path lie in a run's folder that lies below `top`, or is it one?"""
+    """Return True if a path is, or lies in, the folder of a training run below `top`."""
     return any(
         (folder / RECIPE).is_file()
         for folder in (path, *path.parents)
@@ -94,7 +98,7 @@ def _in_run(path: Path, top: Path) -> bool:
 
 
 def missing(path: Path, known: Iterable[str] = ()) -> InputError:
-    """The error for a path that is not there, with the nearest name that is."""
+    """Return the error for a path that does not exist, with the nearest name that does."""
     if path.is_symlink():
         return InputError(f"{path} is a broken link: it leads to {path.readlink()}, which is not there")
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -102,19 +106,15 @@ def missing(path: Path, known: Iterable[str] = ()) -> InputError:
 
 
 def bare(path: Path) -> Path:
-    """The path without `.gz`."""
-    return path.with_suffix("") if _zipped(path) else path
-
-
-def _zipped(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
+    """Return the path without `.gz`."""
+    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """A file open for reading bytes, decompressed if its name ends in `.gz`."""
+    """Open a file for reading bytes, decompressed if its name ends in `.gz`."""
     try:
-        with cast(BinaryIO, gzip.open(path)) if _zipped(path) else path.open("rb") as file:
+        with cast(BinaryIO, gzip.open(path)) if path != bare(path) else path.open("rb") as file:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path} is a damaged gzip file: {error}") from None
@@ -123,24 +123,24 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def head(path: Path) -> bytes:
-    """The first bytes of a file."""
+    """Return the first bytes of a file."""
     with reading(path) as file:
         return file.read(HEAD)
 
 
 def blank(path: Path) -> bool:
-    """Does a file begin with nothing but white space? Such a one says nothing of what the others hold."""
+    """Return True if a file begins with nothing but white space, and so does not show its format."""
     return not head(path).removeprefix(codecs.BOM_UTF8).strip()
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a file."""
+    """Return the bytes of a file."""
     with reading(path) as file:
         return file.read()
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces of about a million characters, without its byte order mark."""
+    """Yield the text of a file in pieces of about a million characters, without its byte order mark."""
     with reading(path) as file:
         offset, rest = 0, b""
         while True:
@@ -156,7 +156,7 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 
 def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1, without a byte order mark and, unless `ends` says so, without their ends."""
+    """Yield the lines of a file, numbered from 1, without a byte order mark; with their ends if `ends`."""
     with reading(path) as file:
         offset = 0
         for number, line in enumerate(file, 1):
@@ -171,10 +171,11 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
 
 
 def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
-    """Text, and how many bytes it took; `offset` is where `data` lies in the file."""
+    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took."""
     if (position := data.find(0)) >= 0:
         raise InputError(
-            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: convert it to UTF-8)"
+            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: "
+            "convert it to UTF-8)"
         )
     try:
         return codecs.utf_8_decode(data, "strict", final)
@@ -185,13 +186,8 @@ def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int
         ) from None
 
 
-def read_whole(path: Path) -> str:
-    """All the text of a file."""
-    return "".join(read_pieces(path))
-
-
 def digest(paths: Iterable[Path], *more: str) -> str:
-    """A SHA-256 over the contents of files, in order, and over what else is given."""
+    """Return a SHA-256 over the contents of files, in order, and over the strings given."""
     total = hashlib.sha256()
     for path in paths:
         own = hashlib.sha256()

@@ -1,4 +1,7 @@
-"""How the files of a source are read: judged by the first that is not blank, then the same for all; a table may lack its header."""
+"""Decide how the files of a source are read, from the first that is not blank.
+
+Tables may differ in having a header.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,27 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from clearhead.data.cells import Row, make_row, text_of
 from clearhead.data.columns import choose_columns, find_column, has_header, may_name_columns
-from clearhead.data.examples import Shape
+from clearhead.data.conll import TagColumns, read_tagged, tag_columns
+from clearhead.data.examples import IMAGES, PAIRS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
-from clearhead.data.guess import Source
+from clearhead.data.formats import Source
 from clearhead.data.plan import DataPlan
 from clearhead.data.tables import (
     Record,
     column_names,
     counted,
     listed,
-    read_csv,
     read_json,
     read_matches,
     read_parallel,
+    read_rows,
     read_table,
-    read_tsv,
 )
-from clearhead.data.tags import TagColumns, read_tagged, tag_columns
 from clearhead.errors import InputError
 
-SAMPLE = 1000  # rows that guesses about columns look at
-_TAKES = {
-    "text": (),
-    "conll": ("words", "tags"),
-    "parallel": ("source", "target"),
-}  # formats whose columns have roles already
+SAMPLE = 1000  # rows from which columns are guessed
+_FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
 
 
 @dataclass(frozen=True)
@@ -44,67 +41,107 @@ class Layout:
 
     format: str
     shape: Shape
-    roles: dict[str, str]
+    roles: dict[str, str] = dataclasses.field(default_factory=dict)
     header: bool = False
     names: tuple[
         str, ...
-    ] = ()  # columns of the first table, for those that differ from it in having a header; none: no table may
+    ] = ()  # columns of the first table, for those that differ in having a header; (): none may
     pattern: re.Pattern[str] | None = None
     tags: TagColumns | None = None
 
+    def documents(self, files: Sequence[Path]) -> Iterator[Iterable[str]]:
+        """Yield the documents of text files, each in pieces: a file is one, else a record is one."""
+        if self.format == "text":
+            return (read_pieces(path) for path in files)
+        return ((record.text(self.roles["text"]),) for record in self._records(files))
 
-def lay_out(plan: DataPlan, source: Source, held: Sequence[Path] = ()) -> tuple[Layout, list[str]]:
-    """Judge the first file that is not blank; a sentence for each guess, also about the files `held` for validation."""
-    said = list(source.said)
-    unused = [role for role in plan.columns if source.format in _TAKES and role not in _TAKES[source.format]]
-    if unused:
-        said.append(f"data.columns is not used for {', '.join(unused)}, as the format is {source.format}")
-    format, first = source.format, next((path for path in source.files if not blank(path)), source.files[0])
-    if format == "text":
-        return Layout(format, "text", {}), said
-    if format == "conll":
-        columns, sentence = tag_columns(first, plan.columns)
-        return Layout(format, "tags", {}, tags=columns), [*said, sentence]
-    if format == "parallel":
-        return Layout(format, "pairs", {"source": "source", "target": "target"}), said
+    def examples(self, files: Sequence[Path]) -> Iterator[tuple[str, Example | None]]:
+        """Yield the examples with their places; None where a text is empty."""
+        if self.tags is not None:
+            for path in files:
+                yield from read_tagged(path, self.tags)
+            return
+        assert self.shape.row is not None
+        for record in self._records(files):
+            yield record.place, self.shape.row.read(record, self.roles)
+
+    def _records(self, files: Sequence[Path]) -> Iterator[Record]:
+        if self.format == "parallel":
+            yield from read_parallel(files)
+            return
+        for path in files:
+            if self.pattern is not None:
+                records: Iterable[Record] = read_matches(path, self.pattern)
+            elif self.format == "jsonl":
+                records = read_json(path)
+            else:
+                unlike = self.unlike(path)
+                records = read_table(path, self.format, self.header != unlike, self.names if unlike else ())
+            for number, record in enumerate(records):
+                for column in self.roles.values() if number == 0 and self.header else ():
+                    find_column(column, list(record.cells), f"{path}")
+                yield record
+
+    def unlike(self, path: Path) -> bool:
+        """Return True if a table surely has no header where the first has one, or has one where the first has
+        none.
+        """
+        if not self.names:
+            return False
+        rows = _sample(path, self.format, 1 if self.header else SAMPLE)
+        if not rows or len(rows[0]) != len(self.names):
+            return False
+        if not self.header:
+            return has_header(rows, {})
+        return not may_name_columns(rows[0]) and not set(self.names) & set(column_names(rows[0], header=True))
+
+
+def lay_out(
+    plan: DataPlan, source: Source, wanted: Shape | None = None, validation: Sequence[Path] = ()
+) -> tuple[Layout, list[str]]:
+    """Decide how files are read -> the layout, and a note for each guess, also about `validation` files."""
+    notes, format = list(source.notes), source.format
+    first = next((path for path in source.files if not blank(path)), source.files[0])
+    if format in _FIXED:
+        shape = _FIXED[format]
+        used = () if shape is TEXT else shape.needed
+        unused = [role for role in plan.columns if role not in used]
+        if unused:
+            notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
+        tags, *more = tag_columns(first, plan.columns) if shape is TAGS else (None,)
+        roles = {role: role for role in shape.needed} if shape is PAIRS else {}
+        return Layout(format, shape, roles, tags=tags), [*notes, *more]
     table = format in ("tsv", "csv")
-    rows = _first_rows(format, first) if table else []
-    header = table and (
-        plan.header or (plan.header is None and bool(rows) and has_header(rows, plan.columns))
-    )
+    rows = _sample(first, format, SAMPLE) if table else []
+    header = table and bool(plan.header)
+    if table and plan.header is None:
+        header = bool(rows) and has_header(rows, plan.columns)
     names = column_names(rows[0], header) if rows and plan.header is None else ()
-    draft = Layout(format, "text", {}, header, names, _pattern(plan))
-    records = list(islice(_records(draft, source.files), SAMPLE))
+    draft = Layout(format, TEXT, {}, header, names, _pattern(plan))
+    records = list(islice(draft._records(source.files), SAMPLE))
     if not records:
         raise InputError(f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
+    if wanted is IMAGES:
+        raise InputError(
+            f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
+            f"; {first} is {format}"
+        )
     named = header or format in ("jsonl", "lines")
-    shape, roles = choose_columns(records, plan.columns, plan.task, named)
-    columns_said = counted(len(records[0].cells), "column" if format != "jsonl" else "field")
-    header_said = "" if not table else " with a header" if header else " without a header"
-    where = listed(f"{role} from `{column}`" for role, column in roles.items())
-    said.append(f"{columns_said}{header_said}: {where}")
-    unlike = [path.name for path in (*source.files, *held) if _unlike_first(draft, path)]
+    shape, roles = choose_columns(records, plan.columns, wanted, named)
+    columns = counted(len(records[0].cells), "field" if format == "jsonl" else "column")
+    headed = f" {'with' if header else 'without'} a header" if table else ""
+    notes.append(f"{columns}{headed}: {listed(f'{role} from `{column}`' for role, column in roles.items())}")
+    unlike = [path.name for path in (*source.files, *validation) if draft.unlike(path)]
     if unlike:
-        said.append(
-            f"{'no' if header else 'a'} header in {listed(unlike)}: columns taken in the order of {first.name}"
+        notes.append(
+            f"{'no' if header else 'a'} header in {listed(unlike)}"
+            f": columns taken in the order of {first.name}"
         )
-    return dataclasses.replace(draft, shape=shape, roles=roles), said
+    return dataclasses.replace(draft, shape=shape, roles=roles), notes
 
 
-def _first_rows(format: str, path: Path, most: int = SAMPLE) -> list[list[str]]:
-    return [row for _, row in islice((read_tsv if format == "tsv" else read_csv)(path), most)]
-
-
-def _unlike_first(layout: Layout, path: Path) -> bool:
-    """Has a table beyond doubt no header, where the first has one, or one where the first has none?"""
-    rows = _first_rows(layout.format, path, 1 if layout.header else SAMPLE) if layout.names else []
-    if not rows or len(rows[0]) != len(layout.names):
-        return False
-    if layout.header:
-        return not may_name_columns(rows[0]) and not set(layout.names) & set(
-            column_names(rows[0], header=True)
-        )
-    return has_header(rows, {})
+def _sample(path: Path, format: str, most: int) -> list[list[str]]:
+    return [row for _, row in islice(read_rows(path, format), most)]
 
 
 def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
@@ -116,42 +153,7 @@ def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
         raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
     if not pattern.groupindex:
         raise InputError(
-            f"the pattern {plan.pattern!r} has no named groups: write them as (?P<source>...) and (?P<target>...)"
+            f"the pattern {plan.pattern!r} has no named groups: "
+            "write them as (?P<source>...) and (?P<target>...)"
         )
     return pattern
-
-
-def _records(layout: Layout, files: Sequence[Path]) -> Iterator[Record]:
-    if layout.format == "parallel":
-        yield from read_parallel(files)
-        return
-    for path in files:
-        if layout.pattern is not None:
-            records: Iterable[Record] = read_matches(path, layout.pattern)
-        elif layout.format == "jsonl":
-            records = read_json(path)
-        else:
-            unlike = _unlike_first(layout, path)
-            records = read_table(path, layout.format, layout.header != unlike, layout.names if unlike else ())
-        for number, record in enumerate(records):
-            if number == 0 and layout.header:
-                for column in layout.roles.values():
-                    find_column(column, list(record.cells), f"{path}")
-            yield record
-
-
-def read_documents(layout: Layout, files: Sequence[Path]) -> Iterator[Iterable[str]]:
-    """The documents of a source of text, each in pieces: a file is one, else a record is one."""
-    if layout.format == "text":
-        return (read_pieces(path) for path in files)
-    return ((text_of(record, layout.roles["text"]),) for record in _records(layout, files))
-
-
-def read_examples(layout: Layout, files: Sequence[Path]) -> Iterator[tuple[str, Row | None]]:
-    """Examples with their places; None where a text is empty."""
-    if layout.tags is not None:
-        for path in files:
-            yield from read_tagged(path, layout.tags)
-    else:
-        for record in _records(layout, files):
-            yield record.place, make_row(layout.shape, layout.roles, record)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from clearhead.errors import ConfigError
 from clearhead.typed import check_least, check_types
 
-Task = Literal["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image"]
+Task: TypeAlias = str  # the name of an entry of `tasks.table`, which checks it
 Format = Literal[
     "text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"
 ]
@@ -20,41 +20,32 @@ class DataPlan:
     """Where examples come from and how they are laid out."""
 
     paths: tuple[str, ...] = ()  # files, folders, globs, or the name of an embedded corpus
-    task: Task | None = None  # None: guessed from the data, and said
-    format: Format | None = None  # None: guessed from names and content, and said
-    columns: Mapping[str, str] = field(
-        default_factory=dict, hash=False
-    )  # role = column, such as {text = "sentence", label = "stars"}
-    header: bool | None = None  # tsv, csv: does the first line name the columns? None: guessed, and said
+    task: Task | None = None  # None: guessed from the data, with a note
+    format: Format | None = None  # None: guessed from names and content, with a note
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)  # role = column: {label = "stars"}
+    header: bool | None = (
+        None  # tsv, csv: whether the first line names the columns; None: guessed, with a note
+    )
     pattern: str | None = None  # lines: a regular expression with named groups such as source and target
-    texts_only: bool = (
-        False  # lm, mlm, denoise: of rows with labels, tags or pairs, take the texts and forget the rest
-    )
-    lowercase: bool | Literal["source", "target"] = (
-        False  # lower every letter before anything else; pairs: or one side
-    )
+    texts_only: bool = False  # lm, mlm, denoise: take the texts of rows with labels, tags or pairs
+    lowercase: bool | Literal["source", "target"] = False  # of all texts; pairs: or of one side
     validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
     validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
     max_examples: int | None = None  # read no more than this
     max_length: int | None = None  # tokens of a row; None: what the model takes
-    packing: Literal["stream", "isolated"] = (
-        "stream"  # lm: do rows run across documents, or does each document see itself alone?
-    )
+    packing: Literal["stream", "isolated"] = "stream"  # lm: rows across documents, or documents apart
     batch_size: int = 32  # rows of a batch
-    batch_tokens: int | None = (
-        None  # pairs: tokens of a batch, padding and both sides included, in place of batch_size
-    )
-    mask_share: float = 0.15  # mlm: tokens to be guessed; denoise: tokens in spans
+    batch_tokens: int | None = None  # pairs: tokens of a batch, with padding, in place of batch_size
+    mask_share: float = 0.15  # mlm: share of tokens to predict; denoise: share of tokens in spans
     span_length: float = 3.0  # denoise: mean length of a span
-    augment: tuple[Literal["flip", "shift", "erase", "mix"], ...] = ()  # image: changes drawn anew each time
+    augment: tuple[Literal["flip", "shift", "erase", "mix"], ...] = ()  # image: changes drawn for each epoch
     stride: int = 64  # answer: tokens by which windows of a long context overlap
     cache: str | None = None  # folder of the encoded ids; None: beside the output
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 < self.validation_share < 1:
-            raise ConfigError(f"validation_share {self.validation_share} must lie between 0 and 1")
-        if not 0 < self.mask_share < 1:
-            raise ConfigError(f"mask_share {self.mask_share} must lie between 0 and 1")
+        for name in ("validation_share", "mask_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must lie between 0 and 1")
         check_least(self, 1, "batch_size", "batch_tokens", "max_examples", "max_length", "span_length")
         check_least(self, 0, "stride")

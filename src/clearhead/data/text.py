@@ -1,4 +1,7 @@
-"""Plain text as a stream of chunks: read anew at each pass, never whole in memory, split for validation on the way."""
+"""Plain text as a stream of chunks.
+
+Read again at each pass, never whole in memory, split for validation on the way.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,26 @@ FEW = 20  # so many documents or more are split as wholes; of fewer each gives i
 
 @dataclass(frozen=True)
 class Stream:
-    """Chunks of text that can be gone through again and again."""
+    """Chunks of text that can be iterated over again and again."""
 
     start: Callable[[], Iterator[Chunk]]
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.start()
 
+    def size(self) -> int:
+        """Return the number of bytes of the text."""
+        return sum(len(chunk.text.encode()) for chunk in self)
+
 
 def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
-    """The chunks of one document; none if there is nothing but white space in it."""
+    """Yield the chunks of one document; none if it holds only white space."""
     rest, begun = "", False
     for piece in pieces:
         rest += piece
         while len(rest) > CHUNK:
-            # Words of many tokenizers begin with the space before them: so cut after a line, else before a space.
+            # Words of many tokenizers begin with the space before them: so cut after a line, else before a
+            # space.
             end = rest.rfind("\n", 0, CHUNK) + 1 or max(rest.rfind(" ", 0, CHUNK), 0) or CHUNK
             yield Chunk(rest[:end], False)
             rest, begun = rest[end:], True
@@ -39,21 +47,19 @@ def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
 
 
 def stream(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None) -> Stream:
-    """The chunks of the first `limit` documents."""
-    return Stream(partial(_chunks, documents, lowercase, limit))
+    """Return the chunks of the first `limit` documents."""
+
+    def chunks() -> Iterator[Chunk]:
+        for number, pieces in enumerate(documents()):
+            if number == limit:
+                return
+            for chunk in cut(pieces):
+                yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
+
+    return Stream(chunks)
 
 
-def _chunks(
-    documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None
-) -> Iterator[Chunk]:
-    for number, pieces in enumerate(documents()):
-        if number == limit:
-            return
-        for chunk in cut(pieces):
-            yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
-
-
-# Splitting --------------------------------------------------------------------------------------------------------------
+# Splitting -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -66,8 +72,11 @@ class Seen:
     high: int = 0
 
 
-def look(source: Stream) -> Seen:
-    """Go through a text once: every fault of its files comes to light here."""
+def look(source: Stream, empty: str) -> Seen:
+    """Read a text once, so that every fault of its files is found now.
+
+    `empty` is the error where it has no text.
+    """
     seen, begins, length = Seen(), True, 0
     for chunk in source:
         if begins:
@@ -79,39 +88,38 @@ def look(source: Stream) -> Seen:
             seen.documents += 1
             if len(seen.lengths) < FEW:
                 seen.lengths.append(length)
+    if not seen.documents:
+        raise InputError(empty)
     return seen
 
 
 def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream, str]:
-    """Text to train on, text to validate on, and how they were parted; `empty` is the complaint where there is none."""
-    seen = look(source)
-    if not seen.documents:
-        raise InputError(empty)
+    """Split a text -> text to train on, text to validate on, and a note on how; `empty`: as for `look`."""
+    seen = look(source, empty)
+    cuts = [int(length * (1 - share)) for length in seen.lengths]
     if seen.documents >= FEW:
         limit = bound(seen.low, seen.high, share)
-        said = (
+        side = partial(_by_key, source, limit)
+        note = (
             f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
         )
-        return (
-            Stream(partial(_by_key, source, limit, False)),
-            Stream(partial(_by_key, source, limit, True)),
-            said,
-        )
-    cuts = [int(length * (1 - share)) for length in seen.lengths]
-    if not sum(cuts) or cuts == seen.lengths:
+    elif not sum(cuts) or cuts == seen.lengths:
         raise InputError(
             f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others"
         )
-    said = f"the last {percent(share)} of {'the characters' if len(cuts) == 1 else 'each document'} for validation"
-    return (
-        Stream(partial(_by_place, source, cuts, False)),
-        Stream(partial(_by_place, source, cuts, True)),
-        said,
-    )
+    else:
+        side = partial(_by_place, source, cuts)
+        whose = "the characters" if len(cuts) == 1 else "each document"
+        note = f"the last {percent(share)} of {whose} for validation"
+    return Stream(partial(side, False)), Stream(partial(side, True)), note
 
 
 def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
-    """Whole documents. The first chunk decides, so that a document need not be held: equal ones begin with equal chunks."""
+    """Yield whole documents of one side.
+
+    The first chunk decides, so that a document need not be held in memory: equal ones begin with equal
+    chunks.
+    """
     begins, wanted = True, False
     for chunk in source:
         if begins:
@@ -122,7 +130,7 @@ def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
 
 
 def _by_place(source: Stream, cuts: Sequence[int], validation: bool) -> Iterator[Chunk]:
-    """The beginnings of documents, or their ends, cut at the given characters."""
+    """Yield the beginnings of documents, or their ends, cut at the given characters."""
     number = place = 0
     for chunk in source:
         at = min(max(cuts[number] - place, 0), len(chunk.text))
@@ -132,8 +140,3 @@ def _by_place(source: Stream, cuts: Sequence[int], validation: bool) -> Iterator
             yield Chunk(text, chunk.ends if validation else chunk.ends or place >= cuts[number])
         if chunk.ends:
             number, place = number + 1, 0
-
-
-def size_of(chunks: Iterable[Chunk]) -> int:
-    """Bytes of a text."""
-    return sum(len(chunk.text.encode()) for chunk in chunks)

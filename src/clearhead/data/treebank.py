@@ -1,8 +1,8 @@
-"""Treebanks in CoNLL-U: sentences whose words each name the word that governs them.
+"""Read treebanks in CoNLL-U: sentences whose words each name their head, the word that governs them.
 
-A syntactic word is what a tree is made of. Mostly it is a stretch of the text; "du" in French is one stretch and two
-words, and a word that was left out (an empty node) has no stretch and no place in the tree. `spans` say which
-characters of the sentence's text stand behind each word.
+A tree is made of syntactic words. Most are one stretch of the text. French "du" is one stretch and two words,
+and an empty node, a word that was left out, has no stretch and no place in the tree. `spans` are the
+characters of the sentence's text that belong to each word.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 
+from clearhead.data.conll import CONLLU
 from clearhead.data.files import missing, read_lines
 from clearhead.data.tables import counted, shorten
-from clearhead.data.tags import CONLLU
 from clearhead.errors import InputError
 
 Span = tuple[int, int]
@@ -24,8 +24,8 @@ _TEXT = re.compile(r"#\s*text\s*=\s?(.*)")
 
 
 @dataclass(frozen=True)
-class Word:
-    """One word of a tree. `head` counts the sentence's words from 1; 0: this word is the root."""
+class TreeWord:
+    """One word of a tree. `head` is the number of a word, counted from 1; 0: this word is the root."""
 
     form: str
     lemma: str
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def relation(self) -> str:
-        """The relation to the governor without its subtype: "nmod" for "nmod:poss"."""
+        """Return the relation to the head without its subtype: "nmod" for "nmod:poss"."""
         return self.deprel.partition(":")[0]
 
 
@@ -47,45 +47,29 @@ class Word:
 class Sentence:
     """A text and the tree over its words."""
 
-    words: tuple[Word, ...]
+    words: tuple[TreeWord, ...]
     text: str
-    spans: tuple[
-        Span, ...
-    ] = ()  # characters of `text` behind each word; words written as one share theirs where it cannot be cut
+    spans: tuple[Span, ...] = ()  # characters of `text` of each word; words written as one may share theirs
 
 
 @dataclass
 class _Open:
     """A sentence while its lines are read."""
 
-    words: list[Word] = field(default_factory=list)
+    words: list[TreeWord] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)  # of each word
-    joined: dict[int, tuple[int, str, bool, int]] = field(
-        default_factory=dict
-    )  # by first word: last word, form, space, line
+    # By the first of words that are written as one: last word, form, space, line.
+    joined: dict[int, tuple[int, str, bool, int]] = field(default_factory=dict)
     text: str | None = None
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Words that are written as one."""
-
-    form: str
-    words: list[Word]
-    space: bool  # behind it
-
-
 def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
-    """The sentences of a CoNLL-U file, plain or `.gz`; the first `limit` of them where that is given."""
+    """Return the sentences of a CoNLL-U file, plain or `.gz`; at most `limit` of them."""
     if not path.exists():
         raise missing(path)
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit} leaves no sentence: ask for 1 or more")
-    found = []
-    for sentence in _sentences(path):
-        found.append(sentence)
-        if len(found) == limit:
-            break
+    found = list(islice(_sentences(path), limit))
     if not found:
         raise InputError(
             f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word"
@@ -94,28 +78,26 @@ def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
 
 
 def _sentences(path: Path) -> Iterator[Sentence]:
-    now = _Open()
-    for number, line in read_lines(path):
-        if not line.strip():
-            if now.words:
-                yield _closed(path, now)
-            now = _Open()
-        elif line.startswith("#"):
-            matched = _TEXT.fullmatch(line)
-            now.text = matched[1] if matched else now.text
-        else:
-            _read_line(path, number, line, now)
-    if now.words:
-        yield _closed(path, now)
+    for _, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
+        now = _Open()
+        for number, line in block:
+            if line.startswith("#"):
+                matched = _TEXT.fullmatch(line)
+                now.text = matched[1] if matched else now.text
+            elif line.strip():
+                _read_line(path, number, line, now)
+        if now.words:
+            yield _closed(path, now)
 
 
 def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
-    """One word, one stretch of several words, or one empty node, added to the sentence."""
+    """Add a line to the sentence: a word, a stretch of several words, or an empty node."""
     cells = line.split("\t")
     place = f"{path}, line {number}"
     if len(cells) != len(CONLLU):
         raise InputError(
-            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: {shorten(line)}"
+            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: "
+            f"{shorten(line)}"
         )
     name, form, lemma, upos, xpos, feats, head, deprel, _, misc = cells
     space = "SpaceAfter=No" not in misc.split("|")
@@ -136,65 +118,52 @@ def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
         raise InputError(f"{place} has no word: {shorten(line)}")
     if not re.fullmatch(r"\d+", head):
         raise InputError(f'{place} has the head "{head}", which is no word\'s number: {shorten(line)}')
-    now.words.append(Word(form, lemma, upos, xpos, feats, int(head), deprel, misc, space))
+    now.words.append(TreeWord(form, lemma, upos, xpos, feats, int(head), deprel, misc, space))
     now.lines.append(number)
 
 
 def _closed(path: Path, now: _Open) -> Sentence:
-    """The whole sentence, with heads that are words of it and a text that its words are found in."""
+    """Return the whole sentence; its heads must be words of it, and its text is made of its words."""
     count = len(now.words)
     for own, (word, line) in enumerate(zip(now.words, now.lines), 1):
         if word.head > count or word.head == own:
-            fault = (
-                "itself as its head"
-                if word.head == own
-                else f"the head {word.head}, and the sentence has {counted(count, 'word')}"
-            )
+            there = f"the head {word.head}, and the sentence has {counted(count, 'word')}"
+            fault = "itself as its head" if word.head == own else there
             raise InputError(f'{path}, line {line}: word {own} "{word.form}" has {fault}')
-    stretches = _stretches(path, now)
-    forms = [stretch.form for stretch in stretches]
+    forms, spaces, stretches, start = list[str](), list[bool](), list[list[TreeWord]](), 0
+    while start < count:  # what is written together: mostly a word each
+        word = now.words[start]
+        last, form, space, line = now.joined.get(start + 1, (start + 1, word.form, word.space_after, 0))
+        if last > count:
+            raise InputError(
+                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has "
+                f"{counted(count, 'word')}"
+            )
+        forms.append(form)
+        spaces.append(space)
+        stretches.append(now.words[start:last])
+        start = last
     text, places = now.text, None if now.text is None else locate(forms, now.text)
     if text is None or places is None:
-        text = "".join(stretch.form + " " * stretch.space for stretch in stretches).rstrip()
+        text = "".join(form + (" " if space else "") for form, space in zip(forms, spaces)).rstrip()
         places = locate(forms, text)
     assert places is not None
-    words, spans = list[Word](), list[Span]()
-    for stretch, place in zip(stretches, places):
-        *inner, last = stretch.words
-        words += [
-            *(replace(word, space_after=False) for word in inner),
-            replace(last, space_after=stretch.space),
-        ]
-        spans += _cut(place, stretch)
+    words, spans = list[TreeWord](), list[Span]()
+    for form, space, stretch, place in zip(forms, spaces, stretches, places):
+        *inner, final = stretch
+        words += [*(replace(word, space_after=False) for word in inner), replace(final, space_after=space)]
+        # Words that spell what is written have their own letters, else all of them share the stretch.
+        lengths = [len(word.form) for word in stretch]
+        spelled = "".join(word.form for word in stretch) == form
+        spans += pairwise(accumulate(lengths, initial=place[0])) if spelled else [place] * len(stretch)
     return Sentence(tuple(words), text, tuple(spans))
 
 
-def _stretches(path: Path, now: _Open) -> list[_Stretch]:
-    """What is written together: mostly a word each."""
-    found, start = list[_Stretch](), 0
-    while start < len(now.words):
-        word = now.words[start]
-        last, form, space, line = now.joined.get(start + 1, (start + 1, word.form, word.space_after, 0))
-        if last > len(now.words):
-            raise InputError(
-                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has {counted(len(now.words), 'word')}"
-            )
-        found.append(_Stretch(form, now.words[start:last], space))
-        start = last
-    return found
-
-
-def _cut(place: Span, stretch: _Stretch) -> list[Span]:
-    """The spans of words written as one: their own letters where these add up to what is written, else all of it for each."""
-    forms = [word.form for word in stretch.words]
-    if "".join(forms) != stretch.form:
-        return [place] * len(forms)
-    ends = list(accumulate(map(len, forms), initial=place[0]))
-    return list(pairwise(ends))
-
-
 def locate(words: Iterable[str], text: str) -> tuple[Span, ...] | None:
-    """Where words stand in a text that is made of nothing else but them and white space; None where it is not."""
+    """Return the characters of each word in a text made of these words and white space.
+
+    None for another text.
+    """
     spans, start = [], 0
     for word in words:
         while start < len(text) and text[start].isspace() and not text.startswith(word, start):

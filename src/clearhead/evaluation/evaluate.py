@@ -1,53 +1,45 @@
-"""`evaluate`: a model judged on every example of some files, each figure with its interval."""
+"""`evaluate`: judge a model on every example of some files, each figure with its confidence interval."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from clearhead.batches.bucketed import Answers
+from clearhead.batches.batch import Batches
+from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.make import Batches, make_batches
 from clearhead.bundle import Model
-from clearhead.data.examples import Chunk, Corpus, Images
+from clearhead.data.examples import TEXT, Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.data.guess import way_for
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.formats import way_for
+from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.evaluation.examples import (
-    SeenPictures,
-    begun,
-    examples,
-    key,
-    led,
-    names_in,
-    renamed,
-    summed_by,
-)
+from clearhead.evaluation.examples import SeenPictures, begun, examples, led, names_in, renamed, summed_by
 from clearhead.evaluation.figures import Figures
+from clearhead.evaluation.judgement import Judgement, OnProgress, Options
 from clearhead.evaluation.metrics import Counts, bleu
-from clearhead.tasks import tag_all
+from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.run import fitting
+from clearhead.tasks.spec import TaskSpec
+from clearhead.tasks.table import TASKS, task_named
 from clearhead.training.plan import GeneratePlan
 from clearhead.training.recipe import read_recipe
-from clearhead.training.run import open_examples
 from clearhead.training.validate import examine
 from clearhead.typed import hints_of
 
-OnProgress = Callable[[str, int, int], None]
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
 READING = (
     *("task", "format", "columns", "header", "pattern", "texts_only", "lowercase"),
     *("max_length", "packing", "mask_share", "span_length", "stride"),
 )
 BATCH_TOKENS = 16_384  # of a batch, padding included, where no number of rows is asked for
-PICTURES, SOURCES = 64, 32  # pictures, and sources to be answered, at a time
+PICTURES = 64  # at a time
 WINDOW = 2048  # tokens of a window over text, of a model that takes more
 
 
@@ -55,7 +47,7 @@ WINDOW = 2048  # tokens of a window over text, of a model that takes more
 class Evaluation:
     """How good a model is on some data."""
 
-    task: Task
+    task: str
     examples: int  # windows of text, sources, sentences, questions, pictures
     targets: int  # tokens, classes or tags that the loss is a mean over
     metrics: dict[str, float]
@@ -79,9 +71,10 @@ def evaluate(
 ) -> Evaluation:
     """Judge a model on every example of some files, on the device that it is on.
 
-    What is measured follows from the model's head: of text, loss, perplexity and bits per byte; of pairs also exact
-    match, edits per token, BLEU and chrF of what the model writes; of classes, tags and answers their shares and F1.
-    Rows with the same source, or the same question and context, are one example with several right answers.
+    The model's head decides what is measured: for text, loss, perplexity and bits per byte; for pairs also
+    exact match, edits per token, BLEU and chrF of what the model writes; for classes, tags and answers,
+    accuracy and F1. Rows with the same source, or the same question and context, are one example with several
+    right answers.
 
     Args:
         loaded: the model.
@@ -97,31 +90,31 @@ def evaluate(
     given = [data] if isinstance(data, str | Path) else list(data)
     plan = data_plan(loaded.folder, given) if plan is None else plan
     task = task_for(loaded, plan.task)
-    if generation and task != "seq2seq":
+    spec = task_named(task)
+    if generation and not spec.writes:
         raise InputError(
-            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: leave it out"
+            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: "
+            "leave it out"
         )
-    if task == "seq2seq":
+    if spec.writes:
         _check_tokenize(tokenize)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size {batch_size} must be 1 or more")
     if seed < 0:
         raise InputError(f"seed {seed} must be 0 or more")
     known = hints_of(GeneratePlan)
-    GeneratePlan(
-        **{name: value for name, value in generation.items() if name in known and value is not None}
-    )  # refuses wrong values
-    sizes: dict[str, Any] = {
-        "batch_size": batch_size or PICTURES,
-        "batch_tokens": None if batch_size else BATCH_TOKENS,
-    }
-    plan = dataclasses.replace(
-        plan, task=task, paths=tuple(map(str, given)) or plan.paths, validation=(), **sizes
-    )
+    stated = {name: value for name, value in generation.items() if name in known and value is not None}
+    GeneratePlan(**stated)  # refuses wrong values
+    paths = tuple(map(str, given)) or plan.paths
+    plan = dataclasses.replace(plan, task=task, paths=paths, validation=(), **batch_sizes(batch_size))
     corpus, _ = open_examples(plan, split=False)
-    return _Judge(loaded, task, plan, corpus, Figures(seed, said=list(corpus.said)), on_progress).evaluation(
-        tokenize, lowercase, generation
-    )
+    options = Options(tokenize, lowercase, generation, on_progress)
+    return _evaluation(loaded, spec, plan, corpus, Figures(seed, said=list(corpus.notes)), options)
+
+
+def batch_sizes(rows: int | None) -> dict[str, Any]:
+    """Return the plan's batch size: `rows` at a time, or by their length."""
+    return {"batch_size": rows or PICTURES, "batch_tokens": None if rows else BATCH_TOKENS}
 
 
 def data_plan(
@@ -130,64 +123,63 @@ def data_plan(
     recipe: str | Path | None = None,
     settings: Iterable[str] = (),
 ) -> DataPlan:
-    """How data is to be read: by a recipe, else by that of the run whose folder this is, else by its looks; settings change it.
+    """Return how data is read: by a recipe, else by that of the run in this folder, else by its looks.
 
-    Parallel files are read from the language that those of the recipe are from.
+    `settings` change it. Parallel files are read in the direction of the recipe's.
     """
     settings = list(settings)
     if recipe is None and folder is not None:
         places = (
             folder / RECIPE,
             folder.resolve().parent.parent / RECIPE,
-        )  # of a run, and of one of its checkpoints
+        )  # of a run, and of its checkpoints
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
-        changes["format"] = None  # the run learned from an embedded corpus: these are other data
+        changes["format"] = None  # the run learned from an embedded corpus: this is other data
     changes["columns"] = changes["columns"] or way_for(
         [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
     )
     return dataclasses.replace(asked, **changes)
 
 
-def task_for(loaded: Model, wanted: Task | None) -> Task:
-    """What the model can be judged by: its head leaves no choice, but that an encoder-decoder may be to mend text."""
-    config = loaded.config
-    both, head = config.family == "encoder-decoder", config.head
-    fits: dict[str | None, tuple[Task, ...]] = {
-        "lm": ("seq2seq", "denoise") if both else ("lm",),
-        "mlm": ("mlm",),
-        "classifier": ("image",) if config.input == "patches" else ("classify",),
-        "tagger": ("tag",),
-        "span": ("answer",),
-    }
-    if head not in fits or (both and head != "lm"):
+def task_for(loaded: Model, wanted: str | None) -> str:
+    """Return the task that a model is judged by: its head decides; an encoder-decoder may also mend text."""
+    config, wanted_name = loaded.config, None if wanted is None else task_named(wanted).name
+    theirs = loaded.description.theirs if loaded.description is not None else {}
+    problem = theirs.get("problem_type") if config.head == "classifier" else None
+    alike = [
+        spec for spec in TASKS.values() if spec.head == config.head and config.family in spec.fitting_families
+    ]
+    if not alike:
         raise InputError(
-            f"a model of family {config.family} with head {head} cannot be judged on data: {fitting(loaded)}"
+            f"a model of family {config.family} with head {config.head} cannot be judged on data: "
+            f"{fitting(loaded)}"
         )
-    if wanted is not None and wanted not in fits[head]:
+    fits = sorted((spec for spec in alike if spec.judges(config, problem)), key=lambda spec: not spec.guessed)
+    names = [spec.name for spec in fits]
+    if wanted_name is not None and names and wanted_name not in names:
         raise InputError(
-            f"task {wanted} does not fit a model of family {config.family} with head {head}, which is judged by {' or '.join(fits[head])}"
+            f"task {wanted_name} does not fit a model of family {config.family} with head {config.head}, "
+            f"which is judged by {' or '.join(names)}"
         )
-    kind = loaded.description.theirs.get("problem_type") if loaded.description is not None else None
-    if head == "classifier" and (
-        config.n_classes < 2 or kind in ("regression", "multi_label_classification")
-    ):
+    if not names:
         raise InputError(
-            "this model gives a number, or several labels at once: only models that choose one of several classes are judged"
+            f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
+            "only models that choose one of several classes, or give one number, are judged"
         )
-    return wanted or fits[head][0]
+    return wanted_name or names[0]
 
 
 def _check_tokenize(tokenize: str | None) -> None:
-    """Say now what would be wrong after all has been written."""
+    """Refuse a wrong tokenizer of sacreBLEU's now, before hours of generation."""
     if tokenize is None:
         return
     try:
         bleu(["a"], ["a"], tokenize)
     except ImportError:
-        return  # said later, in place of BLEU
+        return  # a note says so later, in place of BLEU
     except Exception as error:
         from sacrebleu.metrics.bleu import BLEU
 
@@ -197,139 +189,75 @@ def _check_tokenize(tokenize: str | None) -> None:
 
 
 def judged_batches(
-    loaded: Model, task: Task, plan: DataPlan, corpus: Corpus, folder: str, seed: int, said: list[str]
+    loaded: Model, task: str, plan: DataPlan, corpus: Corpus, folder: str, seed: int, notes: list[str]
 ) -> tuple[Batches, int, int]:
-    """Every example to validate on once, in one order; how many tokens the text has, and how many of those are unknown.
+    """Return every example to validate on once, in one order; the number of tokens, and how many are unknown.
 
     `folder` holds the ids while they are read.
     """
-    if task == "image":
+    spec = task_named(task)
+    if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
+    tokenizer, labels = loaded.text_tokenizer, names_in(loaded)
     encoded = encode_corpus(
-        corpus, "validation", task, loaded.text_tokenizer, names_in(loaded), folder, special=loaded.special
+        corpus, "validation", spec.batching, tokenizer, labels, folder, special=loaded.special
     )
     tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
-    if corpus.shape == "text" and plan.max_length is None and length > WINDOW:
-        said.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
+    if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
+        notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
-    if task == "lm" and plan.packing == "stream":
+    if spec.one_shape and plan.packing == "stream":
         encoded = led(encoded, "ids", encoded.frame.before)
-    encoded, special = begun(encoded, task, loaded)
-    batches = make_batches(encoded, task, plan, special=special, length=length, seed=seed, training=False)
-    said.extend(batches.said)
+    encoded, special = begun(encoded, loaded)
+    batches = make_batches(
+        spec.batching, encoded, plan, special=special, length=length, seed=seed, training=False
+    )
+    notes.extend(batches.notes)
     return batches, tokens, encoded.n_unknown
 
 
-@dataclass
-class _Judge:
-    """One evaluation."""
-
-    loaded: Model
-    task: Task
-    plan: DataPlan
-    corpus: Corpus
-    figures: Figures
-    on_progress: OnProgress
-
-    def evaluation(self, tokenize: str | None, lowercase: bool, generation: dict[str, Any]) -> Evaluation:
-        """Loss, then what the task is about."""
-        figures, outputs = self.figures, []
-        if self.task in ("classify", "tag", "image"):
-            self.corpus = renamed(self.corpus, self.loaded, self.plan, figures.said)
-        rows: Any = self.corpus.validation
-        units, references = examples(rows) if self.task in ("seq2seq", "answer") else ({}, [])
-        if self.task == "seq2seq":
-            outputs = self._written(list(units), generation)
-        with tempfile.TemporaryDirectory() as folder:
-            batches, tokens, unknown = self._batches(folder)
-            losses, said, meant = self._examined(batches)
-        if units:
-            of_rows = batches.example if isinstance(batches, Answers) else np.arange(len(losses))
-            places = np.array([units[key(row)] for row in rows])
-            losses = summed_by(losses, places[of_rows], len(units))
-        figures.loss(losses, perplexity=self.task in ("lm", "mlm", "denoise", "seq2seq"))
-        match self.task:
-            case "lm" if unknown:
-                figures.said.append(
-                    f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not predicted"
-                )
-            case "lm":
-                sizes = [
-                    (len(chunk.text.encode("utf-8", "replace")), len(chunk.text))
-                    for chunk in cast(Iterable[Chunk], rows)
-                ]
-                figures.bits(tokens, *np.sum(sizes, 0).tolist())
-            case "seq2seq":
-                figures.texts(outputs, references, tokenize, lowercase)
-            case "classify" | "image":
-                figures.classes(said, meant, self.loaded.config.n_classes)
-                outputs = [self._labels[place] for place in said]
-            case "tag":
-                tags = [
-                    [word.label for word in one.words]
-                    for one in tag_all(self.loaded, [row.words for row in rows])
-                ]
-                figures.tags(tags, [row.tags for row in rows])
-                outputs = [" ".join(row) for row in tags]
-            case "answer":
-                outputs = self._answers(list(units), references)
-                figures.spans(outputs, references)
-        targets = int(losses[:, 1].sum())
-        shown = (figures.metrics, figures.intervals, figures.signatures)
-        return Evaluation(self.task, len(losses), targets, *shown, tuple(figures.said), tuple(outputs))
-
-    @property
-    def _labels(self) -> tuple[str, ...]:
-        return names_in(self.loaded)
-
-    def _examined(self, batches: Batches) -> tuple[Counts, list[int], list[int]]:
-        """Loss and targets of every row in the order of the data; of a classifier, what it said and what was meant."""
-        device = next(self.loaded.model.parameters()).device
-        seen = []
-        for done, part in enumerate(examine(self.loaded.model, batches, device), start=1):
-            seen.append(part)
-            self.on_progress("reading", done, batches.per_epoch)
-        order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
-        losses = np.stack(
-            [np.concatenate([getattr(part, name) for part in seen]) for name in ("losses", "counts")], 1
-        )[order]
-        if self.task not in ("classify", "image"):
-            return losses, [], []
-        said, meant = (
-            np.concatenate([getattr(part, name) for part in seen])[order, 0].tolist()
-            for name in ("said", "meant")
+def _evaluation(
+    loaded: Model, task: TaskSpec, plan: DataPlan, corpus: Corpus, figures: Figures, options: Options
+) -> Evaluation:
+    """Measure the loss, then what the task is about."""
+    if task.classes:
+        corpus = renamed(corpus, loaded, plan, figures.said)
+    judgement = Judgement(loaded, names_in(loaded), plan, corpus.validation, figures, options)
+    rows, places = judgement.rows, dict[tuple[str, ...], int]()
+    if task.shape.row is not None and task.shape.row.ASKED:
+        places, judgement.references = examples(rows)
+        judgement.asked = list(places)
+    if task.writes:
+        judgement.written = judgement.write()
+    with tempfile.TemporaryDirectory() as folder:
+        batches, judgement.tokens, judgement.unknown = judged_batches(
+            loaded, task.name, plan, corpus, folder, figures.seed, figures.said
         )
-        return losses, said, meant
+        losses = _examined(judgement, task, batches)
+    if places:
+        example = np.arange(len(losses)) if batches.example is None else batches.example
+        losses = summed_by(losses, np.array([places[row.asked()] for row in rows])[example], len(places))
+    figures.loss(losses, perplexity=task.objective is None)
+    outputs = task.figures(judgement)
+    found = (figures.metrics, figures.intervals, figures.signatures)
+    return Evaluation(
+        task.name, len(losses), int(losses[:, 1].sum()), *found, tuple(figures.said), tuple(outputs)
+    )
 
-    def _batches(self, folder: str) -> tuple[Batches, int, int]:
-        """See `judged_batches`."""
-        return judged_batches(
-            self.loaded, self.task, self.plan, self.corpus, folder, self.figures.seed, self.figures.said
-        )
 
-    # What a model writes ----------------------------------------------------------------------------------------------
+def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
+    """Return loss and number of targets of every row in the order of the data.
 
-    def _written(self, sources: Sequence[tuple[str, ...]], options: dict[str, Any]) -> list[str]:
-        """What the model makes of each source; those of like length are read together."""
-        loaded, made = self.loaded, [""] * len(sources)
-        ids = loaded.encode([source for (source,) in sources], self.loaded.max_length)
-        if options.get("max_new_tokens") is None:
-            stated, room = loaded.generation, loaded.config.max_positions - len(loaded._start())
-            limit = stated.get("max_new_tokens") or stated.get("max_length", 257) - 1
-            options = {**options, "max_new_tokens": max(1, min(limit, room))}
-        order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
-        size = self.plan.batch_size if self.plan.batch_tokens is None else SOURCES
-        for start in range(0, len(order), size):
-            some = order[start : start + size]
-            given: Any = [ids[place] for place in some]
-            for place, one in zip(some, loaded.translate(given, **options)):
-                made[place] = one.text or ""
-            self.on_progress("writing", min(start + size, len(order)), len(order))
-        return made
-
-    def _answers(self, asked: Sequence[tuple[str, ...]], references: Sequence[Sequence[str]]) -> list[str]:
-        """What the model finds for each question; it may find nothing where that is right for some."""
-        questions, contexts = zip(*asked)
-        none = any("" in given for given in references)
-        found: Any = self.loaded.answer(list(questions), list(contexts), none=none)
-        return [one.text for one in found]
+    Keep what the model said of each.
+    """
+    model, seen = judgement.loaded.model, []
+    device = next(model.parameters()).device
+    for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):
+        seen.append(part)
+        judgement.options.on_progress("reading", done, batches.per_epoch)
+    order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
+    said, meant = ([row for part in seen for row in getattr(part, name)] for name in ("said", "meant"))
+    if said:
+        judgement.said, judgement.meant = ([rows[place] for place in order] for rows in (said, meant))
+    columns = [np.concatenate([getattr(part, name) for part in seen]) for name in ("losses", "counts")]
+    return np.stack(columns, 1)[order]

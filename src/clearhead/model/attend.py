@@ -1,10 +1,10 @@
 """Attending: softmax(q kᵀ · scale + bias, where allowed) v, as pure functions of tensors.
 
-`eager` spells the formula out and shows scores and pattern to the tap; `fused` hands the same thing to PyTorch's
-fused kernel. Both have one signature, give one answer, and give zeros, with finite gradients, for a query that may
+`eager` spells the formula out and shows scores and pattern to the tap. `fused` calls PyTorch's fused kernel.
+Both have the same signature and give the same answer: zeros, with finite gradients, for a query that may
 attend to nothing.
 
-Shapes: B batch, H heads, K key/value heads (H is a multiple of K), T query length, S key length, E head width.
+Shapes: B batch, H heads, K key/value heads (H a multiple of K), T query length, S key length, E head width.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from clearhead.model.taps import SILENT, Tap
 class Attend(Protocol):
     """q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
 
-    `mask` [B|1, 1|H, T, S] is True where a query may attend; `causal` stands for the mask "key slot <= query slot";
-    `bias` [B|1, 1|H, T, S] is added to the scaled scores; `scale` defaults to 1/sqrt(E); `softcap` bounds the scores.
-    Keys, values and a mask of fewer rows, B / N, serve N rows of queries each, of one query: the beams of a source.
+    `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
+    `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
+    scores. Where keys, values and mask have B / N rows, each row serves N rows of one query: the beams of a
+    source.
     """
 
     def __call__(  # noqa: D102
@@ -59,7 +60,7 @@ def eager(
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
-    """Attend step by step; see `Attend`."""
+    """Compute each step of attention by itself; see `Attend`."""
     B, H, T, E = q.shape
     if k.shape[0] < B:
         shared = B // k.shape[0]
@@ -69,7 +70,7 @@ def eager(
     scale = E**-0.5 if scale is None else scale
     if causal:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril()[None, None]
-    # Heads that share a key/value head are laid end to end as if they were more queries: no key is copied.
+    # The heads of a group become more queries of its key/value head, so that no key is copied.
     grouped = q.reshape(B, K, H // K * T, E)
     scores = tap.step("scores", (grouped @ k.transpose(-2, -1)).view(B, H, T, S))
     scores = tap.step("scaled", scores * scale)
@@ -78,7 +79,7 @@ def eager(
     if bias is not None:
         scores = tap.step("biased", scores + bias)
     if mask is not None:
-        # The lowest finite number, not -inf: a row with nothing to attend to then has no NaN in its gradient.
+        # The lowest finite number, not -inf: gradients stay finite in a row that may attend to nothing.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     scores = tap("scores", tap.step("masked", scores))
     pattern = torch.softmax(wide(scores), dim=-1).to(q.dtype)  # B H T S
@@ -101,34 +102,30 @@ def fused(
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
-    """Attend through PyTorch's fused kernel, which has no soft-cap and shows nothing to the tap; see `Attend`."""
+    """Call PyTorch's fused kernel, which has no soft-cap and shows nothing to the tap; see `Attend`."""
     if softcap is not None:
         return eager(q, k, v, mask, bias, scale, causal=causal, softcap=softcap, dropout=dropout, tap=tap)
     B, H, T, E = q.shape
     K = k.shape[1]
-    if k.shape[0] < B and T == 1:  # the rows that share keys become the queries of one, and no key is copied
+    if k.shape[0] < B and T == 1:  # rows that share keys become the queries of one row: no key is copied
         together = q.reshape(k.shape[0], -1, H, E).transpose(1, 2)  # B/N H N E
         return fused(together, k, v, mask, bias, scale, dropout=dropout).transpose(1, 2).reshape(B, H, 1, -1)
     if bias is not None:
         if causal:
-            mask, causal = (
-                torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None],
-                False,
-            )
+            mask = torch.ones(T, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+            causal = False
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
     if T == 1 and K < H and not causal and (mask is None or mask.shape[1] == 1):
-        # One query per head: the heads of a group become the queries of one head, and no key is copied.
-        out = F.scaled_dot_product_attention(q.view(B, K, H // K, E), k, v, mask, dropout, scale=scale).view(
-            B, H, 1, -1
-        )
+        # One query per head: the heads of a group become the queries of one head, so that no key is copied.
+        grouped = q.view(B, K, H // K, E)
+        out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale).view(B, H, 1, -1)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H
         )
     if mask is not None and mask.dtype == torch.bool and q.is_cuda:
-        out = out.masked_fill(
-            ~mask.any(-1, keepdim=True), 0.0
-        )  # one of the GPU's kernels gives such rows a mean, not zeros
+        # For a query that may attend to nothing, one of the GPU's kernels returns a mean, not zeros.
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return out
 
 
@@ -147,27 +144,25 @@ def attend_steps(
     K: int,
     fused: bool,
 ) -> Iterator[Step]:
-    """The steps between projections and output: scores and values of H heads that share K key/value heads."""
+    """Yield the steps between projections and output, for H heads that share K key/value heads."""
     B, E, Ev, own = run.batch, spec.d_head, spec.d_value, kind == "attention"
     kept = _kept(spec, run, own, H, T, S, window, fused)
     yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
-    # Queries that are partly rotated are joined anew: the kernel's answer takes on their layout, and is copied.
+    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
-    yield Step(
-        f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * B * T * H * Ev * run.size
-    )
+    kept = copies * B * T * H * Ev * run.size
+    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=kept)
 
 
 def _kept(
     spec: StackSpec, run: Pass, own: bool, H: int, T: int, S: int, window: int | None, fused: bool
 ) -> int:
-    """Bytes kept between scores and values, by the kernel that this attention gets."""
-    square, values = T * S, run.batch * H * T * S  # of a mask, and of the pattern
+    """Return the bytes that the kernel of this attention keeps for the backward pass."""
+    square, values = T * S, run.batch * H * T * S  # elements of a mask and of the pattern
     windowed = window is not None and window < S
     masked = windowed or (own and spec.causal)
-    if (
-        spec.attention_softcap is not None
-    ):  # eager: tanh, softmax and, masked, the pattern; and the mask, twice
+    if spec.attention_softcap is not None:
+        # The eager kernel keeps tanh, softmax, the pattern if masked or cast, and the mask twice.
         copied = run.size if masked or run.size < run.wide else 0
         return values * (run.size + run.wide + copied) + (2 * square if masked else 0)
     if not fused:

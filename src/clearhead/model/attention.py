@@ -1,6 +1,6 @@
-"""Attention: the module that owns the projections. The math of attending is in `attend`, what may be seen in `masks`.
+"""Attention: the module that owns the projections. The formula is in `attend`, the masks are in `masks`.
 
-Self-attention and cross-attention are the same module: cross-attention takes its keys and values from `memory`.
+Self-attention and cross-attention are one module: cross-attention takes its keys and values from `memory`.
 
 Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width.
 """
@@ -23,19 +23,16 @@ from clearhead.model.taps import SILENT, Tap
 
 
 class Attention(nn.Module):
-    """Multi-head attention, grouped or multi-query where there are fewer key/value heads."""
+    """Multi-head attention; grouped-query or multi-query with fewer key/value heads."""
 
     def __init__(self, spec: StackSpec, name: str) -> None:
         super().__init__()
-        self.heads = spec.heads_of(name)  # which of the config's heads these are, after pruning
+        self.heads = spec.heads_of(name)  # numbers of the heads that pruning has left
         self.pruned = len(self.heads) < spec.n_heads
         self.n_heads, self.n_kv_heads = len(self.heads), spec.kv_heads_of(name)
         self.d_head, self.d_value = spec.d_head, spec.d_value
-        self.scale, self.softcap, self.dropout = (
-            spec.attention_scale,
-            spec.attention_softcap,
-            spec.attention_dropout,
-        )
+        self.scale, self.softcap = spec.attention_scale, spec.attention_softcap
+        self.dropout = spec.attention_dropout
         self.layout, self.norm_over = spec.rope_layout, spec.qk_norm
         self.kernel = "fused"
 
@@ -53,10 +50,10 @@ class Attention(nn.Module):
         x: Tensor,
         view: View,
         memory: Tensor | None = None,
-        cache: LayerKeys | CrossKeys | None = None,
+        cache: LayerKeys | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; `memory` [B, S, D] is what cross-attention reads."""
+        """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
         B, T, _ = x.shape
         if isinstance(cache, CrossKeys) and cache.filled:
             q, (k, v) = self._split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
@@ -89,11 +86,11 @@ class Attention(nn.Module):
         return tap("out", self.out(joined))
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x [B, T, D], keys and values of `source` [B, S, D], heads side by side: [B, T, H·E] and so on."""
+        """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
         return self.q(x), self.k(source), self.v(source)
 
     def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
-        """Split heads, with the norm over all of them or over each: [B, T, heads·width] -> [B, heads, T, width]."""
+        """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":
             x = tap.step(f"{name}_norm", norm(x))
         x = x.view(*x.shape[:2], n_heads, -1)
@@ -112,13 +109,13 @@ def attention_steps(
     window: int | None,
     kind: Literal["attention", "cross"],
 ) -> Iterator[Step]:
-    """The steps of one attention of T queries and S keys; cross-attention has neither positions nor causality."""
+    """Yield the steps of one attention of T queries and S keys."""
     B, D, size = run.batch, spec.d_model, run.size
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     own = kind == "attention"
     capped = spec.attention_softcap is not None
     fused = not capped and Ev == E and not (own and spec.positions == "relative")
-    repeated = not fused and not capped  # PyTorch's unfused path repeats keys and values for each head
+    repeated = not fused and not capped  # PyTorch's unfused path copies keys and values for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
         kept = rows * (H if repeated else heads) * width * size
         yield linear_step(f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept)

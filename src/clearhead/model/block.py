@@ -1,6 +1,6 @@
 """The block: attention, perhaps cross-attention, feed-forward, each added to the residual stream.
 
-Where the norm stands is the whole difference between the residual layouts:
+The residual layouts differ only in the place of the norm:
 
     pre         x + f(norm(x))                      steady gradients; needs a norm after the last block
     post        norm(x + f(x))                      the original
@@ -31,10 +31,10 @@ from clearhead.model.taps import SILENT, Tap
 
 
 class Residual(nn.Module):
-    """How one sublayer joins the residual stream: its norms, its dropout, its chance of being skipped."""
+    """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
 
     def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
-        """`reads_other`: the sublayer reads what another one's norm gives, and has none of its own before it."""
+        """Build the norms; with `reads_other`, the sublayer reads the norm of another one."""
         super().__init__()
         place, norm, D = spec.norm_position, spec.norm, spec.d_model
         self.before = make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
@@ -43,11 +43,11 @@ class Residual(nn.Module):
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
     def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """Return what the sublayer gets to see: [B, T, D] -> [B, T, D]."""
+        """Return the input of the sublayer: [B, T, D] -> [B, T, D]."""
         return tap.step("before", self.before(x)) if self.before is not None else x
 
     def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
-        """Return the stream `x` with the sublayer's answer `y` added: [B, T, D] twice -> [B, T, D]."""
+        """Add the sublayer's output `y` to the stream `x`: [B, T, D] twice -> [B, T, D]."""
         if self.inside is not None:
             y = tap.step("inside", self.inside(y))
         if self.scale != 1:
@@ -66,7 +66,7 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. An encoder's and a decoder's differ by what the view lets them see, and by having cross-attention."""
+    """One layer. A decoder's differs from an encoder's in its view, and perhaps in having cross-attention."""
 
     def __init__(self, spec: StackSpec, name: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
         cross_keys: CrossKeys | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], unless `cross_keys` hold it already."""
+        """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
         x = tap("resid_pre", x)
         if self.parallel:
             return tap("resid_post", self._both(x, view, keys, tap))
@@ -105,7 +105,7 @@ class Block(nn.Module):
         return tap("resid_post", x)
 
     def _both(self, x: Tensor, view: View, keys: LayerKeys | None, tap: Tap) -> Tensor:
-        """Run attention and feed-forward side by side, reading one norm's output or one each."""
+        """Run attention and feed-forward on the same stream, through one norm or one each."""
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         read = self.attention_residual.read(x, first)
         attended = self.attention(read, view, None, keys, tap.part("attention"))
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
-    """The steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
+    """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
     name, rows = f"{spec.prefix}blocks.{layer}", run.batch * tokens
     inner = attention_steps(spec, run, f"{name}.attention", tokens, tokens, spec.windows[layer], "attention")
     yield from _residual_steps(spec, run, f"{name}.attention_residual", "attention", rows, inner)
@@ -133,7 +133,7 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
 def _residual_steps(
     spec: StackSpec, run: Pass, name: str, part: Part, rows: int, inner: Iterator[Step], second: bool = False
 ) -> Iterator[Step]:
-    """The steps of a sublayer with its residual; `second`: beside one that has read the same stream."""
+    """Yield the steps of a sublayer and its residual; a `second` one reads the same stream as the first."""
     D, place = spec.d_model, spec.norm_position
     if not (second and spec.parallel_norms == 1):
         if place in ("pre", "sandwich"):

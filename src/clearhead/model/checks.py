@@ -1,6 +1,7 @@
-"""Checks on what goes into a model, before any compute: on a GPU, an id outside the table would kill the whole context.
+"""Checks of the inputs of a model, before any compute.
 
-Each failed check raises one line that says what was given, what is allowed and the way out.
+On a GPU, an id outside the table makes every later call of the process fail, so ids are checked here.
+Each error is one line that says what was given, what is allowed and the way out.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ def check_call(
     documents: Tensor | None,
     prefix: Tensor | None,
 ) -> None:
-    """Check what one forward pass gives to the stack that feeds the head."""
+    """Check the inputs of one forward pass to the stack that feeds the head."""
     check_tokens(spec, ids, mask, positions, documents, "ids")
     batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
     if types is not None and not spec.n_types:
         raise InputError(
-            "types were given and the model has no segment embeddings: leave them out, or build it with n_types"
+            "types were given and the model has no segment embeddings: "
+            "leave them out, or build it with n_types"
         )
     check_integers(types, batch, length, "types", spec.n_types, "n_types")
     check_prefix(prefix, batch, length, cache, spec.causal)
@@ -39,16 +41,16 @@ def check_call(
         return
     if not spec.causal:
         raise InputError(
-            "a cache was given to a model without a decoder: its tokens all see each other, so call it without"
+            "a cache was given to a model without a decoder: its tokens see each other, so call it without"
         )
     if cache.rows not in (None, batch):
         raise InputError(
-            f"the cache holds {cache.rows} rows and ids have {batch}: go on with the same rows, or reorder the cache"
+            f"the cache holds {cache.rows} rows and ids have {batch}: "
+            "go on with the same rows, or reorder the cache"
         )
     if cache.packed and documents is None:
         raise InputError(
-            "the cache holds packed documents and this call names none: "
-            "give documents, so that it is known which goes on"
+            "the cache holds packed documents and this call names none: give documents, to say which goes on"
         )
 
 
@@ -60,7 +62,7 @@ def check_tokens(
     documents: Tensor | None,
     name: str,
 ) -> None:
-    """Check what feeds one stack, and what goes beside it."""
+    """Check the inputs of one stack: ids or vectors, mask, positions, documents."""
     check_stack_input(x, spec, name)
     batch, length = x.shape[0], spec.n_tokens(x.shape[1])
     if spec.input == "patches" and mask is not None:
@@ -72,7 +74,7 @@ def check_tokens(
 
 
 def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
-    """Shape, dtype and range of what feeds one stack."""
+    """Check shape, dtype and range of the ids, pixels or vectors that feed one stack."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
     if spec.input == "tokens":
@@ -89,7 +91,7 @@ def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
 
 
 def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
-    """A boolean mask over the tokens of a batch."""
+    """Check a boolean mask over the tokens of a batch."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -105,7 +107,7 @@ def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
 def check_integers(
     x: Tensor | None, batch: int, length: int, name: str, below: int | None, limit: str
 ) -> None:
-    """Whole numbers beside the tokens: positions, segment types, documents."""
+    """Check whole numbers beside the tokens: positions, segment types, documents."""
     if x is None:
         return
     if x.dtype not in INTEGERS:
@@ -119,22 +121,21 @@ def check_integers(
 
 
 def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
-    """A table of positions ends somewhere; other schemes go on."""
+    """Check that positions fit the table, where the scheme has one."""
     slots = tokens.length + (cache.length if cache is not None else 0)
     if spec.positions != "learned" or slots <= spec.max_positions:
         return
-    reached = (
-        int(tokens.positions.max()) + 1
-    )  # fewer than slots where some are padding, or documents begin again at 0
+    # Fewer than the slots where some are padding, or where documents begin again at 0.
+    reached = int(tokens.positions.max()) + 1
     if reached > spec.max_positions:
+        way_out = "shorten the input, or choose positions without a table (rope, alibi, sinusoidal, relative)"
         raise InputError(
-            f"{name} reach {reached} positions and the model has {spec.max_positions}: shorten the input, or choose "
-            f"positions without a table (rope, alibi, sinusoidal, relative)"
+            f"{name} reach {reached} positions and the model has {spec.max_positions}: {way_out}"
         )
 
 
 def check_bias(bias: Tensor | None, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
-    """A pairwise bias given by the caller."""
+    """Check a pairwise bias given by the caller."""
     if bias is None:
         return
     n_heads, keys = spec.n_heads, length + (cache.length if cache is not None else 0)
@@ -147,7 +148,7 @@ def check_bias(bias: Tensor | None, spec: StackSpec, batch: int, length: int, ca
 
 
 def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
-    """The number of leading tokens of each row that all may see."""
+    """Check the number of leading tokens of each row that every token may see."""
     if prefix is None:
         return
     if not causal:
@@ -158,11 +159,13 @@ def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | 
         )
     if cache is not None and int(prefix.max()) > length:
         raise InputError(
-            f"prefix {int(prefix.max())} passes the {length} tokens of this call: a cache needs all of the prefix in one call"
+            f"prefix {int(prefix.max())} passes the {length} tokens of this call: "
+            "a cache needs all of the prefix in one call"
         )
     if cache is not None and cache.length:
         raise InputError(
-            f"prefix came after {cache.length} tokens were cached: hand it in with the call that holds the whole prefix"
+            f"prefix came after {cache.length} tokens were cached: "
+            "hand it in with the call that holds the whole prefix"
         )
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float32 at least: half-precision tensors are widened, float64 stays."""
+    """Cast half precision to float32; leave other dtypes alone."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def precise(x: Tensor) -> Tensor:
-    """`x` in float64; on the CPU where its own device has no such numbers."""
+    """Cast to float64, on the CPU where the device of `x` has no float64."""
     return x.cpu().double() if x.device.type == "mps" else x.double()

@@ -1,9 +1,9 @@
-"""A mixture of experts in place of the feed-forward: a router sends each token to a few of many feed-forwards.
+"""A mixture of experts in place of the feed-forward: a router sends each token to a few of many experts.
 
-No token is dropped and none is padded: tokens are sorted by expert, each expert works on its own run of rows, and the
-answers are added back where they came from. The only Python loop is over experts.
+Nothing is dropped or padded. Tokens are sorted by expert, each expert works on its own run of rows, and the
+outputs are added back to their tokens. The only Python loop is over experts.
 
-Shapes: B batch, T length, N = B·T tokens, D model, X experts, A active experts per token, F feed-forward width.
+Shapes: B batch, T length, N = B·T tokens, D model, X experts, A active experts per token.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Experts(nn.Module):
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy is made of: not what the latest pass left behind."""
+        """Leave the latest router logits out of copies."""
         return {**self.__dict__, "routed": None}
 
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Map [B, T, D] -> [B, T, D]."""
         rows = x.reshape(-1, x.shape[-1])  # N D
         logits = tap("router", self.router(x)).view(rows.shape[0], -1)  # N X
         self.routed = logits if self.training else None
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         return tap("out", tap.step("mixed", mixed))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts each token visits: [N, X] -> [N, A] twice."""
+        """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""
         if self.order == "topk_softmax":
             top, chosen = wide(logits).topk(self.n_active, dim=-1)
             return top.softmax(-1).to(logits.dtype), chosen
@@ -64,9 +64,10 @@ class Experts(nn.Module):
 
 
 def balance_loss(model: nn.Module, mask: Tensor | None = None) -> Tensor:
-    """X · Σ over experts of (share of choices) · (mean router probability), over all layers of the latest training pass.
+    """Compute X · Σ over experts of (share of choices) · (mean router probability) in the latest pass.
 
-    It is least when tokens spread evenly over the experts. `mask` [B, T] leaves padding out.
+    It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
+    [B, T] leaves padding out.
     """
     mixtures = [part for part in model.modules() if isinstance(part, Experts)]
     routed = [part.routed for part in mixtures if part.routed is not None]
@@ -83,14 +84,13 @@ def balance_loss(model: nn.Module, mask: Tensor | None = None) -> Tensor:
 
 
 def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
-    """The steps of a mixture on `rows` tokens."""
+    """Yield the steps of a mixture on `rows` tokens."""
     X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model
-    softmax = (
-        A if spec.router_order == "topk_softmax" else X + A + 1
-    )  # the chosen; or all, the chosen, their sum
-    kept = rows * (softmax * run.wide + A * (run.size + 3 * INDEX))  # and which, in which order
+    # Softmax over the chosen; or over all, then the chosen and their sum. Weights and indices come on top.
+    softmax = A if spec.router_order == "topk_softmax" else X + A + 1
+    kept = rows * (softmax * run.wide + A * (run.size + 3 * INDEX))
     yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=kept)
     rows *= A
-    # What the experts read, what they say, and that weighted.
+    # The inputs of the experts, their outputs, and the weighted outputs.
     yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * D * run.size)
     yield from feedforward_steps(spec, run, f"{name}.experts", rows, copies=X, idle=X - A)

@@ -1,4 +1,4 @@
-"""The feed-forward part: widen, bend, narrow. Each token by itself.
+"""The feed-forward part: widen, activate, narrow, for each token by itself.
 
 Shapes: B batch, T length, D model, F feed-forward width.
 """
@@ -18,12 +18,12 @@ from clearhead.model.taps import SILENT, Tap
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh formula, as in the first GPT models."""
+    """Compute GELU by its tanh approximation."""
     return nnf.gelu(x, approximate="tanh")
 
 
 def relu2(x: Tensor) -> Tensor:
-    """ReLU, squared."""
+    """Compute ReLU, squared."""
     return torch.relu(x).square()
 
 
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """down(activation(up x)), or, gated, down(activation(gate x) * up x)."""
+    """down(activation(up(x))) or, if gated, down(activation(gate(x)) * up(x))."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.feedforward_bias)
 
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Map [B, T, D] -> [B, T, D]."""
         pre, up = self.project(x)
         pre = tap("pre", tap.step("up" if up is None else "gate", pre))  # B T F
         post = tap.step("activated", self.activation(pre))
@@ -60,23 +60,23 @@ class FeedForward(nn.Module):
         return tap("out", tap.step("down", self.down(post)))  # B T D
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the activation reads and, gated, what it is multiplied with: [B, T, D] -> [B, T, F]."""
+        """Return the input of the activation and, if gated, its factor: [B, T, D] -> [B, T, F]."""
         return (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
 
 
 def feedforward_steps(
     spec: StackSpec, run: Pass, name: str, rows: int, copies: int = 1, idle: int = 0
 ) -> Iterator[Step]:
-    """The steps of a feed-forward on `rows` vectors; `copies`, of which a token skips `idle`, share the rows."""
+    """Yield the steps of a feed-forward, or of `copies` experts of which a token skips `idle`, on `rows`."""
     D, F, bias = spec.d_model, spec.d_ff, spec.feedforward_bias
     wide_values = rows * F * run.size
-    bent = spec.activation != "relu"  # which keeps its answer; the others keep what they read as well
+    keeps_input = spec.activation != "relu"  # the backward pass of relu needs its output alone
 
     def experts(step: Step) -> Step:
         return dataclasses.replace(step, parameters=copies * step.parameters, idle=idle * step.parameters)
 
     for projection in ("gate", "up") if spec.gated else ("up",):
-        read = bent and (projection == "gate" or not spec.gated)
+        read = keeps_input and (projection == "gate" or not spec.gated)
         kept = wide_values * (2 if read else 1)
         yield experts(linear_step(f"{name}.{projection}", "feedforward", rows, D, F, bias, kept=kept))
     if spec.feedforward_dropout:

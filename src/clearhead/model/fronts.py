@@ -1,4 +1,4 @@
-"""Fronts: what turns an input into vectors of the model's width. Ids, image patches, vectors or frames.
+"""Fronts turn ids, image patches, vectors or frames into vectors; the embedding adds types and positions.
 
 Shapes: B batch, T length, D model, C channels.
 """
@@ -19,7 +19,7 @@ from clearhead.model.taps import SILENT, Tap
 
 
 class TokenFront(nn.Module):
-    """A table of vectors, one per id; narrower tables are projected up."""
+    """A table of vectors, one per id."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
@@ -27,19 +27,19 @@ class TokenFront(nn.Module):
         self.scale = spec.embedding_scale
 
     def forward(self, ids: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """[B, T] -> [B, T, d_embedding]."""
+        """Map [B, T] -> [B, T, d_embedding]."""
         vectors = tap.step("tokens", self.tokens(ids.long()))
         return tap.step("scaled", vectors * self.scale) if self.scale != 1 else vectors
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """The table."""
+        """Yield the table."""
         size = spec.vocab_size * spec.d_embedding
         yield Step(f"{name}.tokens", "embedding", size, kept=run.batch * length * INDEX)
 
 
 class PatchFront(nn.Module):
-    """Cut an image into squares, flatten each, project it; a class token may stand before them."""
+    """Squares of an image, each flattened and projected; a class token may stand before them."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PatchFront(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(spec.d_model)) if spec.class_token else None
 
     def forward(self, pixels: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """[B, C, height, width] -> [B, patches (+ 1), D]."""
+        """Map [B, C, height, width] -> [B, patches (+ 1), D]."""
         patches = nnf.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # B T C·patch²
         vectors = tap.step("project", self.project(tap.step("patches", patches)))
         if self.class_token is None:
@@ -58,7 +58,7 @@ class PatchFront(nn.Module):
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """The projection of every patch, and the class token."""
+        """Yield the projection of every patch, and the class token."""
         rows, width = run.batch * spec.n_patches, spec.n_channels * spec.patch_size**2
         more = {"gradients": 1, "kept": rows * width * run.size}
         yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
@@ -67,26 +67,26 @@ class PatchFront(nn.Module):
 
 
 class VectorFront(nn.Module):
-    """One linear layer on vectors that are there already: features, series, embeddings of something else."""
+    """A linear layer on given vectors: features, time series, embeddings of another model."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.project = nn.Linear(spec.d_input, spec.d_model)
 
     def forward(self, vectors: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, d_input] -> [B, T, D]."""
+        """Map [B, T, d_input] -> [B, T, D]."""
         return tap.step("project", self.project(vectors))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """The projection."""
+        """Yield the projection."""
         rows, width = run.batch * length, spec.d_input
         more = {"gradients": 1, "kept": rows * width * run.size}
         yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
 
 
 class FrameFront(nn.Module):
-    """Two convolutions over time, the second with a stride: sound and other dense series."""
+    """Two convolutions over time, the second with a stride: for sound and other dense series."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
@@ -95,16 +95,16 @@ class FrameFront(nn.Module):
         self.second = nn.Conv1d(D, D, kernel, stride=stride, padding=kernel // 2)
 
     def forward(self, frames: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """[B, time, d_input] -> [B, time / stride, D]; what is not `real` [B, time] is silence."""
-        silence = 1 if real is None else real[:, None, :].to(frames.dtype)
-        x = tap.step("first", self.first(frames.transpose(1, 2) * silence))
+        """Map [B, time, d_input] -> [B, time / stride, D]; frames not `real` [B, time] become zeros."""
+        mask = 1 if real is None else real[:, None, :].to(frames.dtype)
+        x = tap.step("first", self.first(frames.transpose(1, 2) * mask))
         x = tap.step("first_bent", nnf.gelu(x))
-        x = tap.step("second", self.second(x * silence))
+        x = tap.step("second", self.second(x * mask))
         return tap.step("second_bent", nnf.gelu(x).transpose(1, 2))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """Each convolution is a product with its window laid out as a row; it keeps what it and gelu read."""
+        """Yield each convolution as a matrix product; it keeps its own input and that of gelu."""
         D, kernel = spec.d_model, spec.conv_kernel
         before, after = run.batch * length, run.batch * spec.n_tokens(length)
         more = {"gradients": 1, "kept": before * (spec.d_input + D) * run.size}
@@ -123,7 +123,7 @@ FRONTS: dict[str, type[TokenFront] | type[PatchFront] | type[VectorFront] | type
 
 
 class Embedding(nn.Module):
-    """Front, segment and position vectors added up, then norm, projection and dropout."""
+    """Front, segment and position vectors, added up; then norm, projection and dropout."""
 
     def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Embedding(nn.Module):
         real: Tensor | None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """Inputs and which of them are real -> [B, T, D]; `place` gives position vectors [B|1, T, width]."""
+        """Embed the inputs as [B, T, D]; `place` returns position vectors [B|1, T, width]."""
         x = cast(Tensor, self.front(inputs, real, tap.part("front")))
         if self.types is not None:
             segment = self.types.weight[0].expand_as(x) if types is None else self.types(types.long())
@@ -160,7 +160,7 @@ class Embedding(nn.Module):
 def embedding_steps(
     spec: StackSpec, run: Pass, length: int, places: Iterator[Step], shared: bool
 ) -> Iterator[Step]:
-    """The steps of an embedding of `length` inputs; of a front that is `shared`, the other stack counts the weights."""
+    """Yield the steps of embedding `length` inputs; a `shared` front has its weights counted elsewhere."""
     name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_embedding
     rows = run.batch * spec.n_tokens(length)
     for step in FRONTS[spec.input].steps(spec, run, f"{name}.front", length):

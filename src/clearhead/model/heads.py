@@ -1,4 +1,4 @@
-"""Heads: what the last hidden states are for.
+"""Heads turn the last hidden states into what the task asks for.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes.
 """
@@ -20,18 +20,18 @@ from clearhead.model.taps import SILENT, Tap
 
 
 class Head(nn.Module):
-    """The shape of every head, and the one that hands the hidden states through."""
+    """The base of every head, and the head that returns the hidden states themselves."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] and which tokens are real [B, T] -> what the head says."""
+        """Map hidden states [B, T, D], of which some are `real` [B, T], to the output of the head."""
         return hidden
 
     @staticmethod
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """The steps on rows of `tokens` states."""
+        """Yield the steps on rows of `tokens` states."""
         yield from ()
 
 
@@ -51,7 +51,7 @@ class LanguageHead(Head):
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, V]."""
+        """Map [B, T, D] -> [B, T, V]."""
         x = hidden if self.transform is None else tap.step("transform", self.transform(hidden))
         if self.activation is not None and self.norm is not None:
             x = tap.step("norm", self.norm(tap.step("activation", self.activation(x))))
@@ -64,7 +64,7 @@ class LanguageHead(Head):
 
     @staticmethod
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """The transform, and the product with the table."""
+        """Yield the transform, and the product with the table."""
         rows, D, width, V = run.batch * tokens, spec.d_model, spec.d_embedding, spec.vocab_size
         if spec.transform or width != D:
             yield linear_step("head.transform", "head", rows, D, width, True, kept=rows * D * run.size)
@@ -73,14 +73,13 @@ class LanguageHead(Head):
                 yield Step("head.activation", "head", kept=rows * width * run.size)
             yield norm_step("head.norm", spec.norm, run, rows, width)
         capped = V if spec.logit_softcap is not None else 0
-        out = linear_step(
-            "head.out", "head", rows, width, V, spec.bias, kept=rows * (width + capped) * run.size
-        )
+        kept = rows * (width + capped) * run.size
+        out = linear_step("head.out", "head", rows, width, V, spec.bias, kept=kept)
         yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
 
 
 class Pooled(Head):
-    """One vector for the whole input, perhaps with a dense layer on it: the shape of heads that pool."""
+    """The base of heads that pool: one vector for the whole input, perhaps with a dense layer on it."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
@@ -89,7 +88,7 @@ class Pooled(Head):
         self.bend = torch.tanh if spec.pooler == "tanh" else torch.relu
 
     def pool(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, D]."""
+        """Map [B, T, D] -> [B, D]."""
         pooled = tap.step("pooled", pool(hidden, real, self.pooling))
         if self.pooler is not None:
             pooled = tap.step("bent", self.bend(tap.step("pooler", self.pooler(pooled))))
@@ -97,10 +96,10 @@ class Pooled(Head):
 
     @staticmethod
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """The pooler, and for a classifier the output layer."""
+        """Yield the pooler and, for a classifier, the output layer."""
         B, D = run.batch, spec.d_model
         copied = spec.pooling == "mean" or (spec.dropout and spec.pooler == "none")
-        read = (B if copied else B * tokens) * D * run.size  # one token's state is a view of all of them
+        read = (B if copied else B * tokens) * D * run.size  # the state of one token is a view: all are kept
         if spec.pooler != "none":
             yield linear_step("head.pooler", "head", B, D, D, True, kept=read)
             read = B * D * run.size
@@ -109,7 +108,7 @@ class Pooled(Head):
 
 
 def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
-    """First real token, mean over real tokens, or last real token: [B, T, D] -> [B, D]."""
+    """Return the first real token, the mean of real tokens or the last real token: [B, T, D] -> [B, D]."""
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     if how == "mean":
         if real is None:
@@ -132,19 +131,19 @@ class ClassifierHead(Pooled):
         self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, C]."""
+        """Map [B, T, D] -> [B, C]."""
         return tap.step("out", self.out(self.pool(hidden, real, tap)))
 
 
 class EmbeddingHead(Pooled):
-    """The pooled vector itself, perhaps scaled to length one."""
+    """The pooled vector, perhaps scaled to length one."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
         self.normalise = spec.normalise
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, D]."""
+        """Map [B, T, D] -> [B, D]."""
         pooled = self.pool(hidden, real, tap)
         return tap.step("normalised", nnf.normalize(pooled, dim=-1)) if self.normalise else pooled
 
@@ -158,12 +157,12 @@ class TokenHead(Head):
         self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """[B, T, D] -> [B, T, C]."""
+        """Map [B, T, D] -> [B, T, C]."""
         return tap.step("out", self.out(nnf.dropout(hidden, self.dropout, self.training)))
 
     @staticmethod
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """The output layer."""
+        """Yield the output layer."""
         rows, D = run.batch * tokens, spec.d_model
         kept = rows * D * (run.size + (1 if spec.dropout else 0))
         yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=kept)

@@ -1,7 +1,7 @@
-"""Initialisation by name. Biases begin at 0 and norms at 1 in all of them; what differs is the spread of the weights.
+"""Initialisation by name. Biases begin at 0 and norms at 1; the names differ in the spread of the weights.
 
-xavier      uniform within sqrt(6 / (in + out)); tables normal with deviation d_model^-1/2
-gpt2        normal with init_std; what writes to the residual stream, divided by sqrt(number of such writes of its stack)
+xavier      uniform within sqrt(6 / (in + out)); tables normal with standard deviation d_model^-1/2
+gpt2        normal with init_std, divided by sqrt(writes) in the layers that write to the residual stream
 bert        normal with init_std
 """
 
@@ -18,7 +18,7 @@ from clearhead.model.fronts import PatchFront
 
 
 def initialise(model: nn.Module, config: ModelConfig) -> None:
-    """Draw fresh weights for every linear layer, convolution and table of `model`, from torch's global generator."""
+    """Draw the weights of every linear layer, convolution and table from torch's global generator."""
     for part in model.modules():
         if isinstance(part, nn.Linear | nn.Conv1d):
             if config.init == "xavier":
@@ -28,9 +28,8 @@ def initialise(model: nn.Module, config: ModelConfig) -> None:
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.Embedding):
-            nn.init.normal_(
-                part.weight, std=config.d_model**-0.5 if config.init == "xavier" else config.init_std
-            )
+            std = config.d_model**-0.5 if config.init == "xavier" else config.init_std
+            nn.init.normal_(part.weight, std=std)
         elif isinstance(part, PatchFront) and part.class_token is not None:
             nn.init.normal_(part.class_token, std=config.init_std)
     if config.init == "gpt2":

@@ -1,15 +1,17 @@
 """Masks: who may attend to whom, composed once per forward pass from a few predicates. True = may attend.
 
-`Tokens` says, for each slot of a row, what the predicates need to know. Causality goes by `order`, the count of real
-tokens before a slot, and windows by `positions`; so padding on either side, gaps, packed documents and caches of any
-form all follow from the same few lines.
+`Tokens` holds what the predicates need to know of each slot of a row. Causality goes by `order`, the number
+of real tokens before a slot, and windows go by `positions`. So padding on either side, gaps, packed
+documents and caches of any form need no rules of their own.
 
 Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,6 +34,50 @@ class Tokens:
         """Number of slots, padding included."""
         return self.order.shape[1]
 
+    def real_mask(self) -> Tensor:
+        """Return `real`, spelled out where all tokens are real."""
+        return torch.ones_like(self.order, dtype=torch.bool) if self.real is None else self.real
+
+    def document_ids(self) -> Tensor:
+        """Return `documents`, spelled out where there is one document."""
+        return torch.zeros_like(self.order) if self.documents is None else self.documents
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return these tokens with `change` applied to each tensor."""
+        real = None if self.real is None else change(self.real)
+        documents = None if self.documents is None else change(self.documents)
+        order, positions = change(self.order), change(self.positions)
+        return replace(self, order=order, positions=positions, real=real, documents=documents)
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """Return the tokens of some rows; where all rows are alike, nothing changes."""
+        return self if self.plain else self.map(lambda x: x if x.shape[0] == 1 else x[rows])
+
+
+@dataclass(frozen=True)
+class Slots(Tokens):
+    """The tokens in the slots of a buffer: padding and documents are always spelled out."""
+
+    real: Tensor
+    documents: Tensor
+    plain: bool = False
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return order, positions, real and documents."""
+        return self.order, self.positions, self.real, self.documents
+
+
+def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
+    """Return slots that hold no token yet."""
+    zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
+    return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
+
+
+def no_tokens() -> Tokens:
+    """Return a row of no tokens."""
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    return Tokens(nothing, nothing, None, None, plain=True)
+
 
 def tokens_from(
     batch: int,
@@ -42,7 +88,7 @@ def tokens_from(
     documents: Tensor | None = None,
     before: Tokens | None = None,
 ) -> Tokens:
-    """The tokens of one forward pass, given what the caller said and the tokens `before` them in the cache."""
+    """Describe the tokens of one forward pass; `before` are the tokens that the cache already holds."""
     if mask is None and positions is None and documents is None and (before is None or before.plain):
         start = before.length if before is not None else 0
         count = torch.arange(start, start + length, device=device)[None]
@@ -58,7 +104,7 @@ def tokens_from(
 
 
 def _next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
-    """How many real tokens each row already has: [B, 1]."""
+    """Count the real tokens that each row already has: [B, 1]."""
     if before is None or not before.length:
         return torch.zeros(batch, 1, dtype=torch.long, device=device)
     if before.real is None:
@@ -68,7 +114,7 @@ def _next_order(before: Tokens | None, batch: int, device: torch.device) -> Tens
 
 
 def _positions_in_documents(real: Tensor, documents: Tensor, before: Tokens | None) -> Tensor:
-    """Positions that begin again at 0 in each document (a run of equal ids), going on from the cache where the run does."""
+    """Count positions from 0 in each document, a run of equal ids; a run that began in the cache goes on."""
     count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
     starts = torch.ones_like(real)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -76,44 +122,36 @@ def _positions_in_documents(real: Tensor, documents: Tensor, before: Tokens | No
     positions = count - run_start
     if before is None or not before.length or before.documents is None:
         return positions
-    known = before.real if before.real is not None else torch.ones_like(before.documents, dtype=torch.bool)
-    same = known & (before.documents == documents[:, :1])
+    same = before.real_mask() & (before.documents == documents[:, :1])
     carried = torch.where(same, before.positions + 1, 0).amax(1, keepdim=True)
     in_first_run = starts.long().cumsum(1) == 1
     return positions + torch.where(in_first_run, carried, 0)
 
 
 def join(a: Tokens, b: Tokens) -> Tokens:
-    """The tokens of `a` followed by those of `b`."""
-    plain = a.plain and b.plain
+    """Return the tokens of `a` followed by those of `b`."""
     batch = max(a.order.shape[0], b.order.shape[0])
 
     def cat(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x.expand(batch, -1), y.expand(batch, -1)], dim=1)
 
-    def filled(tokens: Tokens, value: Tensor | None, fill: int | bool) -> Tensor:
-        return (
-            torch.full_like(tokens.order, fill, dtype=torch.bool if isinstance(fill, bool) else None)
-            if value is None
-            else value
-        )
-
-    real = (
-        None if a.real is None and b.real is None else cat(filled(a, a.real, True), filled(b, b.real, True))
-    )
+    all_real = a.real is None and b.real is None
     one_document = a.documents is None and b.documents is None
-    documents = None if one_document else cat(filled(a, a.documents, 0), filled(b, b.documents, 0))
-    if plain:
-        batch = 1
-    return Tokens(cat(a.order, b.order), cat(a.positions, b.positions), real, documents, plain)
+    return Tokens(
+        cat(a.order, b.order),
+        cat(a.positions, b.positions),
+        None if all_real else cat(a.real_mask(), b.real_mask()),
+        None if one_document else cat(a.document_ids(), b.document_ids()),
+        plain=a.plain and b.plain,
+    )
 
 
 @dataclass(frozen=True)
 class View:
-    """What the attention of one layer may see, and how: handed down by the stack."""
+    """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
-    mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: everything
-    causal: bool = False  # the mask is exactly "key slot <= query slot", and is not spelled out
+    mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
+    causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
 
@@ -126,9 +164,9 @@ def compose(
     window: int | None = None,
     prefix: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """Mask [B|1, 1, T, S] (None: everything may be seen) and whether it is plain causal, not spelled out.
+    """Return the mask [B|1, 1, T, S] and whether it is plain causal; a plain mask, causal or empty, is None.
 
-    `prefix` [B] counts the leading positions of each row that every query may see, whatever `causal` says.
+    `prefix` [B] counts the leading positions of each row that every query may see, even if `causal`.
     """
     if queries.plain and keys.plain and prefix is None and (window is None or keys.length <= window):
         if not causal or queries.length == 1:
@@ -143,9 +181,9 @@ def compose(
         allowed.append(queries.documents[:, :, None] == keys.documents[:, None, :])
     if causal:
         earlier = keys.order[:, None, :] <= queries.order[:, :, None]
-        allowed.append(
-            earlier if prefix is None else earlier | (keys.positions < prefix[:, None])[:, None, :]
-        )
+        if prefix is not None:
+            earlier = earlier | (keys.positions < prefix[:, None])[:, None, :]
+        allowed.append(earlier)
     if window is not None:
         allowed.append((queries.positions[:, :, None] - keys.positions[:, None, :]).abs() < window)
     if not allowed:
@@ -157,7 +195,7 @@ def compose(
 
 
 def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:
-    """What `compose` gave as a mask [B|1, 1, T, S] in any case."""
+    """Return the answer of `compose` as a mask [B|1, 1, T, S], also where it is plain."""
     if mask is not None:
         return mask
     everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)

@@ -1,4 +1,4 @@
-"""Norms: what keeps the residual stream at a steady size. Statistics are taken in float32 whatever the dtype."""
+"""Norms keep the residual stream at a steady scale. Their statistics are float32 at least."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clearhead.model.dtypes import wide
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, scale, shift: [..., width] -> [..., width]."""
+    """Subtract the mean, divide by the standard deviation, scale, shift."""
 
     def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
         super().__init__()
@@ -19,15 +19,13 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] -> [..., width]."""
         scale = 1 + self.weight if self.unit_offset else self.weight
-        return torch.layer_norm(
-            x, scale.shape, scale, self.bias, self.eps
-        )  # its statistics are float32 inside
+        return torch.layer_norm(x, scale.shape, scale, self.bias, self.eps)  # computes statistics in float32
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root mean square and scale; no mean, no shift: [..., width] -> [..., width]."""
+    """Divide by the root mean square and scale, without mean or shift."""
 
     def __init__(self, width: int, eps: float, bias: bool, unit_offset: bool) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 0.0 if unit_offset else 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] -> [..., width]."""
         scale = 1 + wide(self.weight) if self.unit_offset else self.weight
         y = wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
@@ -46,5 +44,5 @@ NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rm
 
 
 def make_norm(norm: NormSpec, width: int) -> nn.Module:
-    """Build the norm that the config names."""
+    """Build the norm that `norm` describes."""
     return NORMS[norm.kind](width, norm.eps, norm.bias, norm.unit_offset)

@@ -1,9 +1,9 @@
 """Positions: how a model knows where a token stands.
 
-A scheme may do three things, and does one: add a vector to each embedding (`embed`), turn queries and keys
-(`rotary`), or add a bias to attention scores (`bias`). All three take positions as values, so padding, packing and
-caches need no special care. Nothing here is a buffer: tables are computed in float64 and cast at the end, so that
-`.bfloat16()` and autocast leave angles exact.
+A scheme does one of three things: add a vector to each embedding (`embed`), rotate queries and keys
+(`rotary`), or add a bias to attention scores (`bias`). All three take positions as values, so padding,
+packing and caches need no special care. Nothing here is a buffer: tables are computed in float64 and cast at
+the end, so that `.bfloat16()` and autocast leave angles exact.
 
 Shapes: B batch, T query length, S key length, D model, H heads.
 """
@@ -25,27 +25,27 @@ from clearhead.model.taps import SILENT, Tap
 
 
 class PositionScheme(nn.Module):
-    """No positions at all, and the shape of every other scheme."""
+    """The base of every scheme, and the scheme without positions."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.spec = spec
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
-        """What to add to the embeddings: positions [B|1, T] -> [B|1, T, D]."""
+        """Return vectors to add to the embeddings: positions [B|1, T] -> [B|1, T, D]."""
         return None
 
     def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary | None:
-        """How to turn queries and keys in a layer with this window: positions [B|1, T] -> [B|1, 1, T, R] twice."""
+        """Return cosines and sines for layers of this window: positions [B|1, T] -> [B|1, 1, T, R] twice."""
         return None
 
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
-        """What to add to the scores: positions [B|1, T] and [B|1, S] -> [B|1, H, T, S]."""
+        """Return a bias to add to the scores: positions [B|1, T] and [B|1, S] -> [B|1, H, T, S]."""
         return None
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """What the scheme owns and keeps for rows of `tokens`."""
+        """Yield the steps of the scheme on rows of `tokens`."""
         yield from ()
 
 
@@ -57,21 +57,21 @@ class LearnedPositions(PositionScheme):
         self.table = nn.Embedding(spec.max_positions + spec.position_offset, spec.d_embedding)
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
-        """Rows of the table, past its offset."""
+        """Look up rows of the table, past its offset."""
         return tap.step("table", self.table(positions + self.spec.position_offset))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """The table."""
+        """Yield the table."""
         rows = spec.max_positions + spec.position_offset
         yield Step(f"{name}.table", "positions", rows * spec.d_embedding, kept=tokens * INDEX)
 
 
 class SinusoidalPositions(PositionScheme):
-    """Waves of geometrically growing length, at any position. Images get half the columns for the row, half for the column."""
+    """Sines and cosines of geometrically growing wavelength, at any position."""
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
-        """[B|1, T] -> [B|1, T, D]."""
+        """Map [B|1, T] -> [B|1, T, D]."""
         spec, places = self.spec, positions + self.spec.position_offset
         if spec.input == "patches":
             waves = self._of_patches(places)
@@ -80,7 +80,7 @@ class SinusoidalPositions(PositionScheme):
         return tap.step("waves", waves.to(positions.device, dtype))
 
     def _of_patches(self, positions: Tensor) -> Tensor:
-        """Half of the columns for the row of a patch, half for its column; the class token stands nowhere."""
+        """Use half of the columns for the row of a patch, half for its column; the class token gets zeros."""
         spec, width = self.spec, self.spec.d_embedding
         columns = spec.image_size[1] // spec.patch_size
         patch = (positions - int(spec.class_token)).clamp(min=0)
@@ -90,10 +90,11 @@ class SinusoidalPositions(PositionScheme):
 
 
 def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
-    """sin(p / 10000^(2i/width)) and its cosine: positions [...] -> [..., width] in float64.
+    """Compute sin(p / 10000^(2i/width)) and its cosine: positions [...] -> [..., width] in float64.
 
-    `interleaved` is the paper's order (sin on even, cos on odd columns); `half` puts all sines first. With `ends` the
-    slowest wave is exactly 10,000 long, as in some translation models; there, an odd last column is zero.
+    `interleaved` is the paper's order, sin on even and cos on odd columns. `half` puts all sines first. With
+    `ends` the slowest wave is exactly 10,000 long, as in some translation models, and an odd last column is
+    zero.
     """
     pairs = width // 2 if ends else (width + 1) // 2
     positions = precise(positions)
@@ -111,7 +112,7 @@ class RopePositions(PositionScheme):
     """Rotary positions: the angle between a query and a key depends on their distance alone."""
 
     def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
-        """Angles in float64, cosines and sines in float32."""
+        """Compute angles in float64, and cosines and sines in float32."""
         local = window is not None and self.spec.rope_local_base is not None
         turns = rotary_of(self.spec, positions, local)
         if tap.traced:
@@ -120,23 +121,23 @@ class RopePositions(PositionScheme):
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Cosines and sines, for each window that some layer has."""
+        """Yield cosines and sines, once for each window."""
         kept = 2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
         yield Step(f"{name}.rotary", "positions", kept=kept)
 
 
 class AlibiPositions(PositionScheme):
-    """Scores fall linearly with distance, at a slope of its own for each head."""
+    """ALiBi: scores fall linearly with distance, at a slope of its own for each head."""
 
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
-        """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
+        """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
         slopes = alibi_slopes(self.spec.n_heads).to(queries.device, torch.promote_types(dtype, torch.float32))
         return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """One bias for all layers, where no mask is put into it."""
+        """Yield the bias of all layers; under a causal mask, each layer keeps a masked copy instead."""
         if not spec.causal:
             whole = any(window is None or window >= tokens for window in spec.windows)
             kept = spec.n_heads * tokens**2 * run.size if whole else 0
@@ -144,7 +145,7 @@ class AlibiPositions(PositionScheme):
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
-    """Slopes 2^(-8/n), 2^(-16/n), ... for n the power of two below, then every other slope of twice that n: [H] in float64."""
+    """Return 2^(-8/n), 2^(-16/n), ... for the power of two n <= H, then every other slope of 2n: [H]."""
     power = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (n_heads - power), 2)]
@@ -159,23 +160,21 @@ class RelativePositions(PositionScheme):
         self.table = nn.Embedding(spec.relative_buckets, spec.n_heads)
 
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
-        """[B|1, T], [B|1, S] -> [B|1, H, T, S]."""
-        distance = keys[:, None, :] - queries[:, :, None]  # B T S
-        spec = self.spec
-        buckets = relative_bucket(
-            distance, not spec.causal, spec.relative_buckets, spec.relative_max_distance
-        )
+        """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
+        spec, distance = self.spec, keys[:, None, :] - queries[:, :, None]  # B T S
+        n_buckets, furthest = spec.relative_buckets, spec.relative_max_distance
+        buckets = relative_bucket(distance, not spec.causal, n_buckets, furthest)
         return tap.step("bias", self.table(buckets).permute(0, 3, 1, 2).to(dtype))  # B H T S
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """The table, and the bucket of each pair of tokens for each window that some layer has."""
+        """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
         kept = tokens**2 * INDEX * len(set(spec.windows))
         yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
 
 
 def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_distance: int) -> Tensor:
-    """Bucket of each signed distance (key minus query): near ones exactly, far ones on a logarithmic scale."""
+    """Return the bucket of each signed distance, key minus query: exact when near, logarithmic when far."""
     bucket = torch.zeros_like(distance)
     if both_sides:
         n_buckets //= 2
@@ -184,11 +183,8 @@ def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_dist
     else:
         distance = (-distance).clamp(min=0)
     exact = n_buckets // 2
-    far = (
-        torch.log(distance.clamp(min=1).float() / exact)
-        / math.log(max_distance / exact)
-        * (n_buckets - exact)
-    )
+    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = ratio * (n_buckets - exact)
     return bucket + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=n_buckets - 1))
 
 

@@ -1,6 +1,7 @@
-"""Rotary positions: queries and keys are turned, so that the angle between two of them depends on their distance.
+"""Rotary positions: queries and keys are rotated, so that their product depends on their distance.
 
-Angles are computed in float64 and their cosines cast at the end, so that `.bfloat16()` and autocast leave them exact.
+Angles are computed in float64 and their cosines cast at the end, so that `.bfloat16()` and autocast leave
+them exact.
 
 Shapes: B batch, T query length, H heads, E head width, R rotated columns of a head.
 """
@@ -25,7 +26,7 @@ class Rotary(NamedTuple):
 
 
 def rotary_of(spec: StackSpec, positions: Tensor, local: bool) -> Rotary:
-    """Cosines and sines in float32 at positions [B|1, T]; `local`: at the base of layers that have a window."""
+    """Return cosines and sines in float32 at positions [B|1, T]; `local` layers have a base of their own."""
     base = spec.rope_local_base if local and spec.rope_local_base is not None else spec.rope_base
     where, device = precise(positions), positions.device
     scaling = None if local else spec.rope_scaling
@@ -39,12 +40,12 @@ def rotary_of(spec: StackSpec, positions: Tensor, local: bool) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
-    """Turn the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
+    """Rotate the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
     width = rotary.cos.shape[-1]
     turned, kept = wide(x[..., :width]), x[..., width:]
     if layout == "half":
         a, b = turned.chunk(2, dim=-1)
-        quarter = torch.cat([-b, a], dim=-1)  # each pair turned by a quarter circle
+        quarter = torch.cat([-b, a], dim=-1)  # each pair rotated by a quarter circle
     else:
         quarter = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
     turned = (turned * rotary.cos + quarter * rotary.sin).to(x.dtype)
@@ -52,10 +53,10 @@ def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
 
 
 def rope_order(width: int, layout: str) -> Tensor:
-    """Which column of a head in the other layout stands in each column of `layout`: a permutation of `width`.
+    """Return, for each column of `layout`, its number in the other layout: a permutation of `width`.
 
-    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split ones,
-    exactly; `weight[rope_order(E, "interleaved")]` turns them back.
+    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split
+    ones, exactly; `weight[rope_order(E, "interleaved")]` turns them back.
     """
     half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
     return half_split if layout == "half" else half_split.argsort()
@@ -64,7 +65,7 @@ def rope_order(width: int, layout: str) -> Tensor:
 def rope_frequencies(
     width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
 ) -> tuple[Tensor, float]:
-    """Radians per position for each pair, [R/2] in float64, and the factor on cosines and sines."""
+    """Return radians per position of each pair, [R/2] in float64, and a factor for cosines and sines."""
     pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
     plain = base**-pair
     if scaling is None:
@@ -72,9 +73,7 @@ def rope_frequencies(
     trained = scaling.original_positions or max_positions
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
-    if (
-        scaling.kind == "dynamic"
-    ):  # the base grows with the length at hand, once that passes the trained length
+    if scaling.kind == "dynamic":  # the base grows with the length, once it passes the trained length
         length = (positions.max() + 1).clamp(min=trained)
         growth = scaling.factor * length / trained - (scaling.factor - 1)
         return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
@@ -85,23 +84,19 @@ def rope_frequencies(
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
-    stretch = (
-        scaling.factor if scaling.factor != 1 else max_positions / trained
-    )  # longrope: one divisor per pair, by length
-    factor = scaling.attention_factor or (
-        1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
-    )
+    # longrope: each pair has a divisor within the trained length, and one beyond it.
+    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
+    usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
     short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
     long = torch.tensor(scaling.long_factor, dtype=torch.float64, device=positions.device)
-    return plain / torch.where(positions.max() + 1 > trained, long, short), factor
+    return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
 
 
 def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> Tensor:
-    """Pairs that turn often are kept, pairs that turn rarely interpolated, with a linear ramp between."""
+    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between."""
 
-    def pair_with(
-        turns: float,
-    ) -> float:  # index of the pair that makes this many turns over the trained length
+    def pair_with(turns: float) -> float:
+        """Return the index of the pair that makes this many turns over the trained length."""
         return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
@@ -114,6 +109,8 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:
+    """Return the factor on cosines and sines."""
+
     def growth(weight: float) -> float:
         return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
 

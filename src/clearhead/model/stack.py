@@ -1,4 +1,4 @@
-"""The stack: embedding, blocks, final norm; and what the attention of each layer may see.
+"""The stack: embedding, blocks, final norm. It also makes the view of each layer: mask, bias, rotation.
 
 Shapes: B batch, T query length, S key or source length, D model.
 """
@@ -25,7 +25,7 @@ from clearhead.model.taps import SILENT, Tap
 
 @dataclass(frozen=True)
 class Memory:
-    """What cross-attention reads; `hidden` is None once its keys are in the cache."""
+    """The source that cross-attention reads; `hidden` is None once its keys are in the cache."""
 
     hidden: Tensor | None  # B S D
     tokens: Tokens
@@ -35,7 +35,7 @@ class Stack(nn.Module):
     """Embedding, blocks, final norm."""
 
     def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
-        """`front`: the other stack's, where both read through one."""
+        """Build the stack; `front` is the other stack's, where both share a token table."""
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec, front)
@@ -45,7 +45,7 @@ class Stack(nn.Module):
         self.norm = make_norm(spec.norm, spec.d_model) if spec.final_norm else None
 
     def layers(self) -> list[Block]:
-        """The block at each depth; with shared layers, several depths have the same one."""
+        """Return the block of each layer; layers that share weights have the same block."""
         blocks = list(self.blocks)
         return [cast(Block, blocks[block]) for block in self.spec.block_of]
 
@@ -61,7 +61,7 @@ class Stack(nn.Module):
         input_mask: Tensor | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """Inputs of B rows and their T `tokens` -> [B, T, D]."""
+        """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
 
         def place() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype, tap.part("positions"))
@@ -72,10 +72,10 @@ class Stack(nn.Module):
         views = self._views(tokens, cache, prefix, bias, x.dtype, tap)
         cross_view = View(mask=compose(tokens, memory.tokens)[0]) if memory is not None else None
         for layer, (block, window) in enumerate(zip(self.layers(), self.spec.windows)):
-            skips = layer in self.spec.rope_skips
+            unrotated = layer in self.spec.rope_skips
             x = block(
                 x,
-                replace(views[window], rotary=None) if skips else views[window],
+                replace(views[window], rotary=None) if unrotated else views[window],
                 memory.hidden if memory is not None else None,
                 cross_view,
                 cache.layer(layer, window) if cache is not None else None,
@@ -95,7 +95,7 @@ class Stack(nn.Module):
         dtype: torch.dtype,
         tap: Tap = SILENT,
     ) -> dict[int | None, View]:
-        """What attention may see, for each window that some layer has: made once, used by all of its layers."""
+        """Return the view of attention for each window; layers with the same window share it."""
         scheme, at, windows = self.positions, tap.part("positions"), dict.fromkeys(self.spec.windows)
         views = {}
         for window in windows:
@@ -121,7 +121,7 @@ class Stack(nn.Module):
 def stack_steps(
     spec: StackSpec, run: Pass, length: int, memory: int = 0, shared_front: bool = False
 ) -> Iterator[Step]:
-    """The steps of a stack on rows of `length` inputs; `shared_front`: the other stack's, which counts its weights."""
+    """Yield the steps on rows of `length` inputs; the other stack counts the weights of a `shared_front`."""
     tokens = spec.n_tokens(length)
     rows = run.batch * tokens
     places = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
@@ -132,5 +132,5 @@ def stack_steps(
             yield step.reused() if again else step
     if spec.final_norm:
         yield norm_step(f"{spec.prefix}norm", spec.norm, run, rows, spec.d_model)
-    if spec.prefix:  # the answer of this stack is read, and kept, by every cross-attention
+    if spec.prefix:  # every cross-attention reads the output of this stack, which is kept once
         yield Step(f"{spec.prefix}hidden", "cross", kept=rows * spec.d_model * run.size)

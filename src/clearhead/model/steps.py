@@ -1,7 +1,7 @@
-"""Steps: what a part says of its own forward pass, beside the code of that pass.
+"""Steps: the cost of each part, stated beside the code of its forward pass.
 
-Each part has a function that yields a `Step` for whatever owns weights, multiplies matrices or keeps bytes for the
-backward pass; `costs` adds them up without building anything.
+Each part has a function that yields a `Step` for whatever owns weights, multiplies matrices or keeps bytes
+for the backward pass. `costs` adds them up without building a model.
 
 Shapes: B batch, T query length, S key length, D model.
 """
@@ -22,10 +22,10 @@ INDEX = 8  # bytes of one id
 class Step:
     """One step of the forward pass; a product is `count` times [m, k] @ [k, n]."""
 
-    name: str  # as in the model, less the name of the main stack: "blocks.3.attention.q", "encoder.norm", "head.out"
+    name: str  # as taps name it: "blocks.3.attention.q", "encoder.norm", "head.out"
     part: Part
-    parameters: int = 0  # those an earlier step has counted are left out
-    idle: int = 0  # of them, weights of experts that a token does not visit
+    parameters: int = 0  # without those that an earlier step has counted
+    idle: int = 0  # the part of them in experts that a token does not visit
     m: int = 0
     n: int = 0
     k: int = 0
@@ -44,12 +44,12 @@ class Step:
         return self.gradients * self.forward
 
     def reused(self) -> Step:
-        """The same step with weights that an earlier step has counted."""
+        """Return the same step without weights, which an earlier step has counted."""
         return dataclasses.replace(self, parameters=0, idle=0)
 
 
 class Pass(NamedTuple):
-    """How large one forward pass is."""
+    """The size of one forward pass."""
 
     batch: int  # rows
     size: int  # bytes of one value
@@ -61,18 +61,18 @@ class Pass(NamedTuple):
 
 
 def linear_step(name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool, **more: int) -> Step:
-    """A linear layer on `rows` vectors."""
+    """Return the step of a linear layer on `rows` vectors."""
     return Step(name, part, (d_in + bias) * d_out, m=rows, n=d_out, k=d_in, **more)
 
 
 def norm_step(
     name: str, norm: NormSpec, run: Pass, rows: int, width: int, groups: int = 1, input_kept: bool = False
 ) -> Step:
-    """`groups` norms of `width` in each row with one set of weights; `input_kept`: by an earlier step."""
+    """Return the step of `groups` norms of `width` in each row; an earlier step may have kept the input."""
     parameters, values = width * (1 + norm.bias), rows * groups * width
     inputs = 0 if input_kept else values
     if norm.kind == "layernorm":
         return Step(name, "norms", parameters, kept=inputs * run.size + 2 * rows * groups * 4)
-    if run.size < run.wide:  # the input is widened, and what is kept is the copy
+    if run.size < run.wide:  # the input is widened, and the copy is kept
         return Step(name, "norms", parameters, kept=2 * values * run.wide + rows * groups * run.wide)
     return Step(name, "norms", parameters, kept=(values + inputs + rows * groups) * run.size)

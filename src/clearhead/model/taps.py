@@ -1,8 +1,8 @@
 """Taps: every activation has a name, and can be recorded or changed while the model runs.
 
-A forward pass says `q = tap("q", q)` wherever something worth seeing happens. When nobody listens, `tap` is `SILENT`
-and hands the tensor straight back. `record` and `edit` put a listener in place for the length of a `with` block; the
-listener is a context variable, so threads that serve other requests do not notice.
+The forward pass calls `q = tap("q", q)` for every activation worth seeing. When nobody listens, `tap` is
+`SILENT` and hands the tensor straight back. `record` and `edit` put a listener in place for the length of a
+`with` block; the listener is a context variable, so threads that serve other requests do not notice.
 
     with record(model, "blocks.*.attention.pattern") as seen:
         model(ids)
@@ -32,22 +32,22 @@ FEEDFORWARD_TAPS = ("pre", "post", "out")
 
 
 class Described(Protocol):
-    """A model that says what it is."""
+    """A model with a config."""
 
     @property
     def config(self) -> ModelConfig:
-        """What it is."""
+        """The config of the model."""
 
 
 class Tap:
-    """What a module calls to show a tensor. This base class is the silent one: nobody is listening."""
+    """What a module calls to show a tensor. This base class is the silent tap, with no listeners."""
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        """Show `x` under `name`; use what comes back in its place."""
+        """Show `x` under `name`; the caller goes on with the returned tensor."""
         return x
 
     def step(self, name: str, x: Tensor) -> Tensor:
-        """Show an intermediate value to a trace; hand it straight back."""
+        """Show an intermediate value to a trace, and return it unchanged."""
         return x
 
     def part(self, name: str) -> Tap:
@@ -56,11 +56,11 @@ class Tap:
 
     @property
     def traced(self) -> bool:
-        """Does a trace follow this forward pass?"""
+        """Whether a trace follows this forward pass."""
         return False
 
     def wants(self, *names: str) -> bool:
-        """Is anybody listening to one of these names?"""
+        """Return True if somebody listens to one of these names."""
         return False
 
 
@@ -68,10 +68,10 @@ SILENT = Tap()
 
 
 class Listener:
-    """Whoever wants to see, and perhaps change, the activations of one model; handlers go by exact name.
+    """Functions that see, and may change, the activations of one model; handlers go by exact name.
 
-    A `tracer` sees every value there is, in the order of the forward pass: the name, the value, and whether the value
-    is an activation that `record` and `edit` know by that name.
+    A `tracer` sees every value, in the order of the forward pass: the name, the value, and whether
+    the value is an activation that `record` and `edit` know by that name.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LiveTap(Tap):
         self.listeners, self.prefix = listeners, prefix
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        """Show `x` to each listener in the order in which they began to listen."""
+        """Show `x` to each listener, in the order in which they began to listen."""
         full = self.prefix + name
         for listener in self.listeners:
             if full in listener.handlers:
@@ -100,33 +100,32 @@ class LiveTap(Tap):
         return x
 
     def step(self, name: str, x: Tensor) -> Tensor:
-        """Show `x` to those who trace."""
+        """Show `x` to the listeners that trace."""
         for listener in self.listeners:
             if listener.tracer is not None:
                 listener.tracer(self.prefix + name, x, False)
         return x
 
     def part(self, name: str) -> Tap:
-        """The same listeners, one level down."""
+        """Return a tap with the same listeners, one level down."""
         return LiveTap(self.listeners, f"{self.prefix}{name}.")
 
     @property
     def traced(self) -> bool:
-        """Does a trace follow this forward pass?"""
+        """Whether a trace follows this forward pass."""
         return any(listener.tracer is not None for listener in self.listeners)
 
     def wants(self, *names: str) -> bool:
-        """Is anybody listening to one of these names?"""
-        return self.traced or any(
-            self.prefix + name in listener.handlers for listener in self.listeners for name in names
-        )
+        """Return True if somebody listens to one of these names."""
+        full = [self.prefix + name for name in names]
+        return self.traced or any(name in listener.handlers for listener in self.listeners for name in full)
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("clearhead_listeners", default=())
 
 
 def tap_for(model: object) -> Tap:
-    """The tap for one forward pass of `model`: silent unless somebody listens to this very model."""
+    """Return the tap for one forward pass of `model`: silent unless somebody listens to this very model."""
     if torch.compiler.is_compiling():
         return SILENT  # see `listening`: while somebody listens, nothing is compiled
     mine = tuple(listener for listener in _listeners.get() if listener.model is model)
@@ -134,7 +133,7 @@ def tap_for(model: object) -> Tap:
 
 
 class Recording(Mapping[str, Tensor]):
-    """What `record` saw: by name, the tensor of the latest forward pass; `calls(name)` has those of all passes."""
+    """What `record` saw: by name, the tensor of the latest forward pass; `calls` has those of all passes."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[Tensor]] = {}
@@ -145,9 +144,8 @@ class Recording(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._calls:
-            raise KeyError(
-                f'"{name}" was not seen{nearest(name, self._calls)}; seen: {", ".join(self._calls) or "nothing yet"}'
-            )
+            seen = ", ".join(self._calls) or "nothing yet"
+            raise KeyError(f'"{name}" was not seen{nearest(name, self._calls)}; seen: {seen}')
         return self._calls[name][-1]
 
     def __iter__(self) -> Iterator[str]:
@@ -157,14 +155,14 @@ class Recording(Mapping[str, Tensor]):
         return len(self._calls)
 
     def calls(self, name: str) -> list[Tensor]:
-        """The tensors seen under `name`, one per forward pass: under generation, one per step."""
+        """Return the tensors seen under `name`, one per forward pass; generation makes one pass per token."""
         self[name]
         return self._calls[name]
 
 
 @contextmanager
 def record(model: Described, *patterns: str, detach: bool = True) -> Iterator[Recording]:
-    """Record the activations whose names match (`*` stands for anything); `detach=False` keeps their gradients' graph."""
+    """Record the activations whose names match (`*` matches anything); `detach=False` keeps their graph."""
     seen = Recording()
 
     def keep(name: str, x: Tensor) -> Tensor:
@@ -178,29 +176,28 @@ def record(model: Described, *patterns: str, detach: bool = True) -> Iterator[Re
 
 @contextmanager
 def edit(model: Described, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Put `fn(x)` in the place of each activation `x` whose name matches; shape and dtype must stay."""
+    """Replace each activation `x` whose name matches by `fn(x)`, of the same shape and dtype."""
 
     def handler(fn: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
         def change(name: str, x: Tensor) -> Tensor:
             y = fn(x)
             if y.shape != x.shape or y.dtype != x.dtype:
-                raise InputError(
-                    f"edit of {name} gave {y.dtype} {tuple(y.shape)} for {x.dtype} {tuple(x.shape)}: shape and dtype must stay"
-                )
+                got, wanted = f"{y.dtype} {tuple(y.shape)}", f"{x.dtype} {tuple(x.shape)}"
+                raise InputError(f"edit of {name} gave {got} for {wanted}: shape and dtype must stay")
             return y
 
         return change
 
-    handlers = {
-        name: handler(fn) for pattern, fn in changes.items() for name in matching(model.config, pattern)
-    }
+    handlers = {}
+    for pattern, fn in changes.items():
+        handlers.update(dict.fromkeys(matching(model.config, pattern), handler(fn)))
     with listening(Listener(model, handlers)):
         yield
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let `listener` hear every forward pass of its model within the `with` block."""
+    """Show every forward pass of its model to `listener` within the `with` block."""
     token = _listeners.set((*_listeners.get(), listener))
     try:
         with _uncompiled:
@@ -210,9 +207,10 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class _Uncompiled:
-    """A compiled model runs uncompiled while it is watched, by however many threads at once: the compiler's stance is one for all.
+    """Run compiled models uncompiled while somebody listens, in any thread.
 
-    Where the compiler was never imported (it is slow to), none is compiled.
+    The compiler has one stance for the whole process, so the listening threads are counted. A process that
+    has not imported the compiler, which is slow, has nothing compiled.
     """
 
     def __init__(self) -> None:
@@ -239,7 +237,7 @@ _uncompiled = _Uncompiled()
 
 
 def matching(config: ModelConfig, pattern: str) -> list[str]:
-    """The tap names that match; an error, with the nearest name, when none does."""
+    """Return the tap names that match; where none does, raise an error with the nearest name."""
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
     if not found:
@@ -250,7 +248,7 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
 
 
 def tap_names(config: ModelConfig) -> list[str]:
-    """Every activation name of a model, in the order of the forward pass.
+    """Return every activation name of a model, in the order of the forward pass.
 
     A stack that feeds another has the prefix `encoder.`; the stack that feeds the head has none.
     """
@@ -261,9 +259,8 @@ def tap_names(config: ModelConfig) -> list[str]:
             block = f"{stack.prefix}blocks.{layer}"
             attention = [f"{block}.attention.{tap}" for tap in ATTENTION_TAPS]
             cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if stack.cross else []
-            experts = [
-                f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS
-            ]
+            numbers = range(config.n_experts)
+            experts = [f"experts.{number}.{tap}" for number in numbers for tap in FEEDFORWARD_TAPS]
             inner = ["router", *experts, "out"] if config.n_experts else FEEDFORWARD_TAPS
             feedforward = [f"{block}.feedforward.{tap}" for tap in inner]
             middle = [] if config.parallel else [f"{block}.resid_mid"]

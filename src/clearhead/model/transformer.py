@@ -29,17 +29,15 @@ from clearhead.model.taps import Tap, tap_for
 
 @dataclass
 class Output:
-    """What a forward pass gives back."""
+    """What a forward pass returns."""
 
-    logits: (
-        Tensor | None
-    )  # B T V, or what the head says: B C, B T C, B T 2, B D; None where none were asked for
+    logits: Tensor | None  # B T V, or by head: B C, B T C, B T 2, B D; None where none were asked for
     hidden: Tensor  # B T D, after the last norm
-    memory: Tensor | None = None  # B S D, the encoder's answer where there are two stacks
+    memory: Tensor | None = None  # B S D, the encoder's output where there are two stacks
 
     @property
     def required_logits(self) -> Tensor:
-        """The logits, for whoever has asked for them."""
+        """The logits; an error where none were asked for."""
         if self.logits is None:
             raise InputError('this pass was run with logits="none": run it with logits="all" or "last"')
         return self.logits
@@ -88,10 +86,10 @@ class Transformer(nn.Module):
         """Run the model.
 
         Args:
-            ids: [B, T] token ids; or pixels [B, C, H, W], vectors or frames [B, T, d_input] where the config says so.
+            ids: [B, T] token ids, or by `config.input` pixels [B, C, H, W], vectors, frames [B, T, d_input].
                 With an encoder and a decoder, these feed the decoder.
             mask: [B, T] boolean, True = real token; padding may stand on either side or in between.
-            source: what feeds the encoder, where there is a decoder too. Read once: with a cache, later calls omit it.
+            source: the input of the encoder, where there is a decoder too. With a cache, later calls omit it.
             source_mask: [B, S] boolean, for `source`.
             positions: [B, T] position of each token; None: counted from the mask.
             cache: keys and values of earlier tokens, carried on by this call.
@@ -99,7 +97,7 @@ class Transformer(nn.Module):
             documents: [B, T] packed documents as runs of equal ids; a token sees its own document only.
             source_documents: [B, S] the same for `source`.
             prefix: [B] how many leading tokens of each row every token may see (prefix language model).
-            bias: [B|1, H|1, T, S] added to the scores of every self-attention of the stack that feeds the head.
+            bias: [B|1, H|1, T, S] added to the self-attention scores of the stack that feeds the head.
             logits: for which positions the head is run; "none" gives None in place of logits.
         """
         tap, memory, spec = tap_for(self), None, self.main.spec
@@ -108,9 +106,8 @@ class Transformer(nn.Module):
             if logits not in ("all", "last", "none"):
                 raise InputError(f'logits "{logits}" is not known: choose all, last or none')
         if self.encoder is not None and self.decoder is not None:
-            memory = self._encode(
-                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
-            )
+            read = (source, source_mask, source_documents)
+            memory = self._encode(self.encoder, *read, cache, ids.shape[0], tap)
         elif source is not None:
             raise InputError("source is for a model with an encoder and a decoder: give ids alone")
         input_mask, mask = _masks(spec, mask)
@@ -160,26 +157,26 @@ class Transformer(nn.Module):
         return Memory(hidden, tokens)
 
     def extra_repr(self) -> str:
-        """One line in `print(model)`."""
+        """Return the line that `print(model)` shows."""
         count = sum(p.numel() for p in self.parameters())
         return f"{count:,} parameters"
 
 
 def _masks(spec: StackSpec, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of the inputs, where the front asks for it, and that of the tokens it makes of them."""
+    """Return the mask of the inputs, where the front needs it, and the mask of the tokens it makes."""
     if spec.input == "frames" and mask is not None:
         return mask, mask[:, :: spec.conv_stride]
     return None, mask
 
 
 def shares_front(config: ModelConfig) -> bool:
-    """Do both stacks read through one token table?"""
+    """Return True if both stacks read one token table."""
     both = config.encoder is not None and config.decoder is not None
     return both and config.stacks[0].input == "tokens" and config.share_embeddings
 
 
 def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int) -> Iterator[Step]:
-    """Every step of one forward pass, in order, from the config alone."""
+    """Yield every step of one forward pass, in order, from the config alone."""
     lengths, memory = [source_length, length][-len(config.stacks) :], 0
     for stack, inputs in zip(config.stacks, lengths):
         shared = stack is config.decoder and shares_front(config)
@@ -190,7 +187,7 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for the length of a `with` block; every part goes back to the mode it was in."""
+    """Put the model in evaluation mode within a `with` block; afterwards restore the mode of every part."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -202,7 +199,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attending(model: nn.Module, kernel: str) -> Iterator[None]:
-    """Let every attention of `model` use one kernel, "eager" or "fused", for the length of a `with` block."""
+    """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
     if kernel not in KERNELS:
         raise InputError(f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}')
     parts = [part for part in model.modules() if isinstance(part, Attention)]

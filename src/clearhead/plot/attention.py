@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from matplotlib.colors import PowerNorm
 
 from clearhead.inside.attention import in_cells
 from clearhead.inside.attention_maps import Array, AttentionMaps, Axis, HeadMap, LayerMap, Rollout
@@ -101,14 +100,20 @@ def _weights(
     """Draw one table of weights on the scale that all pictures share."""
     title += _cells(max(rows.size, columns.size))
     figure = heatmap(table, rows.labels, columns.labels, title, scale, row_name, column_name)
-    figure.axes[0].images[0].set_norm(PowerNorm(0.5, vmin=0, vmax=most))
+    _to_root_scale(figure.axes[0].images[0], most)
     return figure
 
 
 def _draw_weights(axes: Axes, table: Array) -> Any:
     image = draw(axes, np.asarray(table, dtype=float), 0, 1)
-    image.set_norm(PowerNorm(0.5, vmin=0, vmax=1))
+    _to_root_scale(image)
     return image
+
+
+def _to_root_scale(image: Any, most: float = 1.0) -> None:
+    from matplotlib.colors import PowerNorm
+
+    image.set_norm(PowerNorm(0.5, vmin=0, vmax=most))
 
 
 def _cells(size: int) -> str:

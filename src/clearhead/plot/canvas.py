@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.plot import FORMATS
 
-try:
-    from matplotlib.axes import Axes as Axes  # re-exported for the other pictures
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
-    from matplotlib.patheffects import withStroke
-except ImportError:
-    raise MissingExtraError("drawing needs matplotlib: pip install 'clearhead[plot]'") from None
+else:
+    Axes = Figure = Any  # an optional dependency: it is imported when something is drawn
 
+FORMATS = (".png", ".svg", ".pdf")
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"  # colours for amounts, and for values of either sign
 BLUE, RED = "#2166ac", "#b2182b"  # the ends of the diverging scale
 LEGIBLE = 60  # labels that fit on an axis; of more, every n-th is written
@@ -28,6 +27,10 @@ LONGEST = 14  # letters of a label
 
 def new(width: float, height: float) -> Figure:
     """Return an empty figure of so many inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("drawing needs matplotlib: pip install 'clearhead[plot]'") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -175,6 +178,8 @@ def write(axes: Axes, row: float, column: float, text: str, size: float = 7, **s
 
 def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str = "{:.2f}") -> None:
     """Write each value into its cell, with dark edges that keep it legible on any colour."""
+    from matplotlib.patheffects import withStroke
+
     edges = [withStroke(linewidth=1.5, foreground="black")]
     for (row, column), value in np.ndenumerate(table):
         if not np.isnan(value):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch
 
 from clearhead.inside.heads import MIXED, HeadRoles
 from clearhead.inside.heads.roles import ROLES
@@ -38,6 +36,8 @@ def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figu
             axes.set_title(KINDS[kind], fontsize=9, loc="left")
     note = "; below it, relations that it follows best, % of arcs found" if relations else ""
     figure.suptitle(plain(f"{title}: the role of each head and its score{note}"), fontsize=10, wrap=True)
+    from matplotlib.patches import Patch
+
     used = [role for role in (*ROLES, MIXED) if role in found.roles]
     names = [Patch(facecolor=COLOURS[role], label=f"{role} ({found.roles.count(role)})") for role in used]
     where = {"loc": "outside lower center", "ncols": min(len(used), 6)}
@@ -57,6 +57,8 @@ def _relations(syntax: Syntax | None) -> dict[str, list[str]]:
 def _panel(
     axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relations: dict[str, list[str]]
 ) -> None:
+    from matplotlib.colors import to_rgb
+
     colours = np.ones((*size, 3))
     for at, (head, role) in enumerate(zip(found.heads, found.roles)):
         if head.kind == kind:

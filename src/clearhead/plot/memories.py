@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 
 from clearhead.inside.memories import Memories, Memory
 from clearhead.plot.canvas import BLUE, RED, SEQUENTIAL, Axes, Figure, name, new, plain, signed_bars, single
@@ -71,6 +70,8 @@ def draw_agreement(found: Memories) -> Figure:
     )
     figure, axes = single(7.5, 5.0, "", chance, agreement, grid="both")
     axes.set_title(title, fontsize=10)
+    from matplotlib import colormaps
+
     rates: dict[int, list[tuple[float, float]]] = {}  # by layer: chance and agreement of each neuron
     for shelf in found.shelves:
         if shelf.agreement is not None and shelf.chance is not None:

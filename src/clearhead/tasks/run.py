@@ -14,27 +14,17 @@ from torch import Tensor
 
 from clearhead.errors import InputError
 from clearhead.model.transformer import evaluating
+from clearhead.tasks.spec import head_for, uses_of
 
 if TYPE_CHECKING:
     from clearhead.bundle import Model
 
-FITS = {
-    "lm": "generate, score and embed",
-    "mlm": "fill and embed",
-    "classifier": "classify and embed",
-    "tagger": "tag and embed",
-    "span": "answer and embed",
-    "embedding": "embed",
-    "none": "embed",
-}
-NEEDS = {"classify": "classifier", "tag": "tagger", "fill": "mlm", "answer": "span"}
-
 
 def check_head(loaded: Model, task: str) -> None:
     """Has the model what the task needs?"""
-    if loaded.config.head != NEEDS[task]:
+    if loaded.config.head != head_for(task):
         raise InputError(
-            f"{task} needs a model with head {NEEDS[task]}, and this one's head is {loaded.config.head}: {fitting(loaded)}"
+            f"{task} needs a model with head {head_for(task)}, and this one's head is {loaded.config.head}: {fitting(loaded)}"
         )
     if loaded.config.family == "encoder-decoder":
         raise InputError(
@@ -46,7 +36,7 @@ def fitting(loaded: Model) -> str:
     """What the model is good for."""
     head = loaded.config.head or "none"
     both = loaded.config.family == "encoder-decoder" and head == "lm"
-    return f"it is for {'translate, generate and score' if both else FITS[head]}"
+    return f"it is for {'translate, generate and score' if both else uses_of(head)}"
 
 
 def names_of(loaded: Model) -> tuple[str, ...]:

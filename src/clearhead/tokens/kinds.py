@@ -1,7 +1,8 @@
-"""One function for each kind of tokenizer: from text, special tokens and a size to a tokenizer, on the `tokenizers` library.
+"""One function for each kind of tokenizer: from text, special tokens and a size to a tokenizer, on the
+`tokenizers` library.
 
-Special tokens have the first ids. The same text gives the same tokenizer: the library's own order of ties goes by hash
-tables that differ from run to run, so that WordPiece and Unigram are put in order here.
+Special tokens have the first ids. The same text gives the same tokenizer: the library's own order of ties
+goes by hash tables that differ from run to run, so that WordPiece and Unigram are put in order here.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ class Order:
     pattern: str | None = None
 
     def stream(self, room: int) -> Iterator[str]:
-        """The texts as trainers can bear them."""
+        """Yield the texts in pieces that fit into a trainer's memory."""
         return known_words(pieces(self.texts, LONGEST), room)
 
     def marks(self) -> list[AddedToken]:
-        """Special tokens as the library wants them: never split, found before text is normalised."""
+        """Return the special tokens as the library takes them: never split, found before normalisation."""
         return [AddedToken(text, special=True, normalized=False) for text in self.special]
 
     def need(self, least: int, parts: str) -> int:
-        """The size to train for, given the least that the alphabet and the special tokens take."""
+        """Return the size to train for, given the least that the alphabet and the special tokens take."""
         size = self.vocab_size if self.vocab_size is not None else least
         if size < least and self.exact:
             raise InputError(
-                f"vocab_size {size} is too small: {parts} and {len(self.special)} special tokens take {least}: "
+                f"vocab_size {size} is too small: {parts} and {len(self.special)} special tokens take "
+                f"{least}: "
                 f"set it to {least} or more, or leave it out"
             )
         return max(size, least)
 
 
 def char(order: Order) -> Tokenizer:
-    """A token for each character of the text; the characters themselves, as no merge joins any two."""
+    """Make a token of each character of the text; no merge joins any two."""
     seen: set[str] = set()
     for piece in pieces(order.texts):
         seen.update(piece)
@@ -80,7 +82,7 @@ def char(order: Order) -> Tokenizer:
 
 
 def byte(order: Order) -> Tokenizer:
-    """A token for each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
+    """Make a token of each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
     order.need(len(order.special) + 256, "256 bytes")
     vocabulary = {token: index for index, token in enumerate([*order.special, *_byte_letters()])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -91,7 +93,10 @@ def byte(order: Order) -> Tokenizer:
 
 
 def word(order: Order) -> Tokenizer:
-    """The most frequent words; `pattern` says what a word is. Text comes back with one space between words."""
+    """Make tokens of the most frequent words.
+
+    `pattern` says what a word is. Decoded text has one space between words.
+    """
     try:
         words = Regex(order.pattern or WORDS)
     except Exception as error:
@@ -106,13 +111,14 @@ def word(order: Order) -> Tokenizer:
     )
     if tokenizer.get_vocab_size() == len(order.special):
         raise InputError(
-            f'pattern "{order.pattern or WORDS}" finds no word in the text: choose one that does, or leave it out'
+            f'pattern "{order.pattern or WORDS}" finds no word in the text: '
+            "choose one that does, or leave it out"
         )
     return tokenizer
 
 
 def bpe(order: Order) -> Tokenizer:
-    """Byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
+    """Train byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = _lower(order)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,7 +135,10 @@ def bpe(order: Order) -> Tokenizer:
 
 
 def wordpiece(order: Order) -> Tokenizer:
-    """BERT's: words cut into pieces, those that go on a word written with ##. Two readings: the alphabet, then the pieces."""
+    """Train BERT's WordPiece: words are cut into pieces, and those that continue a word begin with ##.
+
+    The text is read twice: for the alphabet, then for the pieces.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token=order.unk))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=order.lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -149,7 +158,8 @@ def wordpiece(order: Order) -> Tokenizer:
 
     alphabet = train([], 0)
     size = order.need(len(alphabet), f"{len(alphabet) - len(order.special)} letters, with and without ##,")
-    # Letters with ## get their ids as the trainer meets them, in the order of a hash table, and ties between merges go by
+    # Letters with ## get their ids as the trainer meets them, in the order of a hash table, and ties between
+    # merges go by
     # id. Named beforehand, like special tokens, they have a fixed one.
     vocabulary = train(
         sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size
@@ -159,7 +169,10 @@ def wordpiece(order: Order) -> Tokenizer:
 
 
 def unigram(order: Order) -> Tokenizer:
-    """SentencePiece's: words begin with ▁, the likeliest cut wins, and what no piece spells falls back on its bytes."""
+    """Train SentencePiece's Unigram model: words begin with ▁, and the likeliest split wins.
+
+    What no piece spells falls back on its bytes.
+    """
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = _lower(order)
     lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")  # no piece runs across a line's end
@@ -179,7 +192,8 @@ def unigram(order: Order) -> Tokenizer:
     letters: set[str] = set("▁")
     for text in order.stream(ROOM["unigram"]):
         letters.update(text)
-    # The trainer wants a place for every letter and the unknown token; letters for which there is no room fall back on bytes.
+    # The trainer wants a place for every letter and the unknown token; letters for which there is no room
+    # fall back on bytes.
     most = max(room, len(letters)) + 1
     trainer = trainers.UnigramTrainer(
         vocab_size=most, unk_token=order.unk, special_tokens=[], show_progress=False
@@ -212,8 +226,8 @@ KINDS: dict[TokenKind, Callable[[Order], Tokenizer]] = {
 def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:
     """Pieces by score, as many as there is room for, made equal from run to run.
 
-    Letters that the trainer dropped and must have again get the lowest score plus a ten-thousandth for each, in no fixed
-    order: all of them get the lowest score itself.
+    Letters that the trainer dropped and must have again get the lowest score plus a ten-thousandth for each,
+    in no fixed order: all of them get the lowest score itself.
     """
     letters = sum(len(piece) == 1 for piece, _ in learned)
     lowest = min((score for _, score in learned), default=0.0)
@@ -230,7 +244,10 @@ def _lower(order: Order) -> normalizers.Normalizer | None:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen, else one from 256 on."""
+    """Return the letter that stands for each byte in a byte-level vocabulary.
+
+    A visible byte stands for itself, another for a letter from 256 on.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in seen]
     return [chr(value if value in seen else 256 + hidden.index(value)) for value in range(256)]

@@ -1,4 +1,7 @@
-"""Tokens as people read them: a space, a line's end and a byte shown as such, whatever the tokenizer writes in their place."""
+"""Tokens as people read them.
+
+A space, a line's end and a byte shown as such, whatever the tokenizer writes in their place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
 
 
 def visible(text: str) -> str:
-    """Text with its white space and control characters shown: · for a space, ↵ for a line's end, → for a tab."""
+    """Return text with visible white space: · for a space, ↵ for a line end, → for a tab.
+
+    Control characters are escaped.
+    """
     return "".join(
         VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text
     )
@@ -19,7 +25,7 @@ def _escaped(number: int) -> str:
 
 
 def label(tokenizer: Tokenizer | None, token: int) -> str:
-    """One token for an axis, a chip or a table; without a tokenizer its number."""
+    """Return one token for an axis, a chip or a table; without a tokenizer its number."""
     written = None if tokenizer is None else tokenizer.id_to_token(token)
     if tokenizer is None or written is None:
         return str(token)
@@ -30,5 +36,5 @@ def label(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def labels(tokenizer: Tokenizer | None, ids: list[int]) -> tuple[str, ...]:
-    """The label of each token."""
+    """Return the label of each token."""
     return tuple(label(tokenizer, token) for token in ids)

@@ -1,4 +1,4 @@
-"""The recipe's section `[tokens]`: what the text is cut into."""
+"""The recipe's section `[tokens]`: what text is split into."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ class TokensPlan:
 
     kind: TokenKind | None = None  # None: by the size of the data
     vocab_size: int | None = (
-        None  # special tokens included; None: by the size of the data (char, byte: what there is)
+        None  # with special tokens; None: by the size of the data (char, byte: all there are)
     )
     lowercase: bool = False  # the tokenizer lowers every letter
-    pattern: str | None = (
-        None  # word: a regular expression whose matches are the words; None: words and punctuation
-    )
+    pattern: str | None = None  # word: a regular expression that matches words; None: words and punctuation
     model: str | None = None  # take the tokenizer of this directory instead of training one
 
     def __post_init__(self) -> None:

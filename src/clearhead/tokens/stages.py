@@ -1,7 +1,7 @@
 """The four stages of tokenization seen one by one: normalise, pre-split, subword model, post-process.
 
-Works for any tokenizer of the `tokenizers` library. Offsets are characters of the text as it was given, so that
-`text[start:end]` is what a token was made of.
+Works for any tokenizer of the `tokenizers` library. Offsets are characters of the text as it was given, so
+that `text[start:end]` is what a token was made of.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """What pre-splitting cuts off: no token runs across two of them. A special token in the text is one of its own."""
+    """What pre-splitting cuts off.
+
+    No token runs across two of them. A special token in the text is one of its own.
+    """
 
     text: str
     start: int
@@ -68,12 +71,12 @@ class Stages:
     final: tuple[Final, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain values, as JSON has them."""
         return asdict(self)
 
 
 def stages(tokenizer: Tokenizer, text: str, pair: str | None = None) -> Stages:
-    """What each stage makes of a text, or of two that belong together."""
+    """Return what each stage makes of a text, or of two that belong together."""
     text, pair = clean(text), None if pair is None else clean(pair)
     whole = tokenizer.encode(text, pair)
     rows = zip(whole.tokens, whole.ids, whole.offsets, whole.type_ids, whole.sequence_ids)
@@ -110,7 +113,7 @@ def _of_text(tokenizer: Tokenizer, text: str) -> TextStages:
 
 
 def _normalised(tokenizer: Tokenizer, text: str, start: int, end: int) -> PreTokenizedString:
-    """A part of the text after the first stage; it knows where in the whole text it stands."""
+    """Return a part of the text after the first stage, with its place in the whole text."""
     work = PreTokenizedString(text)
     work.split(lambda _, string: [string.slice((start, end))])
     if tokenizer.normalizer is not None:
@@ -119,7 +122,10 @@ def _normalised(tokenizer: Tokenizer, text: str, start: int, end: int) -> PreTok
 
 
 def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
-    """The text cut at the special and other added tokens that it holds: spans, and the token's id where a span is one."""
+    """Split the text at the special and other added tokens that it holds.
+
+    Returns spans, and the token's id where a span is one.
+    """
     known = tokenizer.get_added_tokens_decoder()
     encoding = tokenizer.encode(text, add_special_tokens=False)
     segments: list[tuple[Span, int | None]] = []
@@ -134,7 +140,10 @@ def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
 
 
 def _spells(tokenizer: Tokenizer, text: str, token: AddedToken) -> bool:
-    """Whether a part of the text is an added token, written out; the token may take in white space, or be found after normalising."""
+    """Return True if a part of the text is an added token, written out.
+
+    The token may include white space, or be found after normalising.
+    """
     read = (
         tokenizer.normalizer.normalize_str if token.normalized and tokenizer.normalizer is not None else str
     )

@@ -1,4 +1,4 @@
-"""Text read in pieces of bounded size, so that a tokenizer is trained on any amount of it in little memory."""
+"""Read text in pieces of bounded size, so that a tokenizer is trained on any amount in little memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ PARTS = re.compile(r"\s+|\S+")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of files, in pieces that end before white space where they can; may be read again and again."""
+    """The text of files, in pieces that end before white space where they can.
+
+    May be read again and again.
+    """
 
     paths: tuple[Path, ...]
 
     def __iter__(self) -> Iterator[str]:
-        """Each file from its start; bytes that are no UTF-8 become U+FFFD, line ends stay as they are."""
+        """Yield each file from its start; bytes that are not UTF-8 become U+FFFD, line ends stay."""
         for path in self.paths:
             try:
                 with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -34,9 +37,9 @@ class TextFiles:
 
 
 def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Texts in the same order, those longer than `size` characters cut before white space, or anywhere where there is none.
+    """Yield texts in pieces of at most `size` characters, cut before white space if possible.
 
-    Joined again they are the text they were, but for broken surrogates, which become U+FFFD.
+    Joined again they are the same text, except for broken surrogates, which become U+FFFD.
     """
     for text in texts:
         start = 0
@@ -49,7 +52,7 @@ def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 
 def clean(text: str) -> str:
-    """The text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
+    """Return the text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -58,10 +61,10 @@ def clean(text: str) -> str:
 
 
 def known_words(texts: Iterable[str], room: int) -> Iterator[str]:
-    """Texts as they are until their distinct words fill `room` bytes; from there on without the words that are new.
+    """Yield texts unchanged until their distinct words fill `room` bytes, then without words that are new.
 
-    A trainer keeps each distinct word, and text may hold any number of them. Those that first appear so late are rare:
-    they hardly move a vocabulary.
+    A trainer keeps each distinct word, and text may hold any number of them. Those that first appear so late
+    are rare: they hardly change a vocabulary.
     """
     seen: set[str] = set()
     for text in texts:

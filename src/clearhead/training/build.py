@@ -1,7 +1,8 @@
-"""From a recipe to a model: sizes where the recipe is silent, a new head where a loaded model has another.
+"""From a recipe to a model: the task's usual sizes where the recipe is silent, a new head where a base has
+another.
 
-Defaults are such that what is trained has an exact Hugging Face architecture: GPT-2 for language models, BERT for
-encoders, mBART for pairs, ViT for images.
+Defaults are such that what is trained has an exact Hugging Face architecture: GPT-2 for language models, BERT
+for encoders, mBART for pairs, ViT for images.
 """
 
 from __future__ import annotations
@@ -18,143 +19,110 @@ from tokenizers import Tokenizer
 from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
-from clearhead.data.plan import Task
 from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.hub.checkpoint import Description, exported_config
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
+from clearhead.tasks.spec import DECODER, TaskSpec
+from clearhead.tasks.table import task_named
 from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import best_device
 from clearhead.training.recipe import BASE, Recipe
 from clearhead.typed import hints_of, shaped
 
-# What a model is when the recipe names none: a published kind, at a size that a CPU trains in minutes, or a GPU.
-KIND: dict[str, tuple[str, dict[str, Any]]] = {
-    "lm": ("gpt2", {}),
-    "encoder": ("bert-base", {"norm_position": "post"}),
-    "pairs": ("bart-base", {"norm_position": "pre"}),
-    "image": ("vit-tiny", {"norm_eps": 1e-12}),
-}
-SMALL: dict[str, dict[str, Any]] = {
-    "lm": {"d_model": 128, "n_layers": 4, "n_heads": 4, "max_positions": 128, "dropout": 0.0},
-    "encoder": {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
-    "pairs": {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
-    "image": {"d_model": 64, "n_layers": 4, "n_heads": 4, "dropout": 0.0},
-}
-MIDDLE: dict[str, dict[str, Any]] = {
-    "lm": {"d_model": 384, "n_layers": 6, "n_heads": 6, "max_positions": 256, "dropout": 0.2},
-    "encoder": {"d_model": 256, "n_layers": 4, "n_heads": 4, "max_positions": 256},
-    "pairs": {"d_model": 256, "n_layers": 3, "n_heads": 4, "max_positions": 256, "dropout": 0.2},
-    "image": {"d_model": 192, "n_layers": 6, "n_heads": 6, "dropout": 0.1},
-}
-LEARNING = {
-    "adamw": 16,
-    "adafactor": 8,
-}  # bytes of a parameter in float32: its value, its gradient, two moments or hardly anything
-HEADS: dict[Task, str] = {
-    "lm": "lm",
-    "mlm": "mlm",
-    "denoise": "lm",
-    "seq2seq": "lm",
-    "classify": "classifier",
-    "tag": "tagger",
-    "answer": "span",
-    "image": "classifier",
-}
-
-
-def group_of(task: Task) -> str:
-    """Which of the four kinds of model a task asks for."""
-    return {"lm": "lm", "seq2seq": "pairs", "denoise": "pairs", "image": "image"}.get(task, "encoder")
+# Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
+LEARNING = {"adamw": 16, "adafactor": 8}
+ImageSize = tuple[int, int, int]  # height, width, channels
 
 
 def base_of(recipe: Recipe) -> Model | None:
-    """The model that the recipe goes on from, where it names a directory."""
+    """Return the model that the recipe continues from, where it names a directory."""
     base, rank = recipe.model.get(BASE), recipe.train.lora
     if base is None or base in PRESETS:
         if rank:
             raise ConfigError(
-                f"train.lora {rank} updates a trained model, and [model] base names no directory of one: set model.base, or train.lora=0"
+                f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
+                "set model.base, or train.lora=0"
             )
         return None
     if not Path(base).is_dir():
         raise InputError(
-            f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: presets are {", ".join(PRESETS)}'
+            f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+            f"presets are {', '.join(PRESETS)}"
         )
     return load(base, dtype=torch.float32)
 
 
 def build(
     recipe: Recipe,
-    task: Task,
+    task: str,
     tokenizer: Tokenizer | None,
     special: Mapping[str, int],
     labels: Sequence[str] = (),
-    image: tuple[int, int, int] | None = None,
+    image: ImageSize | None = None,
     base: Model | None = None,
     large: bool = False,
 ) -> Model:
-    """A model for the task.
+    """Make a model for a task.
 
     Args:
         recipe: its `[model]` decides; where it is silent, the task does.
-        task: what is learned.
+        task: its name in `tasks.table`.
         tokenizer: of the text; None: images.
         special: ids of its special tokens by role.
         labels: names of the classes.
         image: height, width and channels.
-        base: what `base_of` gave.
-        large: size for a GPU where the recipe says none.
+        base: what `base_of` returned.
+        large: choose a size for a GPU where the recipe names none.
     """
+    spec = task_named(task)
     given = {name: value for name, value in recipe.model.items() if name != BASE}
     if base is not None:
-        _check_kind(base.config, recipe.model, task)
+        _check_kind(base.config, recipe.model, spec)
         _check_sizes(base, image, tokenizer)
-        if task != "image" and base.config.head == HEADS[task] and set(labels) <= set(base.labels):
+        if tokenizer is not None and base.config.head == spec.head and set(labels) <= set(base.labels):
             labels = base.labels  # the classes it knows, by their numbers there
-        generation = _generation(recipe, task, special, base.config.max_positions, base.generation)
-        fixed = _fixed(task, tokenizer, labels, image, given)
-        return _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
-    group = group_of(task)
-    kind, change = KIND[group]
-    if BASE in recipe.model:
-        start = preset(recipe.model[BASE])
+        generation = _generation(recipe, spec, special, base.config.max_positions, base.generation)
+        fixed = _fixed(spec, tokenizer, labels, image, given)
+        made = _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
     else:
-        start = preset(kind).replace(**change, **(MIDDLE if large else SMALL)[group])
-    _check_kind(start, recipe.model, task)
-    fixed = _fixed(task, tokenizer, labels, image, given)
-    config = _config(start, {**_usual_head(start.family, HEADS[task]), **given, **fixed}, given)
-    _check_memory(config, recipe.train)
-    torch.manual_seed(recipe.train.seed)
-    return Model(
-        Transformer(config),
-        tokenizer,
-        generation=_generation(recipe, task, special, config.max_positions),
-        special=dict(special),
-        labels=tuple(labels) if config.n_classes else (),
-    )
+        start = preset(recipe.model[BASE]) if BASE in recipe.model else spec.usual.config(large)
+        _check_kind(start, recipe.model, spec)
+        fixed = _fixed(spec, tokenizer, labels, image, given)
+        config = _config(start, {**_usual_head(start.family, spec.head), **given, **fixed}, given)
+        _check_memory(config, recipe.train)
+        torch.manual_seed(recipe.train.seed)
+        generation = _generation(recipe, spec, special, config.max_positions)
+        names = tuple(labels) if config.n_classes else ()
+        made = Model(Transformer(config), tokenizer, generation, special=dict(special), labels=names)
+    if spec.stated:
+        architecture, theirs = exported_config(made.config, made.description)
+        named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
+        made.description = Description({**named, **theirs, **spec.stated}, made.config, architecture)
+    return made
 
 
-def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: Task) -> None:
-    """A model of another family would see its own targets, or have no place for the source."""
-    kind = KIND[group_of(task)][0]
-    usual = preset(kind)
-    fits = (usual.family, "decoder") if task == "classify" else (usual.family,)
+def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) -> None:
+    """Refuse a model of another family: it would see its own targets, or have no place for the source."""
+    usual, fits = preset(task.usual.preset), task.fitting_families
     family, read = model.get("family", start.family), model.get("input", start.input)
     if family not in fits or read != usual.input:
         what = f"[model] base {model[BASE]}" if BASE in model else "[model]"
         raise ConfigError(
-            f"{what} has family {family} and reads {read}, and task {task} needs family {' or '.join(fits)} and {usual.input}: "
-            f"one such as {kind} fits"
+            f"{what} has family {family} and reads {read}, and task {task.name} needs family "
+            f"{' or '.join(fits)} "
+            f"and {usual.input}: one such as {task.usual.preset} fits"
         )
 
 
-def _check_sizes(base: Model, image: tuple[int, int, int] | None, tokenizer: Tokenizer | None) -> None:
-    """Can the base read every picture, or every token of a tokenizer that is not its own?"""
+def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse a base that cannot read the pictures, or every token of another tokenizer."""
     old = base.config
     if image is not None and old.image_size is not None and image != (*old.image_size, old.n_channels):
         theirs, ours = (" x ".join(map(str, size)) for size in ((*old.image_size, old.n_channels), image))
         raise ConfigError(
-            f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are {ours}: "
+            f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are "
+            f"{ours}: "
             "convert them, or leave model.base out"
         )
     if (
@@ -163,23 +131,20 @@ def _check_sizes(base: Model, image: tuple[int, int, int] | None, tokenizer: Tok
         and tokenizer.get_vocab_size() > old.vocab_size
     ):
         raise ConfigError(
-            f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model {tokenizer.get_vocab_size()}: "
-            "leave tokens.model out, or go on from another base"
+            f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model "
+            f"{tokenizer.get_vocab_size()}: leave tokens.model out, or go on from another base"
         )
 
 
 def _fixed(
-    task: Task,
+    task: TaskSpec,
     tokenizer: Tokenizer | None,
     labels: Sequence[str],
-    image: tuple[int, int, int] | None,
+    image: ImageSize | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the task and the data leave no choice about."""
-    fixed: dict[str, Any] = {
-        "head": HEADS[task],
-        "n_classes": len(labels) if HEADS[task] in ("classifier", "tagger") else 0,
-    }
+    """Return what the task and the data decide."""
+    fixed: dict[str, Any] = {"head": task.head, "n_classes": task.n_classes(labels)}
     if image is not None:
         height, width, channels = image
         patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
@@ -188,13 +153,13 @@ def _fixed(
             fixed["max_positions"] = (height // patch) * (width // patch) + 1
     if tokenizer is not None:
         fixed["vocab_size"] = max(tokenizer.get_vocab_size(), given.get("vocab_size", 0))
-    if task in ("mlm", "tag", "answer"):
-        fixed["pooler"] = "none"  # nothing is pooled
+    if not task.pooled:
+        fixed["pooler"] = "none"
     return fixed
 
 
 def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelConfig:
-    """`start` changed; what follows from a width follows from the new one."""
+    """Change a config; fields derived from a width are derived from the new one."""
     values = {**_dropout(start, given), **values}
     if given.get("d_model", 0) > 0:
         if start.embedding_scale != 1.0:
@@ -208,43 +173,35 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
 
 
 def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The dropout that is asked for holds wherever `start` has the same."""
+    """Return the dropout asked for, wherever `start` uses one value for all."""
     same = "dropout" in given and 0 < start.feedforward_dropout == start.dropout
     return {"feedforward_dropout": given["dropout"]} if same else {}
 
 
 def _usual_head(family: str, head: str, base: Model | None = None) -> dict[str, Any]:
-    """What a head of this name is like where `base` comes from, so that transformers opens the result."""
-    classes = (
-        base.description.architecture.classes.values()
-        if base is not None and base.description is not None
-        else ()
-    )
-    published = [dict(fields) for fields in classes if fields.get("head") == head]
-    return (
-        published[0]
-        if published
-        else {"head_bias": False}
-        if (family, head) == ("decoder", "classifier")
-        else {}
-    )
+    """Return the fields of this head in the architecture of `base`, so that transformers opens the result."""
+    described = None if base is None else base.description
+    classes = () if described is None else described.architecture.classes.values()
+    usual = {"head_bias": False} if (family, head) == ("decoder", "classifier") else {}
+    return next((dict(fields) for fields in classes if fields.get("head") == head), usual)
 
 
 def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
-    """A GPU's model is made in the machine's memory, and a CPU's learns there: refuse what cannot fit before hours go by."""
+    """Refuse a model that does not fit into memory: a GPU's is made there, and a CPU's is trained there."""
     learns = best_device(plan.device).type == "cpu"
     count = cost(config).parameters.total
     needed = count * (LEARNING[plan.optimizer] if learns else 4)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ConfigError(
-            f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes {needed / 1e9:,.0f} GB, and this machine "
-            f"has {there / 1e9:,.0f} GB of memory: choose a smaller model.d_model, model.n_layers or tokens.vocab_size"
+            f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes "
+            f"{needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of memory: "
+            "choose a smaller model.d_model, model.n_layers or tokens.vocab_size"
         )
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a TOML file as a config has them."""
+    """Convert values of a TOML file to those of a config."""
     hints = hints_of(ModelConfig)
     return {name: shaped(value, hints[name]) for name, value in values.items()}
 
@@ -259,7 +216,10 @@ def _adapted(
     generation: dict[str, Any],
     seed: int,
 ) -> Model:
-    """A loaded model with the head the task needs; every weight that still has a place is kept, of a class if it is the same one."""
+    """Give a loaded model the head that the task needs.
+
+    Every weight that still has a place is kept; those of a class, where the classes are the same.
+    """
     old = base.config
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
     usual = _usual_head(old.family, fixed["head"], base) if fixed["head"] != old.head else {}
@@ -285,7 +245,8 @@ def _adapted(
     lost = [name for name in body if name not in shared]
     if lost:
         raise ConfigError(
-            f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: leave those keys out"
+            f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: "
+            "leave those keys out"
         )
     with torch.no_grad():
         for name in shared:
@@ -303,28 +264,22 @@ def _adapted(
 
 def _generation(
     recipe: Recipe,
-    task: Task,
+    task: TaskSpec,
     special: Mapping[str, int],
     longest: int,
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """generation_config.json: where a text begins and ends, as far as it is not `known`, and how it is made.
+    """Return generation_config.json: special token ids, unless `known`, and how text is generated.
 
-    An answer has no more tokens than the decoder has positions, `longest`: transformers would run past them and fail.
+    An output has no more tokens than the decoder has positions, `longest`: transformers would run past them
+    and fail.
     """
-    if HEADS[task] != "lm":
+    if task.head != "lm":
         return {}
-    plan = recipe.generate
-    roles = ("bos", "eos", "pad", "decoder_start")
-    made: dict[str, Any] = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(
-        known or {}
-    )
-    if task == "lm":
-        drawn = {
-            "do_sample": plan.temperature > 0,
-            "temperature": plan.temperature or 1.0,
-            "top_p": plan.top_p,
-        }
-        return made | {"max_new_tokens": plan.max_new_tokens} | drawn
+    plan, roles = recipe.generate, ("bos", "eos", "pad", "decoder_start")
+    made = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(known or {})
+    if task.usual is DECODER:
+        sampling = {"temperature": plan.temperature or 1.0, "top_p": plan.top_p}
+        return made | {"max_new_tokens": plan.max_new_tokens, "do_sample": plan.temperature > 0} | sampling
     beams = {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
     return made | {"max_new_tokens": min(plan.max_new_tokens, longest)} | beams

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clearhead.batches.batch import Batch
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import batch_loss
+from clearhead.training.losses import Objective, batch_loss
 from clearhead.training.machine import parted
 from clearhead.training.plan import TrainPlan
 from clearhead.training.precision import Precision
@@ -67,7 +67,12 @@ class Fault:
 
 
 def diagnose(
-    model: Transformer, batches: Sequence[Batch], step: int, precision: Precision, plan: TrainPlan
+    model: Transformer,
+    batches: Sequence[Batch],
+    step: int,
+    precision: Precision,
+    plan: TrainPlan,
+    objective: Objective | None = None,
 ) -> str:
     """Why step number `step` had a loss or gradient that is not finite, in one line.
 
@@ -76,7 +81,7 @@ def diagnose(
 
     def loss_of(model: Transformer, batch: Batch) -> Tensor:
         with precision.autocast():
-            return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)[0]
+            return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[0]
 
     faults = (find_fault(model, batch, loss_of) for batch in batches)
     return next((fault for fault in faults if fault.kind != "none"), Fault("none")).line(step, plan)

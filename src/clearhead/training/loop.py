@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from clearhead.batches.batch import Batch
-from clearhead.batches.make import Batches
+from clearhead.batches.batch import Batch, Batches
 from clearhead.bundle import Model
-from clearhead.data.plan import Task
 from clearhead.errors import TrainingError
 from clearhead.model.transformer import Transformer
+from clearhead.tasks.spec import TaskSpec
 from clearhead.training.averaging import Ema
 from clearhead.training.events import OnEvent, Saved, Stepped, Validated
 from clearhead.training.faults import diagnose
@@ -43,15 +42,13 @@ from clearhead.training.state import (
 )
 from clearhead.training.validate import validate
 
-LARGER = {"accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"}  # metrics of which more is better
-
 
 @dataclass
 class Run:
     """All that a run is made of."""
 
     folder: Path
-    task: Task
+    task: TaskSpec
     plan: TrainPlan  # with nothing left to choose
     loaded: Model  # the model in training, with its tokenizer and labels
     train: Batches
@@ -81,6 +78,11 @@ class Run:
         """What the best checkpoint is chosen by."""
         assert self.plan.metric is not None
         return self.plan.metric
+
+    @property
+    def larger(self) -> bool:
+        """Return True if more of the metric is better: of every metric but the loss."""
+        return self.metric != "loss"
 
     @property
     def patient(self) -> bool:
@@ -128,7 +130,9 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
         total = torch.zeros((), device=run.device)
         for batch in batches:
             with run.precision.autocast(), run.attention():
-                loss, _ = batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)
+                loss, _ = batch_loss(
+                    model, batch, plan.label_smoothing, plan.loss_chunk, objective=run.task.objective
+                )
             scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if step < run.steps:
@@ -150,7 +154,7 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
             with clock.paused():
                 judged = judge(run)
                 on_event(judged)
-            best = judged.best or step in state.best(run.metric, run.metric in LARGER, plan.keep_best)[1:]
+            best = judged.best or step in state.best(run.metric, run.larger, plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             settle()
             clock.tick()
@@ -173,7 +177,7 @@ def judge(run: Run) -> Validated:
         metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
         samples = run.samples(usable)
     state.validations.append({"step": state.step, **metrics})
-    best = state.best(run.metric, run.metric in LARGER) == [state.step] and not math.isnan(
+    best = state.best(run.metric, run.larger) == [state.step] and not math.isnan(
         metrics[run.metric]
     )
     state.stale = 0 if best else state.stale + 1
@@ -195,7 +199,7 @@ def save(run: Run, scaler: Any = None) -> None:
         save_checkpoint(run.folder, usable, tensors, state)
     steps = saved_steps(run.folder)
     judged = [
-        step for step in state.best(run.metric, run.metric in LARGER, len(state.validations)) if step in steps
+        step for step in state.best(run.metric, run.larger, len(state.validations)) if step in steps
     ]
     if judged:
         point(run.folder, BEST, judged[0])
@@ -223,7 +227,7 @@ class Taken:
             torch.manual_seed(
                 run.plan.seed * 1_000_003 + self.step
             )  # the weights are still those before the step
-            raise TrainingError(diagnose(run.model, self.batches, self.step, run.precision, run.plan))
+            raise TrainingError(diagnose(run.model, self.batches, self.step, run.precision, run.plan, run.task.objective))
         return loss, norm
 
 

@@ -1,10 +1,11 @@
 """The loss of a batch: a sum over its targets and their number, whatever the model's head is for.
 
-Sums, because batches are joined: the caller divides by the number of targets of everything that makes up one step, so
-that a step of several small batches is the same as a step of one large batch.
+Sums, because batches are joined: the caller divides by the number of targets of everything that makes up one
+step, so that a step of several small batches is the same as a step of one large batch.
 
-The scores of a large vocabulary are the largest tensor of training. They are made for positions that have a target only
-and, where there are many, for a piece of the positions at a time; the gradient of a piece is taken before the next is begun.
+The scores of a large vocabulary are the largest tensor of training. They are made for positions that have a
+target only and, where there are many, for a piece of the positions at a time; the gradient of a piece is
+taken before the next is begun.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,14 +30,23 @@ from clearhead.model.experts import balance_loss
 from clearhead.model.heads import Head, LanguageHead
 from clearhead.model.transformer import Transformer
 
+Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: what the model says, and what is right
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 PIECE = 2**24  # scores that are made at once, at most; on a GPU more, see `default_chunk`
 LARGE = 2**13  # words of a vocabulary from which on a kernel of our own is quicker than the compiler's
 
 
+@dataclass(frozen=True)
+class Objective:
+    """What a head without a vocabulary learns."""
+
+    loss: Callable[[Tensor, Batch, float], Tensor]  # logits, batch, smoothing -> [], summed over the targets
+    answers: Callable[[Tensor, Batch], Answered]
+
+
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """What the model takes of a batch: a tokenizer may tell two texts apart where the model does not."""
+    """Return what the model takes of a batch: types are left out where the model has none."""
     arguments = batch.arguments()
     if model.config.n_types < 2:
         arguments.pop("types", None)
@@ -43,7 +54,12 @@ def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
 
 
 def batch_loss(
-    model: Transformer, batch: Batch, smoothing: float = 0.0, chunk: int | None = None, balance: float = 0.01
+    model: Transformer,
+    batch: Batch,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    balance: float = 0.01,
+    objective: Objective | None = None,
 ) -> tuple[Tensor, int]:
     """The loss summed over the targets of `batch`, and how many they are.
 
@@ -51,22 +67,20 @@ def batch_loss(
         model: compiled or not; the loss of a compiled model is compiled too.
         batch: on the model's device.
         smoothing: share of each target that is spread evenly over all classes; padding has no part in it.
-        chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the vocabulary.
-        balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has them.
+        chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the
+            vocabulary.
+        balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has
+            them.
+        objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
-    elif config.head in ("classifier", "tagger"):
-        loss = summed(model(**arguments).logits, batch.targets, smoothing)
-    elif config.head == "span":
-        loss = span_loss(model(**arguments).logits, batch.targets, batch.mask, smoothing)
     else:
-        raise InputError(
-            f'a model with head "{config.head}" has no loss: train one with lm, mlm, classifier, tagger or span'
-        )
+        objective = objective or objective_of(config.head)
+        loss = objective.loss(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         loss = loss + balance * batch.n_targets * _balance(
             model, batch
@@ -75,7 +89,8 @@ def batch_loss(
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
-    """How many positions to score at a time: on a GPU so many that, as float32, they take a sixteenth of its memory.
+    """How many positions to score at a time: on a GPU so many that, as float32, they take a sixteenth of its
+    memory.
 
     Fewer are slower there: each piece adds to the gradient of the whole table.
     """
@@ -86,7 +101,8 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy, summed over targets that are not IGNORE: scores [..., C] and classes [...] -> [].
 
-    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no share.
+    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no
+    share.
     """
     flat = wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
@@ -97,11 +113,13 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     )
 
 
-def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: float = 0.0) -> Tensor:
-    """Where the answer begins and where it ends, among real tokens: scores [B, T, 2] and places [B, 2] -> [].
+def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of an answer's first and last token: scores [B, T, 2] -> [].
 
-    The two ends of a row count half each, so that a row weighs as much as a label does elsewhere.
+    Only real tokens take part. The two ends of a row count half each, so that a row weighs as much as a label
+    does elsewhere.
     """
+    targets, mask = batch.targets, batch.mask
     scores = wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
@@ -111,10 +129,53 @@ def span_loss(logits: Tensor, targets: Tensor, mask: Tensor | None, smoothing: f
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
 
 
+def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of classes or tags: see `summed`."""
+    return summed(logits, batch.targets, smoothing)
+
+
+def class_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best class of each row, and the right one."""
+    return logits.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
+
+
+def tag_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best tags of each row's words, and the right ones."""
+    asked = batch.targets != IGNORE
+    best, right = (
+        [row[where].tolist() for row, where in zip(rows, asked)]
+        for rows in (logits.argmax(-1), batch.targets)
+    )
+    return best, right
+
+
+def span_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best first and last token of each row's answer, and the right ones."""
+    scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
+    return scores.argmax(1).tolist(), batch.targets.tolist()
+
+
+CLASSES = Objective(class_loss, class_answers)
+TAGGED = Objective(class_loss, tag_answers)
+SPANS = Objective(span_loss, span_answers)
+
+
+def objective_of(head: str | None) -> Objective:
+    """Return the usual objective of a head without a vocabulary."""
+    usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
+    if head not in usual:
+        raise InputError(
+            f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span'
+        )
+    return usual[head]
+
+
 def vocabulary_loss(
     head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
 ) -> Tensor:
-    """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a time -> []."""
+    """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a
+    time -> [].
+    """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
@@ -140,7 +201,7 @@ def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -
 
 
 def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """The same, by a kernel that never holds the scores in float32."""
+    """Compute `row_loss` by a kernel that never holds the scores in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
     return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
@@ -166,7 +227,9 @@ def _pieces(head: Head, rows: Tensor, targets: Tensor, smoothing: float, size: i
 
 
 class _InPieces(torch.autograd.Function):
-    """A loss whose gradient is taken piece by piece in the forward pass, so that nothing is kept or computed twice."""
+    """A loss whose gradient is taken piece by piece in the forward pass, so that nothing is kept or computed
+    twice.
+    """
 
     @staticmethod
     def forward(
@@ -201,13 +264,13 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that the forward pass took, scaled."""
+        """Return the gradients that the forward pass took, scaled."""
         scaled = ((wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
         return (None, None, None, None, *scaled)
 
 
 def _balance(model: Transformer, batch: Batch) -> Tensor:
-    """The mean of the balance losses of the stacks that have experts."""
+    """Return the mean of the balance losses of the stacks that have experts."""
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),

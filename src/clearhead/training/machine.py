@@ -17,28 +17,29 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.plan import DataPlan
 from clearhead.model.attention import Attention
 from clearhead.model.feedforward import FeedForward, gelu_tanh
 from clearhead.model.transformer import Transformer
+from clearhead.tasks.spec import TaskSpec
 from clearhead.training.plan import TrainPlan
 
 WORTH = 500  # steps below which compiling takes longer than it saves
 MANY = 512  # rows from which on a product gains more than it costs to lay out its weight anew
 
 
-def pays(task: Task, data: DataPlan, plan: TrainPlan, device: torch.device) -> bool:
+def pays(task: TaskSpec, data: DataPlan, plan: TrainPlan, device: torch.device) -> bool:
     """Is compiling the model worth it? On a GPU, for many steps, with batches that all have one shape."""
     return device.type == "cuda" and one_shape(task, data) and (plan.steps or 0) >= WORTH
 
 
-def one_shape(task: Task, data: DataPlan) -> bool:
-    """Have all batches the same shape, and no padding?"""
-    return task == "image" or (task == "lm" and data.packing == "stream")
+def one_shape(task: TaskSpec, data: DataPlan) -> bool:
+    """Return True if all batches have the same shape, and no padding."""
+    return task.one_shape and data.packing == "stream"
 
 
 def quick_attention(
-    task: Task, data: DataPlan, device: torch.device
+    task: TaskSpec, data: DataPlan, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
     """Contexts in which attention is quickest.
 

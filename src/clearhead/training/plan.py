@@ -5,22 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from clearhead.data.plan import Task
 from clearhead.errors import ConfigError
 from clearhead.typed import check_least, check_types
 
 Schedule = Literal["original", "cosine", "linear", "constant", "wsd"]
 Optimizer = Literal["adamw", "adafactor"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-Measure = Literal["loss", "accuracy", "macro_f1", "span_f1", "exact", "bleu", "chrf"]
 
-METRICS: dict[Task, tuple[Measure, ...]] = {  # of other tasks: the loss alone
-    "seq2seq": ("loss", "exact", "bleu", "chrf"),
-    "classify": ("loss", "accuracy", "macro_f1"),
-    "tag": ("loss", "accuracy", "span_f1"),
-    "answer": ("loss", "exact"),
-    "image": ("loss", "accuracy", "macro_f1"),
-}
 THREADS = 1024  # at most; with very many the process dies without a word
 MAX_SEED = (
     2**32 - 1
@@ -72,7 +63,7 @@ class TrainPlan:
 
     # Validation
     validate_every: int | None = None  # steps; None: about twenty times in all
-    metric: Measure | None = None  # what the best checkpoint is chosen by; None: by the task
+    metric: str | None = None  # what the best checkpoint is chosen by; None: by the task
     patience: int | None = None  # validations without progress before stopping; None: never
     keep_best: int = 1  # checkpoints to keep by the metric
     ema: float = 0.0  # decay of the averaged weights; 0: none
@@ -142,12 +133,3 @@ class GeneratePlan:
             raise ConfigError(
                 f"length_penalty {self.length_penalty} must lie in [-20, 20]: it is an exponent, 1 takes the mean"
             )
-
-
-def check_metric(metric: Measure | None, task: Task) -> None:
-    """Can the task be judged by this?"""
-    allowed = METRICS.get(task, ("loss",))
-    if metric is not None and metric not in allowed:
-        raise ConfigError(
-            f"train.metric {metric} is not measured for task {task}: choose {' or '.join(allowed)}, or leave it out"
-        )

@@ -13,24 +13,27 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
+from clearhead.batches.batch import Batches
+from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.even import EvenRows
-from clearhead.batches.make import Batches, make_batches
 from clearhead.bundle import Model, load
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.corpora import CORPORA
-from clearhead.data.corpus import open_data, task_of
-from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Rows, Tagged
+from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, InputError, TrainingError
 from clearhead.evaluation.examples import begun
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.presets import PRESETS
-from clearhead.tokens.training import choose, roles, train_tokenizer
+from clearhead.tasks.corpus import Texts, open_examples
+from clearhead.tasks.spec import ENCODER, ENCODER_DECODER, TaskSpec
+from clearhead.tasks.table import TASKS, shape_of, task_named
+from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training.averaging import Ema, average
 from clearhead.training.build import base_of, build
 from clearhead.training.events import Event, Finished, OnEvent, Said, Started
@@ -40,7 +43,6 @@ from clearhead.training.lora import add_lora
 from clearhead.training.losses import batch_loss
 from clearhead.training.machine import join_projections, narrow, pays, quick_attention, recompute, suit_narrow
 from clearhead.training.optim import make_optimizer
-from clearhead.training.plan import check_metric
 from clearhead.training.precision import best_device, choose_precision
 from clearhead.training.recipe import BASE, Recipe, read_recipe
 from clearhead.training.room import CACHE, PRETRAIN, resumable, room
@@ -48,13 +50,6 @@ from clearhead.training.samples import sampler
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, load_checkpoint, newest, restore_optimizer
 from clearhead.training.validate import validate
 from clearhead.typed import plain
-
-METRIC = {
-    "classify": "accuracy",
-    "image": "accuracy",
-    "tag": "span_f1",
-    "answer": "exact",
-}  # of other tasks: the loss
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,7 @@ def train(
         return _resume(Path(resume), on_event, stop)
     paths = [data] if isinstance(data, str | Path) else list(data)
     plan = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, settings)
+    shape_of(plan.data.task)  # refuses a task that does not exist
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
     folder = Path(out) if out is not None else Path("runs") / _name(plan.data)
@@ -139,9 +135,10 @@ def _pretrained(
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
     _, task = open_examples(recipe.data)
-    if task not in ("classify", "tag"):
-        raise InputError(f"train.pretrain is for classify and tag, and this is {task}: set it to 0")
-    check_metric(recipe.train.metric, task)
+    if not TASKS[task].pretrain:
+        fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
+        raise InputError(f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    TASKS[task].check_metric(recipe.train.metric)
     whole: dict[str, Any] = {"lora": 0, "freeze": (), "layer_decay": 1.0}  # nothing to hold on to yet
     plan = dataclasses.replace(
         recipe.train,
@@ -197,18 +194,19 @@ def _located(recipe: Recipe) -> Recipe:
 
 def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     """Data, tokenizer, model, batches: whatever the recipe leaves open is chosen here, said, and written down."""
-    corpus, task = open_examples(recipe.data)
-    check_metric(recipe.train.metric, task)
-    for line in corpus.said:
+    corpus, name = open_examples(recipe.data)
+    task = task_named(name)
+    task.check_metric(recipe.train.metric)
+    for line in corpus.notes:
         on_event(Said(line))
     base = base_of(recipe)
     tokenizer, special = _tokens(recipe, task, corpus, base, on_event)
     device = best_device(recipe.train.device)
     image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
-    loaded = build(recipe, task, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
-    recipe = recipe.replace("data", task=task)
+    loaded = build(recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
+    recipe = recipe.replace("data", task=name)
     train, validation = _batches(recipe, task, corpus, loaded, folder, on_event)
-    if base is None and task in ("classify", "tag", "answer"):
+    if base is None and task.usual is ENCODER and task.head != "mlm":
         on_event(Said("the model begins from nothing: with model.base=DIR it would begin from a trained one"))
     for line in _without_effect(recipe, task, loaded, base):
         on_event(Said(line))
@@ -221,10 +219,10 @@ def _prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> Run:
     return _assemble(recipe, task, corpus, loaded, train, validation, folder, device, on_event)
 
 
-def _without_effect(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> Iterator[str]:
+def _without_effect(recipe: Recipe, task: TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
     """Settings that something else decides, a sentence each."""
     longest, asked = loaded.max_length, recipe.data.max_length
-    if asked is not None and asked > longest and task != "image":
+    if asked is not None and asked > longest and task.tokens is not None:
         yield f"rows have {longest} tokens at most: the model takes no more, and data.max_length is {asked}; set model.max_positions"
     for name in ("vocab_size", "head", "n_classes"):
         value, made = recipe.model.get(name), getattr(loaded.config, name)
@@ -235,11 +233,11 @@ def _without_effect(recipe: Recipe, task: Task, loaded: Model, base: Model | Non
 
 
 def _tokens(
-    recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, on_event: OnEvent
+    recipe: Recipe, task: TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
 ) -> tuple[Tokenizer | None, dict[str, int]]:
     """The tokenizer: the base model's, another directory's, or one trained on this data."""
     plan = recipe.tokens
-    if task == "image":
+    if task.tokens is None:
         return None, {}
     if plan.model is not None:
         folder = Path(plan.model)
@@ -251,54 +249,19 @@ def _tokens(
         if base.tokenizer is None:
             raise InputError(f"{base.folder} has no tokenizer: add tokenizer.json to it")
         return base.tokenizer, base.special
-    chosen, sentence = choose(plan, task, corpus.size)
+    chosen, sentence = choose(plan, task.tokens, corpus.size)
     on_event(Said(sentence))
     assert chosen.kind is not None
-    tokenizer = train_tokenizer(Texts(corpus.train), plan, task, corpus.size)
-    named = {role: tokenizer.token_to_id(token) for role, token in roles(task, chosen.kind).items()}
+    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size)
+    named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
-    if task in ("seq2seq", "denoise"):
+    if task.usual is ENCODER_DECODER:
         special["decoder_start"] = special["bos"]
     return tokenizer, special
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Every text of some examples, streamed anew at each reading."""
-
-    rows: Rows
-
-    def __iter__(self) -> Iterator[str]:
-        for row in self.rows:  # type: ignore[union-attr]
-            match row:
-                case Chunk(text, _):
-                    yield text
-                case Pair(source, target):
-                    yield from (source, target)
-                case Labelled(text, _, pair):
-                    yield from (text,) if pair is None else (text, pair)
-                case Tagged(words, _):
-                    yield " ".join(words)
-                case Question(question, context, _, _):
-                    yield from (question, context)
-
-
-def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, Task]:
-    """The examples, and what is to be learned of them; `split`: as for `open_data`."""
-    if not plan.texts_only:
-        corpus = open_data(plan, split)
-        return corpus, task_of(plan, corpus)
-    corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
-    if not isinstance(corpus.train, Images) and corpus.shape != "text":
-        train, validation = (
-            [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
-        )
-        corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
-    return corpus, plan.task or task_of(plan, corpus)
-
-
 def _batches(
-    recipe: Recipe, task: Task, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
+    recipe: Recipe, task: TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
 ) -> tuple[Batches, Batches]:
     """Encoded examples, kept beside the run, and the batches made of them."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
@@ -307,22 +270,22 @@ def _batches(
     sides: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for side in sides:
         encoded = encode_corpus(
-            corpus, side, task, loaded.tokenizer, loaded.labels, cache, special=loaded.special
+            corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
         )
-        encoded, special = begun(encoded, task, loaded)
+        encoded, special = begun(encoded, loaded)
         batches = make_batches(
+            task.batching,
             encoded,
-            task,
             recipe.data,
             special=special,
             length=length,
             seed=recipe.train.seed,
             training=side == "train",
         )
-        for line in batches.said:
+        for line in batches.notes:
             on_event(Said(f"{side}: {line}"))
         made.append(batches)
-        if task == "image" and side == "train":
+        if task.tokens is None and side == "train":
             loaded.images = processor(
                 encoded.arrays["mean"].tolist(), encoded.arrays["std"].tolist(), loaded.config
             )
@@ -350,7 +313,7 @@ def processor(mean: list[float], deviation: list[float], config: ModelConfig) ->
 
 
 def _settle(
-    recipe: Recipe, task: Task, corpus: Corpus, loaded: Model, train: Batches, precision: str
+    recipe: Recipe, task: TaskSpec, corpus: Corpus, loaded: Model, train: Batches, precision: str
 ) -> Recipe:
     """The recipe with nothing left to choose: this is what `train.toml` says and what a resumed run reads."""
     plan = recipe.train
@@ -364,13 +327,7 @@ def _settle(
         else min(5000, max(1000, round(10 * in_pass)))
     )
     every = plan.validate_every or max(1, steps // 20)
-    metric = plan.metric or METRIC.get(task, "loss")
-    if (
-        task == "tag"
-        and plan.metric is None
-        and not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in corpus.labels)
-    ):
-        metric = "accuracy"
+    metric = plan.metric or task.default_metric(corpus.labels)
     warmup = (
         plan.warmup
         if plan.warmup is not None
@@ -397,7 +354,7 @@ def _settle(
 
 def _assemble(
     recipe: Recipe,
-    task: Task,
+    task: TaskSpec,
     corpus: Corpus,
     loaded: Model,
     train: Batches,
@@ -427,7 +384,7 @@ def _assemble(
     if plan.checkpointing:
         recompute(loaded.model)
     per_token = (
-        cost(loaded.config, length=loaded.max_length).flops.training_per_token if task != "image" else 0.0
+        cost(loaded.config, length=loaded.max_length).flops.training_per_token if task.tokens is not None else 0.0
     )
     run = Run(
         folder=folder,
@@ -456,7 +413,7 @@ def _compiled(run: Run, on_event: OnEvent) -> bool:
     run.model.train().compile()
     try:
         with run.precision.autocast(), run.attention():
-            loss, _ = batch_loss(run.model, run.batches(1)[0], run.plan.label_smoothing, run.plan.loss_chunk)
+            loss, _ = batch_loss(run.model, run.batches(1)[0], run.plan.label_smoothing, run.plan.loss_chunk, objective=run.task.objective)
         loss.backward()  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
@@ -485,7 +442,8 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
     for debris in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(debris, ignore_errors=True)
     recipe = read_recipe(folder / RECIPE)
-    corpus, task = open_examples(recipe.data)
+    corpus, name = open_examples(recipe.data)
+    task = task_named(name)
     fingerprint = folder / CACHE / "fingerprint"
     if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
         raise TrainingError(
@@ -546,7 +504,7 @@ def _finish(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
         tell(
             Started(
                 run.folder,
-                run.task,
+                run.task.name,
                 sum(p.numel() for p in parameters),
                 trainable,
                 run.steps,

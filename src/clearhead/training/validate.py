@@ -1,4 +1,4 @@
-"""Validation: a model judged on every validation example, from batches alone.
+"""Validation: judge a model on every validation example, from batches alone.
 
 Shapes: B batch, T length, C classes.
 """
@@ -6,7 +6,7 @@ Shapes: B batch, T length, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +17,19 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.batches.make import Batches
+from clearhead.batches.batch import IGNORE, Batches
 from clearhead.bundle import Model
-from clearhead.data.plan import Task
 from clearhead.errors import InputError
 from clearhead.evaluation import metrics
 from clearhead.evaluation.metrics import Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.training.losses import arguments_for, default_chunk, span_loss, summed
+from clearhead.tasks.spec import TaskSpec
+from clearhead.training.losses import Objective, arguments_for, default_chunk, objective_of
 from clearhead.training.precision import Precision
 
-WRITTEN = ("exact", "bleu", "chrf")  # metrics that need the model's own words
+WRITTEN = ("exact", "bleu", "chrf")  # metrics that need text the model generates
 
 
 @dataclass(frozen=True)
@@ -40,64 +39,70 @@ class Examined:
     numbers: NDArray[np.int64]  # B, of the examples
     losses: Counts  # B, each the sum over the row's targets
     counts: Counts  # B, how many targets that are
-    said: list[list[int]]  # of each row, for a head without a vocabulary: see `answers`
-    meant: list[list[int]]
+    said: list[list[Any]]  # of each row, for a head without a vocabulary: see `Objective.answers`
+    meant: list[list[Any]]
 
 
 @torch.no_grad()
 def examine(
-    model: Transformer, batches: Batches, device: torch.device, precision: Precision | None = None
+    model: Transformer,
+    batches: Batches,
+    device: torch.device,
+    precision: Precision | None = None,
+    objective: Objective | None = None,
 ) -> Iterator[Examined]:
-    """Every batch of one epoch, judged."""
+    """Judge every batch of one epoch; `objective` None: the usual one of the head."""
     for batch in batches.all():
         batch = batch.to(device)
         arguments = arguments_for(model, batch)
+        said: list[list[Any]] = []
+        meant: list[list[Any]] = []
         with evaluating(model), nullcontext() if precision is None else precision.autocast():
-            said: list[list[int]] = []
-            meant: list[list[int]] = []
             if isinstance(model.head, LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
-                losses = vocabulary_losses(
-                    model.head, hidden, batch.targets, default_chunk(model.config.vocab_size, device)
-                )
+                chunk = default_chunk(model.config.vocab_size, device)
+                losses = vocabulary_losses(model.head, hidden, batch.targets, chunk)
             else:
+                own = objective or objective_of(model.config.head)
                 logits = model(**arguments).logits
-                losses = torch.stack([_loss(logits[row : row + 1], batch, row) for row in range(len(batch))])
-                said, meant = answers(logits, batch)
-        asked = batch.targets.reshape(len(batch), -1) != IGNORE
-        counts = asked[:, 0] if batch.is_span else asked.sum(1)
+                rows = [slice(row, row + 1) for row in range(len(batch))]
+                losses = torch.stack([own.loss(logits[row], batch.rows(row), 0.0) for row in rows])
+                said, meant = own.answers(logits, batch)
+        single = batch.is_span or batch.targets.is_floating_point()
+        counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
+        counts = torch.ones(len(batch)) if single else counts
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
-        yield Examined(
-            numbers.numpy(), losses.cpu().double().numpy(), counts.cpu().double().numpy(), said, meant
-        )
+        found, of_rows = (values.cpu().double().numpy() for values in (losses, counts))
+        yield Examined(numbers.numpy(), found, of_rows, said, meant)
 
 
 @torch.no_grad()
 def validate(
     loaded: Model,
-    task: Task,
+    task: TaskSpec,
     batches: Batches,
     precision: Precision,
     device: torch.device,
     metric: str = "loss",
 ) -> dict[str, float]:
-    """The mean loss over all targets, what follows from it, and the metrics of the task."""
+    """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task."""
     total, count = 0.0, 0.0
-    predicted: list[list[int]] = []
-    wanted: list[list[int]] = []
-    for seen in examine(loaded.model, batches, device, precision):
+    predicted: list[list[Any]] = []
+    wanted: list[list[Any]] = []
+    for seen in examine(loaded.model, batches, device, precision, task.objective):
         total, count = total + float(seen.losses.sum()), count + float(seen.counts.sum())
         predicted += seen.said
         wanted += seen.meant
     if not count:
         raise InputError(
-            "the validation data asks for nothing, as when every word of it is unknown: validate on more of it, or on other files"
+            "the validation data has no targets: every token is unknown to the tokenizer; "
+            "validate on more of it, or on other files"
         )
     found = {"loss": total / count}
     if not isinstance(loaded.model.head, LanguageHead):
-        return found | judged(task, predicted, wanted, loaded.labels)
+        return found | task.scores(predicted, wanted, loaded.labels)
     found["perplexity"] = math.exp(min(found["loss"], 700))
-    if task == "seq2seq" and metric in WRITTEN:
+    if task.writes and metric in WRITTEN:
         with evaluating(loaded.model):
             outputs, references = written(loaded, batches)
         found["exact"] = metrics.exact_match(outputs, references)
@@ -107,7 +112,10 @@ def validate(
 
 
 def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Cross-entropy over the vocabulary, summed over each row: [B, T, D] and targets [B, T] -> [B]; `chunk` positions at a time."""
+    """Return the cross-entropy summed over each row, `chunk` positions at a time.
+
+    [B, T, D], targets [B, T] -> [B].
+    """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     asked = (flat != IGNORE).nonzero()[:, 0]
     found = torch.zeros(
@@ -119,45 +127,8 @@ def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk
     return found.view(targets.shape).sum(1)
 
 
-def _loss(logits: Tensor, batch: Batch, row: int) -> Tensor:
-    """Of one row, under a head that has no vocabulary."""
-    targets = batch.targets[row : row + 1]
-    if batch.is_span:
-        return span_loss(logits, targets, None if batch.mask is None else batch.mask[row : row + 1])
-    return summed(logits, targets)
-
-
-def answers(logits: Tensor, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
-    """What a row says and what it should say: one class, a class per word, or the two ends of a span."""
-    targets = batch.targets
-    if targets.ndim == 1:
-        return [[said] for said in logits.argmax(-1).tolist()], [[meant] for meant in targets.tolist()]
-    if batch.is_span:
-        scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
-        return scores.argmax(1).tolist(), targets.tolist()
-    asked = targets != IGNORE
-    said = logits.argmax(-1)
-    return [row[where].tolist() for row, where in zip(said, asked)], [
-        row[where].tolist() for row, where in zip(targets, asked)
-    ]
-
-
-def judged(
-    task: Task, predicted: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], labels: Sequence[str]
-) -> dict[str, float]:
-    """The metrics of a task whose answers are classes or places."""
-    if task == "answer":
-        return {"exact": metrics.accuracy([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
-    flat = [said for row in predicted for said in row], [meant for row in wanted for meant in row]
-    found = {"accuracy": metrics.accuracy(*flat)}
-    if task == "tag":
-        named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
-        return found | {"span_f1": metrics.span_f1(*named).f1}
-    return found | {"macro_f1": metrics.macro_f1(*flat)}
-
-
 def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
-    """Greedy answers to every validation source, and the texts of the targets."""
+    """Return greedy outputs for every validation source, and the texts of the targets."""
     assert loaded.tokenizer is not None
     outputs: list[str] = []
     references: list[str] = []

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.bundle import Model
-from clearhead.data.columns import SHAPES
-from clearhead.data.examples import Chunk, Corpus, Pair, Rows
-from clearhead.data.plan import DataPlan, Task
+from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
+from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.training.losses import arguments_for, default_chunk, span_loss, summed
-from clearhead.training.run import open_examples
-from clearhead.training.validate import answers
+from clearhead.tasks.corpus import open_examples
+from clearhead.tasks.table import TASKS
+from clearhead.training.losses import arguments_for, default_chunk, objective_of, summed
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -40,7 +39,7 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 class Examples:
     """Batches that a model is judged on."""
 
-    task: Task
+    task: str
     batches: tuple[Batch, ...]
     said: tuple[str, ...] = ()  # what was guessed or cut, a short sentence each
 
@@ -109,7 +108,7 @@ def examples_from(
         "batch_tokens": None if batch_size else BATCH_TOKENS,
     }
     plan = dataclasses.replace(
-        plan, task=task, validation=(), max_examples=None if SHAPES[task] == "text" else most, **sizes
+        plan, task=task, validation=(), max_examples=None if TASKS[task].shape is TEXT else most, **sizes
     )
     if texts:
         corpus = _corpus(task, list(data))
@@ -119,8 +118,8 @@ def examples_from(
         corpus, _ = open_examples(
             dataclasses.replace(plan, paths=tuple(map(str, named)) or plan.paths), split=False
         )
-    said = list(corpus.said)
-    if task in ("classify", "tag", "image"):
+    said = list(corpus.notes)
+    if TASKS[task].classes:
         corpus = renamed(corpus, m, plan, said)
     with tempfile.TemporaryDirectory() as folder:
         batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, said)
@@ -151,25 +150,27 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     return Examples("lm", tuple(made))
 
 
-def _corpus(task: Task, texts: Sequence[Any]) -> Corpus:
+def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Texts as a corpus to validate on."""
-    if task == "seq2seq":
+    shape = TASKS[task].shape
+    if shape is PAIRS:
         if not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts):
             raise InputError("texts of an encoder-decoder are pairs: give (source, target) for each")
         rows: Rows = [Pair(*one) for one in texts]
-    elif SHAPES[task] == "text":
+    elif shape is TEXT:
         rows = [Chunk(str(one), True) for one in texts]
     else:
         raise InputError(f"texts alone have no right answers for the task {task}: name a file that has them")
     if not texts:
         raise InputError("there are no texts: give one at least")
-    return Corpus(SHAPES[task], cast(Rows, []), rows, (), "texts", (), 0)
+    return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 
 @torch.no_grad()
 def judge(model: Transformer, examples: Examples) -> Quality:
     """Loss and accuracy over all targets; dropout is off."""
     device, total, right = next(model.parameters()).device, 0.0, 0
+    objective = TASKS[examples.task].objective or objective_of("classifier")
     for batch in examples.batches:
         batch = batch.to(device)
         with evaluating(model):
@@ -179,12 +180,8 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 )
             else:
                 logits = model(**arguments_for(model, batch)).logits
-                loss = (
-                    span_loss(logits, batch.targets, batch.mask)
-                    if batch.is_span
-                    else summed(logits, batch.targets)
-                )
-                hits = _right(logits, batch)
+                loss = objective.loss(logits, batch, 0.0)
+                hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits
     count = examples.targets
     if not count:
@@ -205,9 +202,8 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Te
     return total, hits
 
 
-def _right(logits: Tensor, batch: Batch) -> int:
-    """How many answers are right, of a head without a vocabulary."""
-    pairs = list(zip(*answers(logits, batch)))
-    if batch.is_span:
-        return sum(said == meant for said, meant in pairs)
-    return sum(one == other for said, meant in pairs for one, other in zip(said, meant))
+def _right(said: Sequence[Any], meant: Sequence[Any], whole: bool) -> int:
+    """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
+    if whole:
+        return sum(one == other for one, other in zip(said, meant))
+    return sum(one == other for row, right in zip(said, meant) for one, other in zip(row, right))

@@ -30,6 +30,7 @@ from clearhead.inside.parts.ablate import HeadMap, OnProgress, find_blocks, open
 from clearhead.inside.parts.examples import Data
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.tasks.table import TASKS
 from clearhead.training.losses import batch_loss
 
 
@@ -65,7 +66,7 @@ def importance(
     sums: dict[str, Tensor] = {}
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), _masked(model) as masks:
-            loss, _ = batch_loss(model, batch.to(device))
+            loss, _ = batch_loss(model, batch.to(device), objective=TASKS[examples.task].objective)
             found = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, found):
             total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.bundle import Model
-from clearhead.data.corpus import sort_names
+from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError
 from clearhead.inside.probe.data import Data, Item, apart, choose_items, read_items, split_items

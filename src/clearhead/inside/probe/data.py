@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.files import expand
-from clearhead.data.guess import format_of
+from clearhead.data.formats import format_of
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of
 from clearhead.data.tables import counted
-from clearhead.data.tags import tag_columns
-from clearhead.data.treebank import Sentence, Span, Word, locate, read_treebank
+from clearhead.data.conll import tag_columns
+from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import InputError, nearest
-from clearhead.training.run import open_examples
+from clearhead.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
 FARTHEST = 4  # words to a governor that are told apart; farther ones are one class on either side
@@ -146,13 +146,13 @@ def _cell(value: str) -> str | None:
     return None if value == "_" else value
 
 
-def _feature(word: Word, name: str) -> str | None:
+def _feature(word: TreeWord, name: str) -> str | None:
     """The value of a feature such as Number; None for words without it."""
     cells = (cell.partition("=") for cell in word.feats.split("|"))
     return next((value for own, _, value in cells if own == name), None)
 
 
-def governor(word: Word, place: int) -> str:
+def governor(word: TreeWord, place: int) -> str:
     """Where a word's governor stands: "root", or how many words to the left (-2) or to the right (+1), far ones together."""
     if word.head == 0:
         return "root"

@@ -1,4 +1,4 @@
-"""The forward pass, step by step: from text to the probabilities of what comes next.
+"""Record a forward pass step by step, from text to the probabilities of what comes next.
 
     seen = trace(m, "The cat sat")
     for step in seen.steps: step.name, step.symbols, step.shape, step.why
@@ -35,7 +35,7 @@ from clearhead.model.transformer import Transformer, evaluating
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
-ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; of other heads: B T C
+ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
 POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
 
 
@@ -44,21 +44,21 @@ class Trace(Sums):
     """One forward pass of one model."""
 
     steps: tuple[TraceStep, ...]
-    tokens: tuple[str, ...]  # what the stack that feeds the head reads, as labels
-    source_tokens: tuple[str, ...]  # what the encoder before it reads; empty where there is none
-    predictions: tuple[Prediction, ...]  # what the head finds likely: at each token, or of the whole
-    logits: Tensor = field(repr=False, compare=False)  # what the head says, on the CPU
-    difference: float  # the largest, between these logits and those of the model's own pass
+    tokens: tuple[str, ...]  # labels of the input of the stack that feeds the head
+    source_tokens: tuple[str, ...]  # labels of the input of the encoder before it, if any
+    predictions: tuple[Prediction, ...]  # the likeliest answers, at each token or for the whole input
+    logits: Tensor = field(repr=False, compare=False)  # output of the head, on the CPU
+    difference: float  # the largest between these logits and those of a pass that is not traced
     cost: Cost = field(repr=False)  # of this pass: `cost(config, length, source_length=...)`
 
     @property
     def legend(self) -> dict[str, str]:
-        """What the letters mean that these steps use."""
+        """The letters in the shapes of these steps, with their meaning."""
         used = {letter for step in self.steps for letter in step.symbols.replace("·", " ").split()}
         return {letter: meaning for letter, meaning in LEGEND.items() if letter in used}
 
     def __getitem__(self, name: str) -> TraceStep:
-        """A step by its name."""
+        """Return the step of this name."""
         known = {step.name: step for step in self.steps}
         if name not in known:
             raise InputError(
@@ -67,11 +67,11 @@ class Trace(Sums):
         return known[name]
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:
-        """The steps as a tree, down to a depth: 1 stacks, 2 blocks, 3 sublayers, 4 all steps; `layer` is opened in full."""
+        """Return the steps as a tree: depth 1 stacks, 2 blocks, 3 sublayers, 4 steps; one `layer` in full."""
         return rows_of(self.steps, depth, layer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; values and logits are left out."""
+        """Return JSON values, without the values of steps and the logits."""
         return {
             "tokens": list(self.tokens),
             "source_tokens": list(self.source_tokens),
@@ -93,15 +93,16 @@ def trace(
     *,
     keep_values: bool | Collection[str] = True,
 ) -> Trace:
-    """The forward pass of one input, as a list of steps.
+    """Run one input through the model and return its forward pass as a list of steps.
 
     Args:
-        m: what `load` gave, or a bare model, which takes ids, pixels or numbers.
-        given: text or token ids; for other models an image or numbers [T, d_input]. The encoder reads it where there are two stacks.
-        target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
+        m: what `load` returned, or a bare model, which takes ids, pixels or numbers.
+        given: text or token ids; for other models an image or numbers [T, d_input]. With two stacks, the
+            input of the encoder.
+        target: what the decoder of two stacks has written so far; None: what it writes greedily.
         pair: the second text of a pair, for an encoder.
-        top: how many candidates to show.
-        keep_values: keep each step's tensor, or those of the steps that are named; of the others only a peek stays.
+        top: number of candidates to show.
+        keep_values: keep the tensor of every step, or of the named steps; other steps keep a summary only.
     """
     m = m if isinstance(m, Model) else Model(m)
     if top < 1:
@@ -109,7 +110,7 @@ def trace(
     prepared = trace_inputs(m, given, target, pair)
     model = m.model
     with torch.no_grad(), evaluating(model):
-        expected = prepared.run().required_logits  # first, so that the recorded pass finds a warm machine
+        expected = prepared.run().required_logits  # first, to warm up before steps are timed
         recorder = Recorder(model.config, _facts(m), keep_values)
         sources = _inputs(recorder, prepared, prepared.source, "encoder.", pair)
         inputs = _inputs(recorder, prepared, prepared.main, "", pair)
@@ -127,7 +128,7 @@ def trace(
 
 
 def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None) -> int:
-    """Take down how what was given became numbers; return how many steps that took."""
+    """Record how the input became numbers; return the number of steps."""
     before = len(recorder.steps)
     tokens = prepared.source_tokens if prefix else prepared.tokens
     if x is not None and tokens is not None:
@@ -136,16 +137,19 @@ def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: st
 
 
 def _price(prepared: Prepared) -> Cost:
-    """What the cost model says of this very pass."""
+    """Compute the cost of this very pass."""
     lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
     dtype = str(next(prepared.model.parameters()).dtype).removeprefix("torch.")
     return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
 
 
 def _facts(m: Model) -> dict[str, Any]:
-    """What formulas are filled in with."""
+    """Return the values that fill in the formulas."""
     config = m.config
-    chosen = "softmax(the chosen)" if config.router_order == "topk_softmax" else "softmax(all), the chosen"
+    if config.router_order == "topk_softmax":
+        router = "softmax(the chosen)"
+    else:
+        router = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
     return {
         "norm": config.norm,
         "activation": config.activation,
@@ -161,8 +165,7 @@ def _facts(m: Model) -> dict[str, Any]:
         "head_bias": " + b" if config.head_bias else "",
         "n_experts": config.n_experts,
         "n_active": config.n_active_experts,
-        "router": chosen
-        + (" / their sum" if config.router_order == "softmax_topk" and config.router_renormalise else ""),
+        "router": router,
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
         "probability": probability_of(m)[1],

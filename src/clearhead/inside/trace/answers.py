@@ -1,4 +1,4 @@
-"""The end of a trace: what the head says as probabilities, and the candidates it finds most likely.
+"""The end of a trace: the probabilities, and the candidates that are most likely.
 
 Shapes: B batch (one row), T tokens, V vocabulary, C classes.
 """
@@ -21,41 +21,36 @@ from clearhead.tokens.labels import label
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer and its probability."""
+    """One candidate and its probability."""
 
     label: str
     id: int  # of a token, a class, or a place in the text
     probability: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return JSON values."""
         return {"label": self.label, "id": self.id, "probability": self.probability}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the head finds likely, at one token or of the whole input."""
+    """The likeliest answers, at one token or for the whole input."""
 
     at: str  # the token that has just been read, or which question is answered: "class", "begins", "ends"
     position: int | None  # of that token
     id: int | None  # of that token, where it has one
-    chosen: Choice  # a model that writes: the token that comes next in the row, and after the last the likeliest; else the likeliest
+    chosen: Choice  # the likeliest; for a language model, the next token of the row where there is one
     candidates: tuple[Choice, ...]  # the likeliest first
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return JSON values."""
         candidates = [candidate.to_dict() for candidate in self.candidates]
-        return {
-            "at": self.at,
-            "position": self.position,
-            "id": self.id,
-            "chosen": self.chosen.to_dict(),
-            "candidates": candidates,
-        }
+        where = {"at": self.at, "position": self.position, "id": self.id}
+        return {**where, "chosen": self.chosen.to_dict(), "candidates": candidates}
 
 
 def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
-    """How logits become probabilities, and that in words; None for a head whose answer is no choice."""
+    """Return the function from logits to probabilities, and its formula; None where no answer is chosen."""
     config = m.config
     if config.head in ("embedding", "none"):
         return None, ""
@@ -73,15 +68,14 @@ def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
 def answer_steps(
     recorder: Recorder, m: Model, tokens: Tokens, logits: Tensor, top: int
 ) -> tuple[Prediction, ...]:
-    """Logits -> probabilities -> the candidates, as steps and as data."""
+    """Record probabilities and candidates as steps, and return them as predictions."""
     head = m.config.head
     compute, _ = probability_of(m)
     if compute is None:
         return ()
     probabilities = recorder.timed("head.probabilities", lambda: compute(logits))
-    options = (
-        probabilities.transpose(1, 2) if head == "span" else probabilities
-    )  # the last axis is what is chosen from
+    # The last axis holds the options to choose from.
+    options = probabilities.transpose(1, 2) if head == "span" else probabilities
     top = min(top, options.shape[-1])
     rows = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
     found: list[Tensor] = []
@@ -100,18 +94,16 @@ def answer_steps(
     for row, (question, following) in enumerate(zip(questions, follows)):
         shown = zip(numbers[row].tolist(), values[row].tolist())
         candidates = tuple(Choice(names(number), number, value) for number, value in shown)
-        chosen = (
-            candidates[0]
-            if following is None
-            else Choice(names(following), following, float(options[row, following]))
-        )
+        chosen = candidates[0]
+        if following is not None:
+            chosen = Choice(names(following), following, float(options[row, following]))
         read = tokens.ids[row] if by_token and tokens.ids else None
         made.append(Prediction(question, row if by_token else None, read, chosen, candidates))
     return tuple(made)
 
 
 def _names(m: Model, tokens: Tokens) -> Callable[[int], str]:
-    """How an answer is called: a token, a class, or the token at a place."""
+    """Return the function that names an answer: a token, a class, or the token at a place."""
     if m.config.head in ("lm", "mlm"):
         return lambda number: label(m.tokenizer, number)
     if m.config.head == "span":

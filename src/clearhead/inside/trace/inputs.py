@@ -1,4 +1,4 @@
-"""What a trace begins with: `prepare`'s inputs, and those that have no text: vectors, frames, images that are described.
+"""The inputs of a trace: those of `prepare`, and inputs without text such as vectors, frames and images.
 
 Shapes: B batch (one row), T tokens, C channels.
 """
@@ -22,7 +22,7 @@ from clearhead.tokens.labels import labels
 
 
 def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair: str | None) -> Prepared:
-    """Inputs of one row for any model."""
+    """Prepare one row of inputs for any model."""
     both = m.config.family == "encoder-decoder"
     kind = m.config.input
     if kind == "tokens" or (kind == "patches" and not both):
@@ -34,9 +34,8 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
             )
         return prepare(m, given, target, pair)
     if pair is not None or (target is not None and not both):
-        raise InputError(
-            f"{'pair' if pair is not None else 'target'} is for text, and this model reads {kind}: leave it out"
-        )
+        name = "pair" if pair is not None else "target"
+        raise InputError(f"{name} is for text, and this model reads {kind}: leave it out")
     rows = _numbers(m, given)
     if not both:
         return Prepared(m, rows, _numbered(m.config, rows))
@@ -45,12 +44,12 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
             f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
         )
     ids = [*m._start(), *m._prompt(target)] if isinstance(target, str) else list(target)
-    written = Tokens(labels(m.tokenizer, ids), tuple(ids))
-    return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, _numbered(m.config, rows))
+    tokens = Tokens(labels(m.tokenizer, ids), tuple(ids))
+    return Prepared(m, torch.tensor([ids], device=rows.device), tokens, rows, _numbered(m.config, rows))
 
 
 def _numbers(m: Model, given: Any) -> Tensor:
-    """Vectors or frames [1, T, d_input], or pixels [1, C, height, width]."""
+    """Return vectors or frames [1, T, d_input], or pixels [1, C, height, width]."""
     weight, config = next(m.model.parameters()), m.config
     if config.input == "patches":
         image = given[0] if isinstance(given, Tensor) and given.ndim == 4 else given
@@ -69,14 +68,14 @@ def _numbers(m: Model, given: Any) -> Tensor:
 
 
 def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
-    """A number for every token that the front makes of the inputs."""
+    """Label the tokens that the front makes of the inputs by their numbers."""
     return Tokens(tuple(str(number) for number in range(config.stacks[0].n_tokens(rows.shape[1]))))
 
 
 def input_steps(
     recorder: Recorder, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
 ) -> None:
-    """How what was given became numbers."""
+    """Record how the input became numbers."""
     if inputs.ndim > 2:
         name = "pixels" if inputs.ndim == 4 else "vectors"
         recorder.timed(f"{prefix}{name}", lambda: inputs)

@@ -1,4 +1,4 @@
-"""A trace as a tree: the pass, its stacks, their blocks, their sublayers, their steps. Groups have the sums of their steps."""
+"""A trace as a tree: stacks, blocks, sublayers, steps. A group has the sums of its steps."""
 
 from __future__ import annotations
 
@@ -11,66 +11,59 @@ from clearhead.inside.trace.steps import TraceStep
 
 
 class Sums:
-    """Figures of several steps together."""
+    """The figures of several steps, added up."""
 
     steps: tuple[TraceStep, ...]
 
     @property
     def parameters(self) -> int:
-        """Of all its steps."""
+        """Parameters of all its steps."""
         return sum(step.parameters for step in self.steps)
 
     @property
     def flops(self) -> int:
-        """Of all its steps."""
+        """FLOPs of all its steps."""
         return sum(step.flops for step in self.steps)
 
     @property
     def bytes(self) -> int:
-        """Of the results of all its steps."""
+        """Bytes of the results of all its steps."""
         return sum(step.bytes for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all its steps."""
         return sum(step.seconds for step in self.steps)
 
     def figures(self) -> dict[str, Any]:
-        """All of them, by name."""
+        """Return all figures by name."""
         return {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
 
 
 @dataclass(frozen=True)
 class TraceRow(Sums):
-    """One line of the tree: a step, or a group of them."""
+    """One line of the tree: a step or a group of steps."""
 
     name: str
     title: str
-    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; parts without blocks or sublayers have their steps higher up
+    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; a step outside of blocks has a lower level
     steps: tuple[TraceStep, ...] = field(repr=False)
 
     @property
     def step(self) -> TraceStep | None:
         """The step itself; None for a group."""
-        return (
-            self.steps[0] if self.name == self.steps[0].name and self.level == self.steps[0].level else None
-        )
+        first = self.steps[0]
+        return first if (self.name, self.level) == (first.name, first.level) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; its steps by the first and the last name."""
+        """Return JSON values, with the names of the first and the last step."""
+        own = {"name": self.name, "title": self.title, "level": self.level}
         ends = {"first": self.steps[0].name, "last": self.steps[-1].name}
-        return {
-            "name": self.name,
-            "title": self.title,
-            "level": self.level,
-            **self.figures(),
-            **ends,
-            "steps": len(self.steps),
-        }
+        return {**own, **self.figures(), **ends, "steps": len(self.steps)}
 
 
 def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[TraceRow, ...]:
-    """Every group and step down to `depth`, in order; the blocks of number `layer` down to their last step."""
+    """Return every group and step down to `depth`, in order, and all steps of block `layer`."""
     if not 1 <= depth <= 4:
         raise InputError(f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")
     layers = sorted({number for step in steps if (number := _layer(step)) is not None})
@@ -91,12 +84,12 @@ def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[
 
 
 def _run(steps: Sequence[TraceStep], group: tuple[str, ...]) -> tuple[TraceStep, ...]:
-    """The steps of a group; they stand together."""
+    """Return the steps of a group."""
     return tuple(step for step in steps if step.path[: len(group)] == group)
 
 
 def _layer(step: TraceStep) -> int | None:
-    """The number of the block a step belongs to; None for what stands outside of blocks."""
+    """Return the number of the block of a step; None outside of blocks."""
     parts = step.path[1].split(".") if len(step.path) > 1 else []
     return int(parts[-1]) if len(parts) > 1 and parts[-2] == "blocks" else None
 

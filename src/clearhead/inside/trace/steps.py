@@ -1,11 +1,12 @@
-"""The steps of a trace, and the recorder that writes them down while the model runs.
+"""The steps of a trace, and the recorder that collects them while the model runs.
 
     recorder = Recorder(config, facts)
     with listening(Listener(model, {}, recorder.hear)):
         model(ids)
 
-The recorder hears every value that the model shows to its taps. A value with a name that `record` knows belongs to the
-step that made it. The experts of a mixture work on a run of rows each: their values are joined into one step.
+The recorder hears every value that the model shows to its taps. An activation that `record` knows is attached
+to the step that computed it. Each expert of a mixture computes a run of rows, which the recorder joins into
+one step.
 
 Shapes: see `words.LEGEND`.
 """
@@ -29,27 +30,24 @@ from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
 
 FIRST = 5  # values shown of each result
-RECENT = 12  # steps among which the one that made a value is looked for
+RECENT = 12  # latest steps that are searched for the one that computed an activation
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Peek:
-    """A look at the values of a result; what a mask has hidden counts neither for mean and spread nor for the least value."""
+    """A summary of a result; masked scores are left out of mean, standard deviation and minimum."""
 
     first: tuple[float, ...]
-    mean: float | None = None  # of floating-point values; None where there is none
+    mean: float | None = None  # None for integers and empty tensors
     std: float | None = None
     min: float | None = None
     max: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; a number that is not finite becomes None."""
-        values = {"mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
-        return {
-            "first": [_finite(value) for value in self.first],
-            **{name: _finite(value) for name, value in values.items()},
-        }
+        """Return JSON values; a number that is not finite becomes None."""
+        figures = {name: _finite(getattr(self, name)) for name in ("mean", "std", "min", "max")}
+        return {"first": [_finite(value) for value in self.first], **figures}
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class TraceStep:
     """One step of a forward pass."""
 
     name: str  # stable: "blocks.3.attention.scores", "encoder.norm", "head.out"
-    title: str  # in a word: "scores"
-    path: tuple[str, ...]  # the groups it stands in: stack, block, sublayer
+    title: str  # short: "scores"
+    path: tuple[str, ...]  # the groups around it: stack, block, sublayer
     symbols: str  # its shape in the letters of the legend: "B H T S"
     shape: tuple[int, ...]
     dtype: str
@@ -67,42 +65,30 @@ class TraceStep:
     bytes: int  # of the result
     formula: str
     why: str
-    value: Tensor | None = field(
-        repr=False, compare=False, default=None
-    )  # on the CPU, float32 at least; None where not kept
-    sample: tuple[str, ...] = ()  # the result in words, where it has them: tokens
-    taps: tuple[str, ...] = ()  # names under which `record` and `edit` know this very value
-    costs: tuple[str, ...] = ()  # names of the cost model's steps whose figures it has
+    # On the CPU, float32 at least; None where it was not kept.
+    value: Tensor | None = field(repr=False, compare=False, default=None)
+    sample: tuple[str, ...] = ()  # labels of the tokens, where the result is tokens
+    taps: tuple[str, ...] = ()  # names of this value in `record` and `edit`
+    costs: tuple[str, ...] = ()  # names of the cost steps whose figures it has
     parameters: int = 0  # used here for the first time: tied and shared weights count once
     flops: int = 0
 
     @property
     def level(self) -> int:
-        """How deep it stands: the pass is 0, a stack 1, a block 2, a sublayer 3, its steps 4."""
+        """Depth in the tree: a stack is 1, a block 2, a sublayer 3, a step of a sublayer 4."""
         return len(self.path) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the value itself is left out."""
-        plain = (
-            "name",
-            "title",
-            "level",
-            "symbols",
-            "dtype",
-            "formula",
-            "why",
-            "parameters",
-            "flops",
-            "bytes",
-            "seconds",
-        )
+        """Return JSON values, without the value itself."""
+        words = ("name", "title", "level", "symbols", "dtype", "formula", "why")
+        figures = ("parameters", "flops", "bytes", "seconds")
         lists = ("path", "shape", "sample", "taps", "costs")
-        values: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        values: dict[str, Any] = {name: getattr(self, name) for name in (*words, *figures)}
         return {**values, **{name: list(getattr(self, name)) for name in lists}, "peek": self.peek.to_dict()}
 
 
 class Recorder:
-    """Writes down the steps of one forward pass; `facts` fill in formulas and symbols."""
+    """Collects the steps of one forward pass; `facts` fill in formulas and symbols."""
 
     def __init__(
         self, config: ModelConfig, facts: Mapping[str, Any], keep_values: bool | Collection[str] = True
@@ -110,13 +96,11 @@ class Recorder:
         self.steps: list[TraceStep] = []
         self.config, self.facts, self.keep_values = config, dict(facts), keep_values
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
-        self._experts: dict[
-            str, tuple[list[Tensor], float]
-        ] = {}  # pieces of one step, and the time they took
+        self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of a step, and their seconds
         self._clock = time.perf_counter()
 
     def hear(self, name: str, x: Tensor, public: bool) -> None:
-        """Take down a value that the model shows; `public`: `record` knows it by this name."""
+        """Record a value that the model shows; `public` values are activations that `record` knows."""
         seconds = self._elapsed(x)
         if _EXPERT.search(name):
             if not public:
@@ -151,10 +135,8 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words, known = (
-            words_of(name, tuple(x.shape)),
-            {**self.facts, **stack_facts(self.config, name, x), **facts},
-        )
+        words = words_of(name, tuple(x.shape))
+        known = {**self.facts, **stack_facts(self.config, name, x), **facts}
         keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
         self._recent.append((len(self.steps), x))
         self.steps.append(
@@ -182,7 +164,7 @@ class Recorder:
         return time.perf_counter() - self._clock
 
     def _made(self, x: Tensor) -> int | None:
-        """The latest step whose value is this very tensor."""
+        """Return the number of the latest step whose value is this very tensor."""
         return next((number for number, value in reversed(self._recent) if value is x), None)
 
     def _join_experts(self) -> None:
@@ -192,7 +174,7 @@ class Recorder:
 
 
 def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
-    """Give each step the figures of its costs; one that has no step of its own goes to the last step of its part."""
+    """Add the costs to the steps of the same name, or else to the last step of the same part."""
     places = {step.name: number for number, step in enumerate(steps)}
     taken: dict[int, list[Step]] = {}
     for cost in costs:
@@ -213,7 +195,7 @@ def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep
 
 
 def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
-    """The groups that a step of this name stands in: stack, block, sublayer."""
+    """Return the groups around a step of this name: stack, block, sublayer."""
     if name.startswith("head."):
         return ("head",)
     at = "encoder." if name.startswith("encoder.") else ""
@@ -232,7 +214,7 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
 
 
 def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
-    """What formulas and symbols of a step are filled in with, from the stack that it belongs to."""
+    """Return the values, from the stack of a step, that fill in its formula and symbols."""
     spec = config.stacks[0] if name.startswith("encoder.") else config.main
     window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
     nearer = "" if window in (None, "full") else f", nearer than {window}"
@@ -253,17 +235,16 @@ def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
 
 
 def _peek(x: Tensor) -> Peek:
-    """[...] -> its first values, and figures over all of them."""
+    """Summarise a tensor of any shape: its first values, and figures over all of them."""
     first = tuple(x.flatten()[:FIRST].tolist())
     if not x.is_floating_point():
         return Peek(first, min=float(x.min()), max=float(x.max())) if x.numel() else Peek(first)
-    seen = x[x > torch.finfo(x.dtype).min] if bool((x == torch.finfo(x.dtype).min).any()) else x
+    lowest = torch.finfo(x.dtype).min  # of masked scores
+    seen = wide(x[x > lowest] if bool((x == lowest).any()) else x)
     if not seen.numel():
         return Peek(first)
-    seen = wide(seen)
-    return Peek(
-        first, float(seen.mean()), float(seen.std(correction=0)), float(seen.min()), float(seen.max())
-    )
+    mean, std = float(seen.mean()), float(seen.std(correction=0))
+    return Peek(first, mean, std, float(seen.min()), float(seen.max()))
 
 
 def _finite(value: float | None) -> float | None:

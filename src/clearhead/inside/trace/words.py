@@ -1,7 +1,7 @@
-"""What each step of a trace is called, its shape in letters, its formula, and why it is there.
+"""Title, shape, formula and reason of each step of a trace.
 
-In formulas `x` is what the step before gave; names in braces are filled in from the model at hand. A step that has no
-entry here is shown by its name.
+In formulas `x` is the result of the step before. Names in braces are filled in from the model. A step without
+an entry here is shown by its name.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Words(NamedTuple):
-    """How to explain one value of the forward pass; names in braces are filled in from the model at hand."""
+    """The explanation of one value of the forward pass; names in braces are filled in from the model."""
 
     title: str
     symbols: str  # its shape, in the letters of the trace's legend
-    formula: str  # x is what the step before gave
+    formula: str  # x is the result of the step before
     why: str
 
 
@@ -211,9 +211,7 @@ WORDS = {
     ),
     # Residual stream
     "residual.before": Words(
-        "norm",
-        "B T D",
-        "{norm}(x)",
+        *("norm", "B T D", "{norm}(x)"),
         "The sublayer reads the stream at one scale, whatever its size has become.",
     ),
     "residual.inside": Words(
@@ -261,9 +259,7 @@ WORDS = {
         "multiply", "{rows} F", "gate · up", "The gate lets some features through and holds others back."
     ),
     "feedforward.down": Words(
-        "contract",
-        "{rows} D",
-        "x · Wd{feedforward_bias}",
+        *("contract", "{rows} D", "x · Wd{feedforward_bias}"),
         "The features found say what to add to the stream.",
     ),
     # Head
@@ -298,7 +294,7 @@ _SUBLAYER = re.compile(r"^(?:attention|cross|feedforward)_residual\.")
 
 
 def words_of(name: str, shape: tuple[int, ...]) -> Words:
-    """How to explain a step: "encoder.blocks.3.attention_residual.add" is "residual.add", "mask.8" is "mask"."""
+    """Return the words of a step: those of "residual.add" for "blocks.3.attention_residual.add"."""
     key = _SUBLAYER.sub("residual.", _PLACE.sub("", name)).replace("feedforward.experts.", "feedforward.")
     key = "mask" if key.startswith("mask.") else key
     title = key.rpartition(".")[2].replace("_", " ")

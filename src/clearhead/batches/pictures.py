@@ -1,4 +1,4 @@
-"""Changes to pictures, drawn anew each time they are shown. All but `mix` leave their class as it is.
+"""Batches of pictures, and the changes drawn each time one is shown. All but `mix` keep the class.
 
 Shapes: B pictures, C channels, H height, W width, K classes.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+
+from clearhead.batches.batch import Batch
+from clearhead.batches.batching import Setting, tensor
+from clearhead.batches.even import EvenRows
+from clearhead.batches.rows import Ints
 
 Pixels = NDArray[np.float32]
 
 
 def flip(pixels: Pixels, random: np.random.Generator) -> Pixels:
-    """Mirror every other picture, left to right."""
+    """Mirror half of the pictures, left to right."""
     mirrored = random.random(len(pixels)) < 0.5
     flipped = pixels.copy()
     flipped[mirrored] = pixels[mirrored][..., ::-1]
@@ -23,7 +29,7 @@ def flip(pixels: Pixels, random: np.random.Generator) -> Pixels:
 
 
 def shift(pixels: Pixels, random: np.random.Generator) -> Pixels:
-    """Move each picture by up to an eighth of its size; what comes in from outside is 0, the mean colour."""
+    """Move each picture by up to an eighth of its size; the border becomes 0, the mean colour."""
     n, _, height, width = pixels.shape
     down, right = height // 8, width // 8
     wide = np.pad(pixels, ((0, 0), (0, 0), (down, down), (right, right)))
@@ -35,16 +41,17 @@ def shift(pixels: Pixels, random: np.random.Generator) -> Pixels:
 
 
 def erase(pixels: Pixels, random: np.random.Generator) -> Pixels:
-    """Blank a rectangle of every other picture, each side between a fifth and a half of the picture's."""
+    """Blank a rectangle of half of the pictures, each side between a fifth and a half of the picture's."""
     chosen = np.asarray(random.random(len(pixels)) < 0.5)
     hidden = _rectangles(pixels, 0.5, random) & chosen[:, None, None]
     return np.where(hidden[:, None], np.float32(0), pixels)
 
 
 def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) -> tuple[Pixels, Pixels]:
-    """Paste a rectangle of another picture over every other one, each side between a fifth and nine tenths of the picture's.
+    """Paste a rectangle of another picture over half of them, each side a fifth to nine tenths of the
+    picture's.
 
-    Labels [B] become shares of classes [B, K]: the pasted picture's class gets as much as it covers.
+    Labels [B] become shares of classes [B, K]: the class of the pasted picture gets the share that it covers.
     """
     n = len(pixels)
     other = random.permutation(n)
@@ -57,7 +64,10 @@ def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) 
 
 
 def _rectangles(pixels: Pixels, largest: float, random: np.random.Generator) -> NDArray[np.bool_]:
-    """A rectangle somewhere in each picture, each side between a fifth and `largest` of the picture's: B H W, True inside."""
+    """Return a rectangle in each picture, each side a fifth to `largest` of the picture's.
+
+    B H W, True inside.
+    """
     n, _, height, width = pixels.shape
 
     def stretch(size: int) -> NDArray[np.bool_]:
@@ -79,8 +89,34 @@ AUGMENTATIONS: dict[str, Callable[[Pixels, np.random.Generator], Pixels]] = {
 
 
 def augment(pixels: Pixels, names: Iterable[str], random: np.random.Generator) -> Pixels:
-    """Normalised pictures [B, C, H, W], changed in each of the named ways that leave labels alone."""
+    """Change normalised pictures [B, C, H, W] in each of the named ways that keep labels."""
     for name in names:
         if name in AUGMENTATIONS:
             pixels = AUGMENTATIONS[name](pixels, random)
     return pixels
+
+
+class PictureBatches(EvenRows):
+    """Pictures and their classes.
+
+    Pixels scaled to 0-1, less the mean of each channel, divided by its deviation.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        encoded = setting.encoded
+        self.pixels, self.labels = encoded["pixels"], encoded["labels"]
+        self.scale = (1 / (255 * encoded["std"])).astype(np.float32)[:, None, None]  # C 1 1
+        self.shift = (encoded["mean"] / encoded["std"]).astype(np.float32)[:, None, None]
+        self.changes = setting.plan.augment if setting.training else ()
+        super().__init__(len(self.labels), setting.plan.batch_size, setting.seed, setting.training)
+
+    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
+        pixels = np.ascontiguousarray(self.pixels[places].transpose(0, 3, 1, 2)).astype(np.float32)  # B C H W
+        pixels *= self.scale
+        pixels -= self.shift
+        pixels = augment(pixels, self.changes, random)
+        targets = tensor(self.labels[places])
+        if "mix" in self.changes:
+            pixels, shares = mix(pixels, self.labels[places], random)
+            targets = torch.from_numpy(shares)
+        return Batch(torch.from_numpy(np.ascontiguousarray(pixels)), targets, numbers=tensor(places))

@@ -1,0 +1,56 @@
+"""The public names of clearhead, each with the module it comes from.
+
+Type checkers and editors read this file. `__init__.py` reads it too, and imports each name when it is first
+used. To add a public name, add it here. An assignment gives an old name, which warns when it is used.
+"""
+
+from clearhead.bundle import Model as Model
+from clearhead.bundle import load as load
+from clearhead.config import ModelConfig as ModelConfig
+from clearhead.config import RopeScaling as RopeScaling
+from clearhead.costs import Cost as Cost
+from clearhead.costs import cost as cost
+from clearhead.errors import CheckpointError as CheckpointError
+from clearhead.errors import ClearheadError as ClearheadError
+from clearhead.errors import ConfigError as ConfigError
+from clearhead.errors import InputError as InputError
+from clearhead.errors import MissingExtraError as MissingExtraError
+from clearhead.errors import TrainingError as TrainingError
+from clearhead.evaluation.evaluate import Evaluation as Evaluation
+from clearhead.evaluation.evaluate import evaluate as evaluate
+from clearhead.explorer.notebook import Shown as Shown
+from clearhead.explorer.notebook import show as show
+from clearhead.generate.sampling import Sampling as Sampling
+from clearhead.generate.text import Generation as Generation
+from clearhead.generate.text import Score as Score
+from clearhead.inside.checks import Check as Check
+from clearhead.inside.checks import check as check
+from clearhead.inside.trace import Trace as Trace
+from clearhead.inside.trace import trace as trace
+from clearhead.model.cache import Cache as Cache
+from clearhead.model.experts import balance_loss as balance_loss
+from clearhead.model.fixed_cache import FixedCache as FixedCache
+from clearhead.model.taps import Recording as Recording
+from clearhead.model.taps import edit as edit
+from clearhead.model.taps import record as record
+from clearhead.model.taps import tap_names as tap_names
+from clearhead.model.transformer import Output as Output
+from clearhead.model.transformer import Transformer as Transformer
+from clearhead.model.transformer import attending as attending
+from clearhead.model.window_cache import WindowCache as WindowCache
+from clearhead.presets import PRESETS as PRESETS
+from clearhead.presets import preset as preset
+from clearhead.tasks import Answer as Answer
+from clearhead.tasks import Candidate as Candidate
+from clearhead.tasks import Classification as Classification
+from clearhead.tasks import Span as Span
+from clearhead.tasks import Tags as Tags
+from clearhead.tasks import Word as Word
+from clearhead.training.recipe import Recipe as Recipe
+from clearhead.training.recipe import read_recipe as read_recipe
+from clearhead.training.run import Trained as Trained
+from clearhead.training.run import train as train
+
+__version__: str
+
+Loaded = Model

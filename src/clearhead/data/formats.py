@@ -1,0 +1,243 @@
+"""Find the files that a plan names and their format, by names and first bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from clearhead.data.columns import LANGUAGES
+from clearhead.data.conll import cells
+from clearhead.data.examples import PAIRS, TEXT, Shape
+from clearhead.data.files import HEAD, bare, blank, expand, head, listing
+from clearhead.data.plan import DataPlan, Format
+from clearhead.data.tables import counted
+from clearhead.errors import InputError
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+SUFFIXES: dict[str, Format] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".conll", ".conllu", ".iob", ".iob2", ".bio"), "conll"),
+    **dict.fromkeys(PICTURES, "folders"),
+    ".csv": "csv",
+    ".npz": "npz",
+}
+IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
+_LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
+_NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
+_UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
+_WORDS = {
+    "text": "plain text",
+    "conll": "tagged sentences (conll)",
+    "folders": "pictures, a folder for each class",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format."""
+
+    format: Format
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def find_source(
+    plan: DataPlan, paths: Sequence[str], wanted: Shape | None = None, known: Iterable[str] = ()
+) -> Source:
+    """Return the files behind the given paths and their format: the plan's, else the one they look like.
+
+    Args:
+        plan: what is said of the data.
+        paths: files, folders and globs.
+        wanted: the shape of examples that the task needs, where there is a task.
+        known: names that may have been meant where there is no such file.
+    """
+    parallel = plan.format in (None, "parallel")
+    source = _by_stem(plan, Path(paths[0]).expanduser()) if parallel and len(paths) == 1 else None
+    if source is not None:
+        return source
+    files = expand(paths, known)
+    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)) is not None:
+        return source
+    if plan.pattern is not None and plan.format not in (None, "lines"):
+        fault = f'data.pattern goes with data.format "lines", not {plan.format!r}'
+        raise InputError(f"{fault}: leave one of them out")
+    if plan.format == "lines" and plan.pattern is None:
+        example = r"(?P<source>.+)\t(?P<target>.+)"
+        raise InputError(f'data.format "lines" needs a data.pattern with named groups, such as {example}')
+    if plan.pattern is not None:
+        return Source("lines", tuple(files))
+    looks = {path: format_of(path, wanted) for path in files}
+    if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
+        as_text = plan.format == "text"
+        fitting = [
+            path
+            for path, look in looks.items()
+            if look == plan.format or (as_text and look not in _UNLIKE_TEXT)
+        ]
+        others = len(files) - len(fitting or files)
+        notes = (f"{counted(others, 'file')} of other formats left out",) if others else ()
+        return Source(plan.format, tuple(fitting or files), notes)
+    first: dict[Format | Literal["binary"], Path] = {}
+    for path, look in looks.items():
+        if look in _UNLIKE_TEXT or not blank(path):
+            first.setdefault(look, path)
+    look, *others_seen = first or {looks[files[0]]: files[0]}
+    if others_seen:
+        mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
+        raise InputError(
+            f"the files are of several formats: {mixed}; "
+            f"name those of one, or choose with --set data.format={look}"
+        )
+    if look == "binary":
+        raise InputError(
+            f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
+            "text, tables, pictures, idx and npz can be read"
+        )
+    whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
+    said = [f"{whole}: read as {_WORDS.get(look, look)}"]
+    if look == "text" and wanted is None and (why := _why_not_parallel(files)):
+        said.append(f"not taken as parallel files, because {why}")
+    return Source(look, tuple(files), tuple(said))
+
+
+def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["binary"]:
+    """Return the format of a file by its name, else by its first bytes.
+
+    `wanted` text speaks for plain text.
+    """
+    name = bare(path).name.lower()
+    suffix = Path(name).suffix
+    if IDX.fullmatch(name):
+        return "idx"
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    data = head(path)
+    if b"\0" in data:
+        return "binary"
+    table = suffix in (".tsv", ".tab")
+    if wanted is TEXT and not table:
+        return "text"
+    lines = data.decode("utf-8-sig", "replace").removesuffix("\n").split("\n")
+    lines = lines[:-1] if len(data) == HEAD else lines  # the last one may be cut
+    if _tagged(lines):
+        return "conll"
+    full = [line for line in lines if line.strip()]
+    if table or (len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1):
+        return "tsv"
+    try:
+        object_first = bool(full) and full[0].startswith("{") and isinstance(json.loads(full[0]), dict)
+        return "jsonl" if object_first else "text"
+    except (ValueError, RecursionError):
+        return "text"
+
+
+def _tagged(lines: Sequence[str]) -> bool:
+    """Return True for words with columns.
+
+    There are empty lines between blocks, as many cells on each line, and a last column of few values.
+    """
+    full = [line for line in lines if line.strip() and not line.startswith("# ")]
+    if len(full) < 4 or all(line.strip() for line in lines[1:-1]):
+        return False
+    rows = [cells(line, "\t" in full[0]) for line in full]
+    few = len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
+    words = all(" " not in row[0] for row in rows)
+    return len(rows[0]) > 1 and len({len(row) for row in rows}) == 1 and few and words
+
+
+# Parallel files --------------------------------------------------------------------------------------------
+
+
+@listing()
+def _by_stem(plan: DataPlan, stem: Path) -> Source | None:
+    """Find parallel files by what their names have in common: train for train.en and train.de."""
+    languages = {} if stem.exists() else _languages(stem)
+    return _choose(plan, stem, languages) if len(languages) > 1 else None
+
+
+def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
+    """Return two files whose names end in different languages; any two, if the plan says so."""
+    if way := way_of(files):
+        return _choose(plan, files[0], dict(zip(way.values(), files)))
+    if plan.format is not None and len(files) != 2:
+        names = "what their names have in common, such as data/train for train.en, train.de"
+        raise InputError(f'data.format "parallel" takes two files, or {names}')
+    return None if plan.format is None else _parallel(*files)
+
+
+def way_of(files: Sequence[Path]) -> dict[str, str]:
+    """Return the languages of two parallel files by their names, such as source en, target de.
+
+    {} for other files.
+    """
+    names = [bare(path) for path in files]
+    ends = [name.suffix for name in names]
+    if len(names) != 2 or ends[0] == ends[1] or names[0].stem != names[1].stem:
+        return {}
+    return dict(zip(PAIRS.needed, (end[1:] for end in ends))) if all(map(_is_language, ends)) else {}
+
+
+@listing()
+def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
+    """Return the languages of two example files if `files`, or the names that begin with it, are in the same
+    ones.
+    """
+    way = way_of(example)
+    there = _languages(files[0]) if len(files) == 1 and not files[0].exists() else way_of(files).values()
+    return way if set(way.values()) <= set(there) else {}
+
+
+def same_way(source: Source, validation: Source) -> Source:
+    """Return parallel validation files in the direction of the training files."""
+    ends, other = ([bare(path).suffix for path in each.files] for each in (source, validation))
+    turned = source.format == validation.format == "parallel" and ends[0] != ends[1] and other == ends[::-1]
+    return _parallel(*validation.files[::-1]) if turned else validation
+
+
+def _why_not_parallel(files: Sequence[Path]) -> str | None:
+    """Return why files named by their languages are not parallel; None for other files."""
+    ends = {bare(path).suffix for path in files}
+    languages = [re.split("[._-]", end)[1:2] for end in ends]
+    if len(ends) < 2 or not all(own and own[0] in LANGUAGES for own in languages):
+        return None
+    if len(files) > 2:
+        return f"there are {len(files):,} of them: name the two that go together"
+    return "their names differ before the language: if they go together, --set data.format=parallel"
+
+
+def _is_language(end: str) -> bool:
+    return bool(_LANGUAGE.fullmatch(end)) and end not in _NO_LANGUAGES
+
+
+def _languages(stem: Path) -> dict[str, Path]:
+    """Return the files `stem.xx` and `stem.xx.gz` by their ending."""
+    found: dict[str, Path] = {}
+    for path in sorted(stem.parent.iterdir()) if stem.parent.is_dir() else ():
+        end = bare(path).name.removeprefix(f"{stem.name}.")
+        if path.name.startswith(f"{stem.name}.") and path.is_file() and _is_language(f".{end}"):
+            found.setdefault(end, path)  # train.en comes before train.en.gz
+    return found
+
+
+def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
+    wanted = [plan.columns.get(role) for role in PAIRS.needed]
+    for language in wanted:
+        if language is not None and language not in languages:
+            raise InputError(f"{stem} is not there in {language!r}: there are {', '.join(languages)}")
+    left = [language for language in languages if language not in wanted]
+    if len(languages) > 2 and None in wanted:
+        example = f'{{source = "{left[0]}", target = "{left[-1]}"}}'
+        raise InputError(
+            f"{stem} is there in {', '.join(languages)}: choose two, such as --set data.columns='{example}'"
+        )
+    source, target = (language or left.pop(0) for language in wanted)
+    return _parallel(languages[source], languages[target])
+
+
+def _parallel(source: Path, target: Path) -> Source:
+    return Source("parallel", (source, target), (f"parallel files: from {source.name} to {target.name}",))

@@ -1,0 +1,57 @@
+"""Open data for a task: the edge at which the name of a task in a recipe becomes the shape of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from clearhead.data.corpus import open_corpus
+from clearhead.data.examples import Chunk, Corpus, Images, Rows
+from clearhead.data.plan import DataPlan
+from clearhead.errors import InputError
+from clearhead.tasks.table import shape_of, task_for_shape, task_named
+
+
+def open_data(plan: DataPlan, split: bool = True) -> Corpus:
+    """Open the data that a plan names; without `split`, all examples are to validate on."""
+    return open_corpus(plan, shape_of(plan.task), split)
+
+
+def task_of(plan: DataPlan, corpus: Corpus) -> str:
+    """Return the task that the plan names, else the one that goes with the shape of the examples."""
+    if plan.task is None:
+        return task_for_shape(corpus.shape).name
+    needed = task_named(plan.task).shape.name
+    if needed != corpus.shape:
+        raise InputError(f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
+    return plan.task
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Every text of some examples, read again at each iteration."""
+
+    rows: Rows
+
+    def __iter__(self) -> Iterator[str]:
+        rows: Any = self.rows
+        return (text for row in rows for text in row.texts())
+
+
+def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:
+    """Open the data that a plan names -> the examples and the task.
+
+    `texts_only` turns rows into plain text.
+    """
+    if not plan.texts_only:
+        corpus = open_data(plan, split)
+        return corpus, task_of(plan, corpus)
+    corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
+    if not isinstance(corpus.train, Images) and corpus.shape != "text":
+        train, validation = (
+            [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
+        )
+        corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
+    return corpus, plan.task or task_of(plan, corpus)

@@ -1,0 +1,158 @@
+"""Tasks whose targets are labels: classes of texts and pictures, tags of words, the place of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from clearhead.batches.batching import Batching
+from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
+from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
+from clearhead.batches.pictures import PictureBatches
+from clearhead.bundle import Model
+from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
+from clearhead.evaluation import metrics
+from clearhead.evaluation.judgement import Judgement
+from clearhead.tasks import tag_all
+from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
+from clearhead.tokens.training import READER
+from clearhead.training.losses import CLASSES, SPANS, TAGGED
+from clearhead.training.plan import GeneratePlan
+
+
+def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
+    made: Any = loaded.classify(row.text if row.pair is None else (row.text, row.pair))
+    return f"{row.text} -> {made.label} {made.probability:.0%}  ({row.label})"
+
+
+def _seen(loaded: Model, row: tuple[int, Any, int], plan: GeneratePlan, seed: int) -> str:
+    number, pixels, label = row
+    made: Any = loaded.classify(pixels)
+    return f"image {number} -> {made.label} {made.probability:.0%}  ({loaded.labels[label]})"
+
+
+def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
+    flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
+    return {"accuracy": metrics.accuracy(*flat), "macro_f1": metrics.macro_f1(*flat)}
+
+
+def _class_figures(judgement: Judgement) -> list[str]:
+    """Add accuracy and the mean F1 of the classes."""
+    said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
+    judgement.figures.classes(said, meant, judgement.loaded.config.n_classes)
+    return [judgement.labels[place] for place in said]
+
+
+def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
+    made: Any = loaded.tag(list(row.words))
+    named = [f"{word}/{found.label}" for word, found in zip(row.words, made.words)]
+    return f"{' '.join(named)}  ({' '.join(row.tags)})"
+
+
+def _tag_metric(labels: Sequence[str]) -> str:
+    spans = all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels)
+    return "span_f1" if spans else "accuracy"
+
+
+def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
+    flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
+    named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
+    return {"accuracy": metrics.accuracy(*flat), "span_f1": metrics.span_f1(*named).f1}
+
+
+def _tag_figures(judgement: Judgement) -> list[str]:
+    """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
+    found = tag_all(judgement.loaded, [row.words for row in judgement.rows])
+    tags = [[word.label for word in one.words] for one in found]
+    judgement.figures.tags(tags, [row.tags for row in judgement.rows])
+    return [" ".join(row) for row in tags]
+
+
+def _answered(loaded: Model, row: Question, plan: GeneratePlan, seed: int) -> str:
+    made: Any = loaded.answer(row.question, row.context)
+    return f"{row.question} -> {made.text}  ({row.answer})"
+
+
+def _answer_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
+    return {"exact": metrics.accuracy([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
+
+
+def _answer_figures(judgement: Judgement) -> list[str]:
+    """Add exact match and F1 over words.
+
+    The model may find no answer where that is right for some questions.
+    """
+    questions, contexts = zip(*judgement.asked)
+    none = any("" in given for given in judgement.references)
+    made: Any = judgement.loaded.answer(list(questions), list(contexts), none=none)
+    found = [one.text for one in made]
+    judgement.figures.spans(found, judgement.references)
+    return found
+
+
+_TEXTS = TaskSpec(
+    name="classify",
+    batching=Batching("classify", LABELS, encode_labelled, LabelBatches),
+    tokens=READER,
+    head="classifier",
+    usual=ENCODER,
+    families=("decoder",),
+    classes=True,
+    objective=CLASSES,
+    metrics=("loss", "accuracy", "macro_f1"),
+    metric="accuracy",
+    scores=_class_scores,
+    pretrain=True,
+    command="classify {folder} TEXT",
+    sample=_classified,
+    figures=_class_figures,
+)
+_PICTURES = replace(
+    _TEXTS,
+    name="image",
+    batching=Batching("image", IMAGES, None, PictureBatches),
+    tokens=None,
+    usual=VISION,
+    families=(),
+    pretrain=False,
+    one_shape=True,
+    command="classify {folder} IMAGE",
+    sample=_seen,
+)
+TASKS = (
+    _TEXTS,
+    _PICTURES,
+    TaskSpec(
+        name="tag",
+        batching=Batching("tag", TAGS, encode_tagged, TagBatches),
+        tokens=READER,
+        head="tagger",
+        usual=ENCODER,
+        classes=True,
+        pooled=False,
+        objective=TAGGED,
+        metrics=("loss", "accuracy", "span_f1"),
+        metric=_tag_metric,
+        scores=_tag_scores,
+        pretrain=True,
+        command="tag {folder} TEXT",
+        sample=_tagged,
+        figures=_tag_figures,
+    ),
+    TaskSpec(
+        name="answer",
+        batching=Batching("answer", QUESTIONS, encode_questions, AnswerBatches),
+        tokens=READER,
+        head="span",
+        usual=ENCODER,
+        pooled=False,
+        objective=SPANS,
+        metrics=("loss", "exact"),
+        metric="exact",
+        scores=_answer_scores,
+        command="answer {folder} QUESTION CONTEXT",
+        sample=_answered,
+        figures=_answer_figures,
+    ),
+)

@@ -1,0 +1,164 @@
+"""`TaskSpec`: everything that makes up a task, from the rows it reads to the figures it is judged by.
+
+`tasks.table` collects the entries. Data, tokens and batches are below this folder: they take from an entry
+what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from clearhead.batches.batching import Batching
+from clearhead.config import ModelConfig
+from clearhead.config.fields import HeadName
+from clearhead.data.examples import Shape
+from clearhead.errors import ConfigError, InputError
+from clearhead.presets import preset
+from clearhead.tokens.training import SpecialTokens
+from clearhead.training.losses import Objective
+
+# What a model is used for, by its head; every model also embeds.
+USES: dict[HeadName, tuple[str, ...]] = {
+    "lm": ("generate", "score"),
+    "mlm": ("fill",),
+    "classifier": ("classify",),
+    "tagger": ("tag",),
+    "span": ("answer",),
+    "embedding": (),
+    "none": (),
+}
+Answers = Sequence[Sequence[Any]]  # of each row: its class, the tags of its words, the ends of a span
+
+
+def uses_of(head: HeadName) -> str:
+    """Return what a model with this head is used for: "generate, score and embed"."""
+    uses = USES[head]
+    return f"{', '.join(uses)} and embed" if uses else "embed"
+
+
+def head_for(use: str) -> HeadName:
+    """Return the head that a use needs."""
+    return next(head for head, uses in USES.items() if use in uses)
+
+
+@dataclass(frozen=True)
+class UsualModel:
+    """What a model is when the recipe names none: a published kind, at a size for a CPU or for a GPU."""
+
+    preset: str
+    changes: Mapping[str, Any]
+    small: Mapping[str, Any]  # trained on a CPU in minutes
+    middle: Mapping[str, Any]  # trained on a GPU
+
+    def config(self, large: bool) -> ModelConfig:
+        """Return the config at one of the two sizes."""
+        return preset(self.preset).replace(**self.changes, **(self.middle if large else self.small))
+
+
+DECODER = UsualModel(
+    "gpt2",
+    {},
+    {"d_model": 128, "n_layers": 4, "n_heads": 4, "max_positions": 128, "dropout": 0.0},
+    {"d_model": 384, "n_layers": 6, "n_heads": 6, "max_positions": 256, "dropout": 0.2},
+)
+ENCODER = UsualModel(
+    "bert-base",
+    {"norm_position": "post"},
+    {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
+    {"d_model": 256, "n_layers": 4, "n_heads": 4, "max_positions": 256},
+)
+ENCODER_DECODER = UsualModel(
+    "bart-base",
+    {"norm_position": "pre"},
+    {"d_model": 128, "n_layers": 2, "n_heads": 4, "max_positions": 128},
+    {"d_model": 256, "n_layers": 3, "n_heads": 4, "max_positions": 256, "dropout": 0.2},
+)
+VISION = UsualModel(
+    "vit-tiny",
+    {"norm_eps": 1e-12},
+    {"d_model": 64, "n_layers": 4, "n_heads": 4, "dropout": 0.0},
+    {"d_model": 192, "n_layers": 6, "n_heads": 6, "dropout": 0.1},
+)
+
+
+def no_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
+    """Return no metrics: the loss says it all."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """A task."""
+
+    name: str
+    # Data
+    batching: Batching  # row shape, encoding, batches
+    tokens: SpecialTokens | None  # None: the task reads no text
+    guessed: bool = True  # whether data of this shape, without a named task, is taken for it
+    # Model
+    head: HeadName
+    usual: UsualModel
+    families: tuple[str, ...] = ()  # further families that fit
+    classes: bool = False  # whether the head has an output for each label of the data
+    outputs: int = 0  # otherwise: how many outputs it has, apart from a vocabulary
+    pooled: bool = True  # whether the head reads one vector of the whole text
+    stated: Mapping[str, Any] = field(default_factory=dict)  # what config.json says beside the config
+    # Training
+    objective: Objective | None = None  # None: cross-entropy over the vocabulary
+    metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
+    metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = (
+        no_scores  # answers, targets, labels
+    )
+    pretrain: bool = False  # whether masked language modelling on the same texts may come first
+    one_shape: bool = False  # whether all batches of a stream have one shape, without padding
+    # Use
+    writes: bool = False  # whether the answers are generated
+    command: str  # what to try after training
+    sample: Callable[
+        ..., str
+    ]  # (model, example, generation plan, seed) -> what the model says of the example
+    figures: Callable[..., list[str]]  # (judgement) -> what the model says of each example; adds its figures
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the rows."""
+        return self.batching.shape
+
+    @property
+    def specials(self) -> SpecialTokens:
+        """Return the special tokens of a task that reads text."""
+        if self.tokens is None:
+            raise InputError(f'task "{self.name}" has no tokens: it reads {self.shape.name}')
+        return self.tokens
+
+    @property
+    def fitting_families(self) -> tuple[str, ...]:
+        """Return the families of models that fit, the usual one first."""
+        return preset(self.usual.preset).family, *self.families
+
+    def n_classes(self, labels: Sequence[str]) -> int:
+        """Return the number of outputs of the head."""
+        return len(labels) if self.classes else self.outputs
+
+    def default_metric(self, labels: Sequence[str]) -> str:
+        """Return what the best checkpoint is chosen by where the recipe does not say."""
+        return self.metric(labels) if callable(self.metric) else self.metric
+
+    def check_metric(self, metric: str | None) -> None:
+        """Refuse a metric that is not measured."""
+        if metric is not None and metric not in self.metrics:
+            raise ConfigError(
+                f"train.metric {metric} is not measured for task {self.name}: "
+                f"choose {' or '.join(self.metrics)}, or leave it out"
+            )
+
+    def judges(self, config: ModelConfig, problem: str | None) -> bool:
+        """Return True if a model may be judged by this task; `problem` is transformers' `problem_type`."""
+        usual = preset(self.usual.preset)
+        same = config.head == self.head and config.family in self.fitting_families
+        kind = None if problem == "single_label_classification" else problem
+        several = not self.classes or config.n_classes > 1
+        return same and several and config.input == usual.input and kind == self.stated.get("problem_type")

@@ -1,0 +1,40 @@
+"""`TASKS`: the table of tasks, one entry each.
+
+The entries are the `TASKS` of the modules in `tasks/entries`: a new module there is a new task. From outside
+the package, `TASKS[spec.name] = spec` adds one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from clearhead.data.examples import Shape
+from clearhead.errors import ConfigError, nearest
+from clearhead.tasks import entries
+from clearhead.tasks.spec import TaskSpec
+
+_MODULES = [
+    importlib.import_module(f"{entries.__name__}.{one.name}")
+    for one in pkgutil.iter_modules(entries.__path__)
+]
+TASKS: dict[str, TaskSpec] = {spec.name: spec for module in _MODULES for spec in module.TASKS}
+
+
+def task_named(name: str) -> TaskSpec:
+    """Return the task of this name."""
+    if name not in TASKS:
+        raise ConfigError(
+            f"task {name!r} is not allowed: it must be one of {', '.join(TASKS)}{nearest(name, TASKS)}"
+        )
+    return TASKS[name]
+
+
+def task_for_shape(shape: str) -> TaskSpec:
+    """Return the task that data of this shape is taken for."""
+    return next(spec for spec in TASKS.values() if spec.guessed and spec.shape.name == shape)
+
+
+def shape_of(task: str | None) -> Shape | None:
+    """Return the shape of rows that a task needs; None where no task is named."""
+    return None if task is None else task_named(task).shape
