@@ -47,9 +47,8 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
             )
         return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
-        raise InputError(
-            f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must be 0 to 255"
-        )
+        found = f"an image holds {int(pixels.min())} to {int(pixels.max())}"
+        raise InputError(f"{found}: whole numbers must lie between 0 and 255")
     return _prepared(pixels.to(torch.uint8), config.image_size, settings)
 
 
