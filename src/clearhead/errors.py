@@ -34,6 +34,12 @@ class MissingExtraError(ClearheadError, ImportError):
     """An optional dependency that this action needs."""
 
 
+def require(condition: bool, message: str, error: type[ClearheadError] = InputError) -> None:
+    """Raise an error with this one line unless the condition holds."""
+    if not condition:
+        raise error(message)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the known name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
