@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image, to_pixels
 from clearhead.model.taps import Recording, record
@@ -121,23 +121,22 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
     m = as_model(m)
     device = device_of(m.model)
     both = m.model.encoder is not None and m.model.decoder is not None
-    if target is not None and not both:
-        raise InputError("target is for a model with an encoder and a decoder: leave it out")
+    refuse(
+        target is not None and not both, "target is for a model with an encoder and a decoder: leave it out"
+    )
     first = m.model.encoder if both and m.model.encoder is not None else m.model.main
     if first.spec.input == "patches":
-        if both:
-            raise InputError(
-                "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
-            )
-        return Prepared(m, *_image(m, given))
-    if first.spec.input != "tokens":
-        raise InputError(
-            f"this model reads {first.spec.input}, which have no tokens to show: "
-            "looking inside takes a model of text or images"
+        refuse(
+            both, "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
         )
+        return Prepared(m, *_image(m, given))
+    refuse(
+        first.spec.input != "tokens",
+        f"this model reads {first.spec.input}, which have no tokens to show: "
+        "looking inside takes a model of text or images",
+    )
     tokens, types = _text(m, given, pair)
-    if not tokens.ids:
-        raise InputError("the text is empty: give at least one token")
+    refuse(not tokens.ids, "the text is empty: give at least one token")
     ids = torch.tensor([tokens.ids], device=device)
     if not both:
         segments = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None

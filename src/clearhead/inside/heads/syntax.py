@@ -26,7 +26,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.data.treebank import Sentence
-from clearhead.errors import InputError, nearest
+from clearhead.errors import nearest, refuse
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.inputs import device_of, grouped, padded, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions
@@ -81,11 +81,11 @@ class Syntax(Result):
 
     def best(self, relation: str) -> Relation:
         """Return the head that follows a relation best, beside the baseline."""
-        if relation not in self.relations:
-            raise InputError(
-                f'no arc is called "{relation}"{nearest(relation, self.relations)}: '
-                f"there are {', '.join(self.relations)}"
-            )
+        refuse(
+            relation not in self.relations,
+            f'no arc is called "{relation}"{nearest(relation, self.relations)}: '
+            f"there are {', '.join(self.relations)}",
+        )
         at = self.relations.index(relation)
         accuracy = self.accuracy[:, :, at]
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
@@ -120,12 +120,15 @@ class Syntax(Result):
 
 def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
-    if isinstance(m, Transformer):
-        raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if any(spec.input != "tokens" for spec in m.config.stacks):
-        raise InputError("syntax needs a model that reads text, and this one reads images or vectors")
-    if not any(word.head for sentence in sentences for word in sentence.words):
-        raise InputError("there is no arc to judge by: give sentences of two words or more")
+    refuse(isinstance(m, Transformer), "syntax needs a tokenizer: give what load gave, not the bare model")
+    refuse(
+        any(spec.input != "tokens" for spec in m.config.stacks),
+        "syntax needs a model that reads text, and this one reads images or vectors",
+    )
+    refuse(
+        not any(word.head for sentence in sentences for word in sentence.words),
+        "there is no arc to judge by: give sentences of two words or more",
+    )
     counted, distances, baselines = _fixed_distance(sentences)
     number = {name: at for at, name in enumerate(counted)}
     kind = "encoder" if m.config.family == "encoder-decoder" else "self"

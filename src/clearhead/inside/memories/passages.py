@@ -21,7 +21,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared, grouped, padded, prepare
@@ -111,8 +111,7 @@ def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Itera
 
     for group in grouped(counted(), lambda passage: passage.size, BATCH):
         yield PassageBatch(group, m.special.get("pad", 0))
-    if not read:
-        raise InputError("the corpus is empty: give at least one text with a token in it")
+    refuse(not read, "the corpus is empty: give at least one text with a token in it")
 
 
 def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:

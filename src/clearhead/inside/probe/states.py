@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
 from clearhead.inside.inputs import device_of, grouped, padded, patch_names, prepare_first, recorded
@@ -64,8 +64,7 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     specs = m.config.stacks
     there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
-    if stack not in there:
-        raise InputError(f'stack "{stack}" is not there: this model has {" and ".join(there)}')
+    refuse(stack not in there, f'stack "{stack}" is not there: this model has {" and ".join(there)}')
     if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
         raise InputError(
             f"this model reads {specs[0].input}, "
