@@ -176,14 +176,13 @@ def _loosened(config: ModelConfig) -> ModelConfig:
 
     A preset, a checkpoint and a `train.toml` give every field, also those that nobody chose.
     """
-    names = set(derive(config)) - {"head"}
-    try:
-        usual = config.replace(**dict.fromkeys(names))
-    except ConfigError:  # a field that was chosen is needed, such as d_head
-        return config
-    same = [name for name in names if getattr(usual, name) == getattr(config, name)]
-    loose = config.replace(**dict.fromkeys(same))
-    return loose if loose == config else config
+    for name in [name for name in derive(config) if name != "head"]:
+        try:
+            free = config.replace(**{name: None})
+        except ConfigError:  # a field that was chosen is needed, such as d_head
+            continue
+        config = free if free == config else config
+    return config
 
 
 def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
