@@ -16,7 +16,7 @@ import clearhead as ch
 from clearhead.data.corpora import CORPORA
 from clearhead.inside.memories import Memories, memories
 from clearhead.inside.memories.passages import WINDOW
-from clearhead.inside.memories.promoted import token_id
+from clearhead.inside.memories.neurons import token_id
 from common import device_name, save
 
 SETTINGS = [

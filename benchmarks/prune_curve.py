@@ -21,9 +21,8 @@ import torch
 import clearhead as ch
 from clearhead.data.plan import DataPlan
 from clearhead.inside.names import all_heads
-from clearhead.inside.parts.curve import PruneCurve, prune_curve, scores
 from clearhead.inside.parts.examples import Examples, examples_from, judge
-from clearhead.inside.parts.prune import least, prune
+from clearhead.inside.parts.prune import PruneCurve, least, prune, prune_curve, scores
 from clearhead.plot.canvas import save as save_picture
 from clearhead.plot.prune import draw_curves
 from clearhead.tasks.corpus import open_data

@@ -1,7 +1,7 @@
 """The exceptions clearhead raises for mistakes a user can mend.
 
-Each carries one line: what was wrong, the value, what is allowed, and the way out. The command line prints that line
-and exits with code 2; library users catch `ClearheadError`.
+Each carries one line: what was wrong, the value, what is allowed, and the way out. The command line prints
+that line and exits with code 2; library users catch `ClearheadError`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ class CheckpointError(ClearheadError, ValueError):
 
 
 class TrainingError(ClearheadError, RuntimeError):
-    """A run that cannot go on: its loss is not finite, its data has changed."""
+    """A run that cannot continue: its loss is not finite, or its data has changed."""
 
 
 class MissingExtraError(ClearheadError, ImportError):
     """An optional dependency that this action needs."""
+
+
+def require(condition: bool, message: str, error: type[ClearheadError] = InputError) -> None:
+    """Raise an error with this one line unless the condition holds."""
+    if not condition:
+        raise error(message)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Every route over real HTTP: good answers equal the views, bad questions get one line and the right number, nothing else is reached."""
+"""Every route over real HTTP: good answers equal the views, bad questions one line and the right status."""
 
 import base64
 import http.client
@@ -12,13 +12,12 @@ from PIL import Image
 import clearhead as ch
 from clearhead.explorer import routes
 from clearhead.explorer.app import HEADERS, is_loopback
-from clearhead.explorer.pack import unpacked
 from clearhead.explorer.pages import page_files
 from clearhead.explorer.record import record
 from clearhead.explorer.session import KEPT, Opened, Session, named_roles
 from clearhead.explorer.views import begin, view
 from clearhead.inside.heads import MIXED, head_roles
-from tests.explorer.toys import TEXTS, picture, serving, toy
+from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
 
@@ -54,7 +53,7 @@ def timeless(body):
 
 
 def same_heads(got, expected):
-    """Equal but for rounding (a file's layers are recorded in one pass, which no fused kernel then serves) and for the names of roles."""
+    """Equal but for rounding, since a file's layers are recorded in one eager pass, and for roles."""
     for one, other in zip(got.pop("heads"), expected.pop("heads"), strict=True):
         assert one["name"] == other["name"]
         assert one["entropy"] == pytest.approx(other["entropy"], abs=1e-5)
@@ -342,7 +341,7 @@ def test_old_runs_are_forgotten():
 
 @pytest.mark.ledger("K2")
 def test_roles_are_those_of_the_heads():
-    """The background names exactly the heads that do something clear; a model that cannot be measured has none, and no thread dies."""
+    """The background names exactly the heads with a clear role; a model that cannot be measured has none."""
     found = head_roles(toy("decoder"))
     assert named_roles(toy("decoder")) == {
         str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED
@@ -358,7 +357,7 @@ def test_roles_are_those_of_the_heads():
 
 @pytest.mark.ledger("F2")
 def test_images_of_any_kind(server):
-    """Grey, with a palette, with transparency: each becomes what the model reads; one of the model's own size is read unchanged."""
+    """Grey, with a palette, with transparency: each is read; one of the model's own size stays unchanged."""
     exact = picture(4, 12)
     for mode in ("RGB", "L", "P", "RGBA", "1"):
         buffer = io.BytesIO()

@@ -1,7 +1,8 @@
-"""Tiny models of every family, one hostile one, and a server for any of them: what the tests of the page share."""
+"""Tiny models of every family, one hostile one, and a server for any of them."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
@@ -123,6 +124,19 @@ def hostile(head: str = "lm") -> ch.Model:
 def picture(seed: int = 0, side: int = 20) -> np.ndarray:
     """An image of random colours."""
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def unpacked(body: dict[str, Any]) -> np.ndarray:
+    """A packed array, as the page reads it."""
+    raw = base64.b64decode(body["data"])
+    if body["type"] == "f32":
+        return np.frombuffer(raw, np.float32).reshape(body["shape"])
+    if body["type"] == "i32":
+        return np.frombuffer(raw, np.int32).reshape(body["shape"])
+    levels = np.frombuffer(raw, np.uint8).astype(np.float32)
+    return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(
+        body["shape"]
+    )
 
 
 class Served:

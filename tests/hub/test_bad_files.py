@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import clearhead as ch
-from clearhead.hub import files
+from clearhead.hub import weights
 from clearhead.hub.checkpoint import describe
 
 transformers.logging.set_verbosity_error()
@@ -78,7 +78,7 @@ def rebuilt(path: Path, header: Any, body: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + body)
 
 
-# Weights --------------------------------------------------------------------------------------------------------------
+# Weights ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 20, -1, -100])
@@ -183,7 +183,7 @@ def test_a_missing_and_an_unexpected_tensor(folder: Path) -> None:
     refused(folder, "transformer.h.1.ln_9.weight")
 
 
-# Shards and directories -----------------------------------------------------------------------------------------------
+# Shards and directories -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_a_file_that_is_a_directory_or_unreadable(
     refused(folder, name)
 
 
-# Pickles --------------------------------------------------------------------------------------------------------------
+# Pickles ----------------------------------------------------------------------------------------------------
 
 
 def pickled(folder: Path, state: Any) -> Path:
@@ -329,7 +329,7 @@ def test_a_truncated_pickle_and_one_without_tensors(folder: Path) -> None:
     refused(folder)
 
 
-# config.json ----------------------------------------------------------------------------------------------------------
+# config.json ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_null_and_absent_values_are_the_default_or_one_line(folder: Path, key: s
         refused(folder)  # these weights are another model's in any case
 
 
-# Fuzz: whatever the bytes, the only exception is a ClearheadError --------------------------------------------------------
+# Fuzz: whatever the bytes, the only exception is a ClearheadError -------------------------------------------
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
@@ -394,7 +394,7 @@ def only_ours(action: Callable[[], Any]) -> None:
 
 
 def read_all(path: Path) -> None:
-    for entry in files.open_safetensors(path).values():
+    for entry in weights.open_safetensors(path).values():
         entry.read()
         entry.release()
 
@@ -495,7 +495,7 @@ def test_any_change_of_a_config(data: st.DataObject, config: dict[str, Any]) -> 
         only_ours(lambda: describe(Path(place)))
 
 
-# Saving ---------------------------------------------------------------------------------------------------------------
+# Saving -----------------------------------------------------------------------------------------------------
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -532,7 +532,7 @@ def test_a_fault_while_saving_changes_nothing(
         real_replace(source, destination)
 
     if fault == "weights":
-        monkeypatch.setattr(files, "save_file", failing)
+        monkeypatch.setattr(weights, "save_file", failing)
     elif fault == "config":
         monkeypatch.setattr("clearhead.hub.checkpoint.write_json", failing)
     elif fault == "sync":

@@ -13,7 +13,7 @@ import clearhead as ch
 
 pytestmark = pytest.mark.ledger("L2", "L3")
 
-# About 200 MB of float32. The widest tensor is well below the allowed surplus: it is there twice while it is turned.
+# About 200 MB of float32. The widest tensor is below the allowed surplus: it is there twice while transposed.
 SHAPES = {
     "gpt2": ch.ModelConfig(
         vocab_size=4000, d_model=768, n_layers=7, n_heads=12, max_positions=128, activation="gelu_tanh"

@@ -1,4 +1,4 @@
-"""Ids equal the reference's for every way in which a directory may hold a tokenizer, on Unicode chosen to break it."""
+"""Ids equal the reference's for every form of tokenizer files, on Unicode chosen to break it."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_what_is_saved_opens_in_the_reference(folder: Path, tmp_path: Path) -> N
     assert special_ids(again, read_settings(saved), {}, {}) == special
 
 
-# With NFKC, the tokenizers library treats some stacks of combining marks otherwise, and ties of equal score go the other way:
+# With NFKC, the tokenizers library treats some stacks of combining marks and some ties otherwise:
 # so do transformers' ids from such a file. Everything else must be SentencePiece's own.
 @pytest.mark.parametrize(
     ("name", "allowed"), [("llama", 0), ("gemma", 0), ("bpe", 2), ("unigram", 3), ("unigram_bytes", 6)]

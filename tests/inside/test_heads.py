@@ -22,7 +22,7 @@ from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.heads.alignments import Aligned, agreement, read_alignments
 from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
 from clearhead.inside.heads.words import align
-from clearhead.inside.names import Head
+from clearhead.inside.names import AttentionHead
 from clearhead.model.attention import Attention
 from tests.harness import V, build, config
 from tests.hub.packages import packaged
@@ -89,7 +89,7 @@ def test_planted_heads_are_recognised(family: str) -> None:
     assert list(found.roles) == planted
     for at, role in enumerate(planted):
         assert found.scores[role][at] == pytest.approx(1.0, abs=1e-6)
-        assert Head("self", 0, at) in found.named(role)
+        assert AttentionHead("self", 0, at) in found.named(role)
     assert found.distances[6] == -3
     # The uniform head scores the baseline of every role that is a set of keys.
     for role in set(found.scores) - {"uniform", "induction", "position"}:
@@ -329,7 +329,7 @@ def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[st
                     links.append(max(to, key=to.__getitem__) if to and max(to.values()) > 0 else -1)
                 for own, word in enumerate(sentence.words):
                     if word.head:
-                        head = str(Head(kind, layer, number))
+                        head = str(AttentionHead(kind, layer, number))
                         right[word.relation, DIRECTIONS[0], head] += links[own] == word.head - 1
                         right[word.relation, DIRECTIONS[1], head] += links[word.head - 1] == own
     return right

@@ -17,7 +17,7 @@ from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.treebank import Sentence, TreeWord
 from clearhead.inside.probe import Probes, probe
 from clearhead.inside.probe import states as probe_states
-from clearhead.inside.probe.data import Item, apart, choose_items, governor, read_items, split_items
+from clearhead.inside.probe.data import ProbeItem, apart, choose_items, governor, read_items, split_items
 from clearhead.inside.probe.fit import baselines, control_labels, interval, numbered, predict, standardised
 from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
 from clearhead.plot.probe import probe_figure
@@ -286,7 +286,7 @@ def test_labels_unknown_to_training_have_no_number() -> None:
 # Data -------------------------------------------------------------------------------------------------------------------
 
 
-def keys(items: list[Item]) -> set[int]:
+def keys(items: list[ProbeItem]) -> set[int]:
     return {item.key for item in items}
 
 

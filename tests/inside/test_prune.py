@@ -12,11 +12,10 @@ from clearhead.batches.batch import Batch
 from clearhead.cli import main
 from clearhead.errors import InputError
 from clearhead.generate.decode import greedy
-from clearhead.inside.names import Head, all_heads, find_heads
+from clearhead.inside.names import AttentionHead, all_heads, find_heads
 from clearhead.inside.parts.ablate import ablate, ablating
-from clearhead.inside.parts.curve import prune_curve, scores
 from clearhead.inside.parts.examples import Examples, judge
-from clearhead.inside.parts.prune import least, prune, units
+from clearhead.inside.parts.prune import least, prune, prune_curve, scores, units
 from tests.harness import build, config, some_ids, worst
 
 TOLERANCE = 1e-6
@@ -215,7 +214,7 @@ def test_what_counts_least_goes_and_each_layer_keeps_one():
     assert least(shape, numbers, 1.0) == []
     grouped = config(n_kv_heads=2)
     assert [str(head) for head in least(grouped, numbers, 0.5)] == ["0.0", "0.1", "1.0", "1.1"]
-    assert (Head("self", 0, 2), Head("self", 0, 3)) in units(grouped)
+    assert (AttentionHead("self", 0, 2), AttentionHead("self", 0, 3)) in units(grouped)
     with pytest.raises(InputError, match="no share"):
         least(shape, numbers, 0)
 

@@ -27,7 +27,7 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.parts.ablate import Ablation, HeadMap
+    from clearhead.inside.parts.ablate import Ablation, HeadTable
     from clearhead.inside.parts.effect import Effect
     from clearhead.inside.parts.examples import Examples
 
@@ -115,7 +115,7 @@ def read_examples(model: ch.Model, data: tuple[str, ...], most: int, settings: t
 
     plan = data_plan(model.folder, data, settings=settings)
     found = examples_from(model, data, plan, most=most or None)
-    print_notes(found.said)
+    print_notes(found.notes)
     return found
 
 
@@ -144,7 +144,7 @@ def _effect_parts(found: Effect) -> list[Any]:
     return [title, table("", ("says", ">whole model", ">without"), rows)]
 
 
-def _map_table(found: HeadMap) -> Table:
+def _map_table(found: HeadTable) -> Table:
     rows = (
         (name, *("" if value != value else f"{value:+.4f}" for value in row))
         for name, row in zip(found.rows, found.values)

@@ -27,7 +27,7 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.attention import AttentionMaps, Axis, HeadMap, LayerMap
+    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern, LayerMap
 
 LINKS = 3  # tokens named per place in a table of rollout
 
@@ -125,7 +125,7 @@ def _draw(maps: AttentionMaps, head: str | None, layer: int | None, rollout: boo
     return pictures.draw_entropy(maps, kind) if entropy else pictures.draw_model(maps, kind)
 
 
-def _heads_table(shown: list[HeadMap]) -> Table:
+def _heads_table(shown: list[HeadPattern]) -> Table:
     """Show a row for each head."""
     rows = []
     for one in shown:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.inside.memories import Found, Memories, Memory
+    from clearhead.inside.memories import Found, Memories, Neuron
     from clearhead.inside.memories.passages import Given
 
 SIDE = 24  # letters of a context on each side
@@ -145,7 +145,7 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
             yield row.context if isinstance(row, Question) else row.texts()[0]
 
 
-def _list_table(listed: list[Memory]) -> Table:
+def _list_table(listed: list[Neuron]) -> Table:
     from rich.text import Text
 
     rows: list[Any] = []
@@ -158,7 +158,7 @@ def _list_table(listed: list[Memory]) -> Table:
     return table("what fires neurons, and what they promote", headings, rows)
 
 
-def _neuron_table(memory: Memory) -> Table:
+def _neuron_table(memory: Neuron) -> Table:
     fired = [
         (f"{context.activation:.3f}", _context(context), context.answer or "") for context in memory.contexts
     ]

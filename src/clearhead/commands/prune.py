@@ -26,8 +26,8 @@ from clearhead.errors import CheckpointError
 from clearhead.report import table
 
 if TYPE_CHECKING:
-    from clearhead.inside.parts.curve import PruneCurve
     from clearhead.inside.parts.examples import Examples
+    from clearhead.inside.parts.prune import PruneCurve
 
 By = Literal["importance", "ablation", "random"]
 OWN_FORMAT = (
@@ -92,7 +92,7 @@ def prune(
     refuse(plot is not None and not curve, "--plot draws the curve: add --curve, or leave --plot out")
     if out is not None:
         _check_out(out, folder, overwrite)
-    from clearhead.inside.parts.curve import prune_curve
+    from clearhead.inside.parts.prune import prune_curve
     from clearhead.plot.prune import draw_curves
 
     model = load_model(folder)
@@ -135,13 +135,13 @@ def _pruned(
     whole_groups: bool,
 ) -> ch.Model:
     """Return the model without the heads that were named, or without those that count least."""
-    from clearhead.inside.parts import curve, examples
+    from clearhead.inside.parts import examples
     from clearhead.inside.parts import prune as inside
 
     if keep is None:
         return inside.prune(model, heads, whole_groups)
     with progress() as on_progress:
-        ranked = curve.scores(model, judged or examples.Examples("lm", ()), by, seed, on_progress)
+        ranked = inside.scores(model, judged or examples.Examples("lm", ()), by, seed, on_progress)
     chosen = inside.least(model.config, ranked.numbers(model.config), keep)
     refuse(not chosen, f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
     return inside.prune(model, chosen, whole_groups)

@@ -1,4 +1,4 @@
-"""The application of the page: its files, its headers, and the routes of `inside`. It answers to its own names only."""
+"""The application of the page: its files, its headers and the routes under /inside/."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from clearhead.explorer.session import Session
 
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -28,45 +28,38 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
-    """The page and its routes for one session, answering to the names of `host` only."""
+    """Return the page and its routes for one session, answering to the names of `host` only."""
     app = FastAPI(title="clearhead explorer", docs_url=None, redoc_url=None, openapi_url=None)
     allowed = None if _is_everywhere(host) else {*LOOPBACK, host.lower()}
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         if allowed is not None and _name(request.headers.get("host", "")) not in allowed:
-            return _with_headers(
-                JSONResponse({"error": "this page answers to its own address only"}, status_code=403)
-            )
+            refusal = {"error": "this page answers to its own address only"}
+            return _with_headers(JSONResponse(refusal, status_code=403))
         return _with_headers(await answer(request))
 
     @app.exception_handler(ClearheadError)
+    @app.exception_handler(RequestValidationError)
     @app.exception_handler(KeyError)
     @app.exception_handler(Exception)  # this one is called outside of the guard
     async def wrong(request: Request, error: Exception) -> Response:
         return _with_headers(in_words(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        return JSONResponse(
-            {"error": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"}, status_code=400
-        )
-
     @app.get("/")
-    def index() -> Response:
-        return _file("index.html")
-
     @app.get("/{name}")
-    def static(name: str) -> Response:
-        return _file(name)
+    def static(name: str = "index.html") -> Response:
+        found = page_files().get(name)  # a name that is not in this fixed table is not looked for
+        if found is None:
+            return JSONResponse({"error": "there is no such file"}, status_code=404)
+        return Response(found[0], media_type=f"{found[1]}; charset=utf-8")
 
     app.include_router(inside_routes(session))
     return app
 
 
 def is_loopback(host: str) -> bool:
-    """Can only this machine reach it?"""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -79,16 +72,8 @@ def _with_headers(response: Response) -> Response:
     return response
 
 
-def _file(name: str) -> Response:
-    """A file of the page, found in a fixed table: a name that is not in it is not looked for."""
-    found = page_files().get(name)
-    if found is None:
-        return JSONResponse({"error": "there is no such file"}, status_code=404)
-    return Response(found[0], media_type=f"{found[1]}; charset=utf-8")
-
-
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     return (
         host.rsplit("]", 1)[0].lstrip("[").lower() if host.startswith("[") else host.partition(":")[0].lower()
     )

@@ -22,7 +22,8 @@ class Shown:
     def _repr_html_(self) -> str:
         page = html.escape(single_file(self.recorded, notebook=True), quote=True)
         size = f"width:100%;height:{self.height}px;border:1px solid #ccc"
-        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}" title="clearhead explorer"></iframe>'
+        frame = f'sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}"'
+        return f'<iframe {frame} title="clearhead explorer"></iframe>'
 
     def save(self, path: str | Path) -> Path:
         """Write it as one self-contained page."""
@@ -34,7 +35,7 @@ class Shown:
 def show(
     m: Model | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
 ) -> Shown:
-    """The explorer on one input, inline in a notebook.
+    """Show the explorer on one input, inline in a notebook.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.

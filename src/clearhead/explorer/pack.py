@@ -11,46 +11,36 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def packed_bytes(values: ArrayLike, low: float = 0.0, high: float = 1.0) -> dict[str, Any]:
-    """Values between `low` and `high`, a byte each: off by 1/510 of that range at most."""
+    """Pack values between `low` and `high`, a byte each: off by 1/510 of that range at most."""
     array = np.nan_to_num(np.asarray(values, dtype=np.float32), nan=low)
     levels = np.clip(np.rint((array - low) / (high - low or 1.0) * 255), 0, 255).astype(np.uint8)
-    return {"shape": list(array.shape), "type": "u8", "low": low, "high": high, "data": _text(levels)}
+    return {**_packed(levels, "u8"), "low": low, "high": high}
 
 
 def packed_floats(values: ArrayLike) -> dict[str, Any]:
-    """Values as they are, in float32; what is not finite becomes the largest number there is, so that order stays."""
-    array = np.nan_to_num(np.asarray(values, dtype=np.float32))
-    return {"shape": list(array.shape), "type": "f32", "data": _text(array)}
+    """Pack values as float32; what is not finite becomes the largest number there is, so that order stays."""
+    return _packed(np.nan_to_num(np.asarray(values, dtype=np.float32)), "f32")
 
 
 def packed_picture(pixels: ArrayLike) -> dict[str, Any]:
-    """Pixels [channels, height, width] as a picture between 0 and 1: what a model was trained to read may have any range."""
+    """Pack pixels [channels, height, width] as a picture between 0 and 1, whatever range the model reads."""
     array = np.asarray(pixels, dtype=np.float32)
     low, high = float(array.min()), float(array.max())
     return packed_bytes(array if low >= 0 and high <= 1 else (array - low) / (high - low or 1.0))
 
 
 def packed_numbers(values: ArrayLike) -> dict[str, Any]:
-    """Whole numbers, four bytes each."""
-    array = np.asarray(values, dtype=np.int32)
-    return {"shape": list(array.shape), "type": "i32", "data": _text(array)}
+    """Pack whole numbers, four bytes each."""
+    return _packed(np.asarray(values, dtype=np.int32), "i32")
 
 
-def unpacked(body: dict[str, Any]) -> NDArray[Any]:
-    """The array again, as the page reads it."""
-    raw = base64.b64decode(body["data"])
-    if body["type"] == "f32":
-        return np.frombuffer(raw, np.float32).reshape(body["shape"])
-    if body["type"] == "i32":
-        return np.frombuffer(raw, np.int32).reshape(body["shape"])
-    levels = np.frombuffer(raw, np.uint8).astype(np.float32)
-    return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(
-        body["shape"]
-    )
+def _packed(array: NDArray[Any], kind: str) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+    return {"shape": list(array.shape), "type": kind, "data": data}
 
 
 def finite(value: Any) -> Any:
-    """Plain JSON: numbers that are not finite become null, in lists and objects too."""
+    """Return plain JSON: numbers that are not finite become null, in lists and objects too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -58,7 +48,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return value
-
-
-def _text(array: NDArray[Any]) -> str:
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")

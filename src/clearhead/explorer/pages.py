@@ -1,7 +1,7 @@
 """The page's files, and the same page as one file with a recorded run in it: no network, no second file.
 
-The modules are plain: static imports from files beside them, names at the top level that no two files share. So one
-script is their concatenation in the order of their imports, without the import and export words.
+The modules are plain: static imports from files beside them, names at the top level that no two files share.
+So one script is their concatenation in the order of their imports, without the import and export words.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", r
 
 @cache
 def page_files() -> dict[str, tuple[str, str]]:
-    """Every file of the page by its name: text and type. A request can name one of these, and nothing else."""
+    """Return every file of the page by its name: text and type.
+
+    A request can name one of these, and nothing else.
+    """
     folder = resources.files("clearhead.explorer") / "static"
-    entries = [entry for entry in folder.iterdir() if entry.is_file() and "." in entry.name]
-    kinds = {entry.name: TYPES.get("." + entry.name.rsplit(".", 1)[1]) for entry in entries}
+    endings = {entry: "." + entry.name.rpartition(".")[2] for entry in folder.iterdir() if entry.is_file()}
     return {
-        entry.name: (entry.read_text(encoding="utf-8"), kind)
-        for entry in entries
-        if (kind := kinds[entry.name])
+        entry.name: (entry.read_text(encoding="utf-8"), TYPES[ending])
+        for entry, ending in endings.items()
+        if ending in TYPES
     }
 
 
 def modules() -> list[str]:
-    """The modules' names, each after those it imports."""
+    """Return the names of the modules, each after those it imports."""
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -54,23 +56,24 @@ def modules() -> list[str]:
 
 
 def script() -> str:
-    """All modules as one."""
-    parts = []
-    for name in modules():
-        body = _EXPORT.sub("", _IMPORT.sub("", page_files()[name][0]))
-        parts.append(f"// {name}\n{body}")
-    return "\n".join(parts)
+    """Return all modules as one."""
+    bodies = {name: _EXPORT.sub("", _IMPORT.sub("", page_files()[name][0])) for name in modules()}
+    return "\n".join(f"// {name}\n{body}" for name, body in bodies.items())
 
 
 def single_file(record: dict[str, Any], notebook: bool = False) -> str:
-    """The page with everything inside. No text of the record can end its element: `<` is written as an escape."""
+    """Return the page with everything inside.
+
+    No text of the record can end its element: `<` is written as an escape.
+    """
     page, style = page_files()["index.html"][0], page_files()["style.css"][0]
     code = f"\n{script()}"
     body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     icon = base64.b64encode(page_files()["icon.svg"][0].encode()).decode()
+    digest = base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()
     policy = (
         "default-src 'none'; img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"script-src '{_digest(code)}'; style-src 'unsafe-inline'"
+        f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
     )
     head = [
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -80,11 +83,7 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
     page = re.sub(r"<link[^>]*>\n", "", page)
     page = page.replace('<script type="module" src="main.js"></script>\n', "")
     page = page.replace("</head>", "\n".join(head) + "\n</head>")
-    tail = f'<script type="application/json" id="record">{body}</script>\n<script type="module">{code}</script>\n'
+    data = f'<script type="application/json" id="record">{body}</script>\n'
+    tail = f'{data}<script type="module">{code}</script>\n'
     marks = ' data-notebook=""' if notebook else ""
     return page.replace("<body>", f"<body{marks}>").replace("</body>", tail + "</body>")
-
-
-def _digest(code: str) -> str:
-    """How a policy names a script that it allows."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()

@@ -6,15 +6,17 @@ A long run is aggregated, so that the file stays small; the page says so.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clearhead.api import Model
 from clearhead.costs import cost
-from clearhead.errors import ClearheadError, InputError
+from clearhead.errors import CheckpointError, ClearheadError, InputError, require
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
-from clearhead.explorer.views import Run, begin, model_view, view
+from clearhead.explorer.views import PageRun, begin, model_view, view
+from clearhead.hub.files import write_text
 from clearhead.inside.names import attentions
 
 PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
@@ -32,44 +34,35 @@ def record(
     pair: str | None = None,
     roles: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A run with all its views, as the page reads them from a file."""
-    return record_run(begin(m, given, target, pair, roles=lambda: roles or {}), name, roles)
+    """Run a model and return the run with all its views, as the page reads them from a file."""
+    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name, roles)
 
 
-def record_run(run: Run, name: str, roles: dict[str, str] | None = None) -> dict[str, Any]:
-    """The same for a run that is there already."""
+def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return a run with all its views, as the page reads them from a file."""
     m = run.m
     heads = sum(count for _, _, count in attentions(m.config))
     side = max(SMALLEST_SIDE, int((PATTERN_BYTES / max(heads, 1)) ** 0.5))
-    small = Run(m, run.prepared, run.given, run.target, run.pair, min(run.cells, side * side), run.roles)
-    about = {"run": "recorded", "model": 0, **small.about()}
+    small = replace(run, cells=min(run.cells, side * side), number=0)
+    about = small.about("recorded")
+    kinds = list(dict.fromkeys(kind for kind, _, _ in attentions(m.config)))
     views: dict[str, Any] = {
-        "model": {
-            **model_view(m, name),
-            "ready": True,
-            "failed": False,
-            "says": "",
-            "example": None,
-            "recorded": True,
-        },
+        "model": {**model_view(m, name), "recorded": True},
         "roles": {"ready": True, "roles": roles or run.roles()},
     }
-    for path in _paths(small, about):
-        try:
+    for path in _paths(small, kinds, about):
+        with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"run/recorded/{path}"] = view(small, path)
-        except ClearheadError:
-            continue  # a view that this model does not have is not in the file
-    for kind in dict.fromkeys(kind for kind, _, _ in attentions(m.config)):
-        views |= {
-            f"run/recorded/attention/{kind}/{layer}": finite(body)
-            for layer, body in small.attentions(kind).items()
-        }
+    for kind in kinds:
+        for body in small.attentions(kind):
+            views[f"run/recorded/attention/{kind}/{body['layer']}"] = finite(body)
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
-    for length in _lengths(small):
-        views[f"cost?length={length}"] = finite(
-            cost(m.config, length if m.config.input != "patches" else None).to_dict()
-        )
+    limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
+    lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
+    for length in sorted(lengths):
+        given = length if m.config.input != "patches" else None
+        views[f"cost?length={length}"] = finite(cost(m.config, given).to_dict())
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
@@ -77,23 +70,20 @@ def record_run(run: Run, name: str, roles: dict[str, str] | None = None) -> dict
     return {"run": about, "views": views, "says": says}
 
 
-def _paths(run: Run, about: dict[str, Any]) -> list[str]:
-    """Every view of a run that goes into the file."""
-    config = run.m.config
-    paths = ["stages", "trace", "lens"]
-    for kind in dict.fromkeys(kind for kind, _, _ in attentions(config)):
-        paths += [f"thumbnails/{kind}"] + [f"rollout/{kind}"] * (kind != "cross")
+def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
+    """Return the paths of the views that go into the file, but for attention and steps."""
+    paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
+    paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
     if about["columns"]:
-        positions = list(range(len(about["columns"])))
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
-        chosen = sorted({about["position"], *positions[-fit:]})
+        chosen = sorted({about["position"], *range(len(about["columns"]))[-fit:]})
         paths += [f"next?position={position}" for position in chosen[-fit:]]
         paths.append(f"contributions?position={about['position']}")
     return paths
 
 
 def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
-    """Names of the steps whose numbers are recorded: all but those of later blocks."""
+    """Return the names of the steps whose numbers are recorded: all but those of later blocks."""
     early = {f"blocks.{layer}" for layer in range(STEP_LAYERS)}
     blocks = [
         next((part.removeprefix("encoder.") for part in step["path"] if "blocks." in part), None)
@@ -102,23 +92,13 @@ def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
     return [step["name"] for step, block in zip(steps, blocks) if block is None or block in early]
 
 
-def _lengths(run: Run) -> list[int]:
-    limit = run.m.config.max_positions if run.m.config.positions == "learned" else max(COST_LENGTHS)
-    return sorted({len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)})
-
-
 def export(recorded: dict[str, Any], path: str | Path) -> Path:
-    """Write a record as one self-contained page: whole, or not at all."""
+    """Write a record as one self-contained page: the whole file, or nothing."""
     path = Path(path)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f'the page is written as HTML: name a file that ends in .html, not "{path.name}"')
-    part = path.with_name(f".{path.name}.part")
+    ending = f'the page is written as HTML: name a file that ends in .html, not "{path.name}"'
+    require(path.suffix.lower() in (".html", ".htm"), ending)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(single_file(recorded), encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+        write_text(path, single_file(recorded))
+    except CheckpointError as error:
+        raise InputError(str(error)) from None
     return path

@@ -1,16 +1,19 @@
-"""Routes under /inside/: what `views` computes, over HTTP. Start-up and headers are elsewhere, so that any server may include these."""
+"""Routes under /inside/: what `views` computes, over HTTP.
+
+Any server may include them: start-up and headers are in `app`.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from clearhead.costs import cost
-from clearhead.errors import ClearheadError, InputError
+from clearhead.errors import ClearheadError, InputError, require
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
@@ -20,10 +23,30 @@ from clearhead.tokens.labels import labels
 
 LARGEST_BODY = 8_000_000  # bytes
 MOST_LABELS = 2000
+MOST_NAMES = 10_000
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request; refuse anything else, and more bytes than the limit."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    require(kind == "application/json", "a request must have the content type application/json")
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        require(len(raw) <= LARGEST_BODY, f"the request is larger than {LARGEST_BODY:,} bytes")
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InputError("the request is not JSON") from None
+    require(isinstance(body, dict), "the request must be a JSON object")
+    return dict(body)
+
+
+Asked = Annotated[dict[str, Any], Depends(_body)]
 
 
 def inside_routes(session: Session) -> APIRouter:
-    """The routes for one session."""
+    """Return the routes for one session."""
     router = APIRouter(prefix="/inside")
 
     @router.get("/model")
@@ -43,8 +66,7 @@ def inside_routes(session: Session) -> APIRouter:
 
     @router.get("/labels")
     def names(ids: str, model: int = 0) -> dict[str, Any]:
-        wanted = _numbers(ids)
-        return {"labels": list(labels(session.model(model).tokenizer, wanted))}
+        return {"labels": list(labels(session.model(model).tokenizer, _numbers(ids)))}
 
     @router.get("/cost")
     def costs(
@@ -53,60 +75,36 @@ def inside_routes(session: Session) -> APIRouter:
         dtype: str = "float32",
         source_length: int | None = None,
         model: int = 0,
-    ) -> dict[str, Any]:
+    ) -> Any:
         config = session.model(model).config
-        made: dict[str, Any] = finite(cost(config, length, batch, dtype, source_length).to_dict())
-        return made
+        return finite(cost(config, length, batch, dtype, source_length).to_dict())
 
     @router.post("/run")
-    async def begin(request: Request) -> dict[str, Any]:
-        asked = await _body(request)
-        return await run_in_threadpool(lambda: session.begin(asked))
+    def begin(asked: Asked) -> dict[str, Any]:
+        return session.begin(asked)
 
     @router.post("/run/{name}/extend")
-    async def extend(name: str, request: Request) -> dict[str, Any]:
-        asked = await _body(request)
-        token = asked.get("token")
-        if type(token) is not int:
-            raise InputError("token must be a whole number")
-        run = session.run(name)
-        if not 0 <= token < run.m.config.vocab_size:
-            raise InputError(
-                f"token {token} is not in the vocabulary: ids go from 0 to {run.m.config.vocab_size - 1}"
-            )
-
-        def work() -> dict[str, Any]:
-            with session.lock:
-                return session.keep(run.extended(token), _number_of(session, run.m))
-
-        return await run_in_threadpool(work)
+    def extend(name: str, asked: Asked) -> dict[str, Any]:
+        run, token = session.run(name), _whole(asked, "token")
+        size = run.m.config.vocab_size
+        allowed = f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}"
+        require(0 <= token < size, allowed)
+        with session.lock:
+            return session.keep(run.extended(token))
 
     @router.post("/run/{name}/ablate")
-    async def ablate(name: str, request: Request) -> dict[str, Any]:
-        asked = await _body(request)
-        run = session.run(name)
-        heads, layers, feedforwards = (
-            _texts(asked.get(key), key) for key in ("heads", "layers", "feedforwards")
-        )
-        position = asked.get("position")
-        if type(position) is not int:
-            raise InputError("position must be a whole number")
-
-        def work() -> dict[str, Any]:
-            with session.lock:
-                made: dict[str, Any] = finite(
-                    run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position)
-                )
-                return made
-
-        return await run_in_threadpool(work)
+    def ablate(name: str, asked: Asked) -> Any:
+        run, position = session.run(name), _whole(asked, "position")
+        heads, layers, feedforwards = (_names(asked, key) for key in ("heads", "layers", "feedforwards"))
+        with session.lock:
+            return finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
 
     @router.get("/export")
     def export(run: str) -> HTMLResponse:
         found = session.run(run)
-        number = _number_of(session, found.m)
+        opened = session.models[found.number]
         with session.lock:
-            page = single_file(record_run(found, session.models[number].name, session.models[number].roles))
+            page = single_file(record_run(found, opened.name, opened.roles))
         headers = {
             "Content-Disposition": 'attachment; filename="clearhead.html"',
             "Content-Security-Policy": "sandbox; default-src 'none'",
@@ -114,7 +112,7 @@ def inside_routes(session: Session) -> APIRouter:
         return HTMLResponse(page, headers=headers)
 
     @router.get("/run/{name}/{path:path}")
-    def views(name: str, path: str, request: Request) -> Any:
+    def views(name: str, path: str, request: Request) -> JSONResponse:
         run = session.run(name)
         query = f"?{request.url.query}" if request.url.query else ""
         with session.lock:
@@ -123,54 +121,36 @@ def inside_routes(session: Session) -> APIRouter:
     return router
 
 
-def _number_of(session: Session, m: object) -> int:
-    return next(number for number, opened in enumerate(session.models) if opened.m is m)
+def _whole(asked: dict[str, Any], name: str) -> int:
+    value: Any = asked.get(name)
+    require(type(value) is int, f"{name} must be a whole number")
+    return int(value)
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """A JSON object, within the limit; anything else is an error in words."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind != "application/json":
-        raise InputError("a request must have the content type application/json")
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > LARGEST_BODY:
-            raise InputError(f"the request is larger than {LARGEST_BODY:,} bytes")
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise InputError("the request is not JSON") from None
-    if not isinstance(body, dict):
-        raise InputError("the request must be a JSON object")
-    return body
-
-
-def _texts(value: Any, name: str) -> list[str]:
-    if value is None:
-        return []
-    if (
-        not isinstance(value, list)
-        or len(value) > 10_000
-        or not all(isinstance(one, str | int) for one in value)
-    ):
-        raise InputError(f"{name} must be a list of names")
-    return [str(one) for one in value]
+def _names(asked: dict[str, Any], name: str) -> list[str]:
+    listed = [] if asked.get(name) is None else asked[name]
+    short = isinstance(listed, list) and len(listed) <= MOST_NAMES
+    require(short and all(isinstance(one, str | int) for one in listed), f"{name} must be a list of names")
+    return [str(one) for one in listed]
 
 
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if len(parts) > MOST_LABELS or not all(part.strip().isdecimal() and len(part) < 12 for part in parts):
-        raise InputError(f"ids must be at most {MOST_LABELS} whole numbers with commas between them")
+    whole = all(part.strip().isdecimal() and len(part) < 12 for part in parts)
+    allowed = f"ids must be at most {MOST_LABELS} whole numbers with commas between them"
+    require(whole and len(parts) <= MOST_LABELS, allowed)
     return [int(part) for part in parts]
 
 
 def in_words(error: Exception) -> JSONResponse:
-    """An error as one line of JSON."""
+    """Return an error as one line of JSON."""
     if isinstance(error, KeyError):
         return JSONResponse({"error": str(error.args[0])}, status_code=404)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        return JSONResponse({"error": f"{place}: {first['msg']}"}, status_code=400)
     if isinstance(error, ClearheadError):
         return JSONResponse({"error": str(error)}, status_code=400)
-    return JSONResponse(
-        {"error": f"something went wrong: {type(error).__name__}: {str(error)[:200]}"}, status_code=500
-    )
+    line = f"something went wrong: {type(error).__name__}: {str(error)[:200]}"
+    return JSONResponse({"error": line}, status_code=500)

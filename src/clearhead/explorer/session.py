@@ -1,34 +1,38 @@
-"""What a page talks to: models that load in the background, and the latest runs. One forward pass at a time."""
+"""The state of a page: models that load in the background, and the latest runs.
+
+One forward pass at a time.
+"""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from clearhead.api import Model
-from clearhead.data.pictures import pixels_of
-from clearhead.errors import ClearheadError, InputError, MissingExtraError
-from clearhead.explorer.views import Run, begin, model_view
+from clearhead.errors import ClearheadError, InputError, require
+from clearhead.explorer.views import PageRun, begin, model_view
+from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 
 KEPT = 16  # runs that are remembered
 LONGEST_TEXT = 200_000  # characters
 MOST_TOKENS = 4096
+MOST_PIXELS = 40_000_000
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 
 
 class Opened:
-    """One model: perhaps still loading."""
+    """One model of the page; it may still be loading."""
 
     def __init__(self, name: str, opener: Callable[[], Model], example: dict[str, Any] | None = None) -> None:
         self.name, self.opener, self.example = name, opener, example
@@ -37,38 +41,23 @@ class Opened:
         self.roles: dict[str, str] | None = None
 
     def open(self) -> None:
-        """Load the model; what goes wrong is kept as a line."""
+        """Load the model; keep what goes wrong as one line."""
         try:
             self.m = self.opener()
-            self.says = ""
-        except ClearheadError as error:
-            self.says, self.failed = str(error), True
         except Exception as error:  # the page must say it, whatever it is
-            self.says, self.failed = f"{type(error).__name__}: {error}", True
+            named = "" if isinstance(error, ClearheadError) else f"{type(error).__name__}: "
+            self.says, self.failed = f"{named}{error}", True
 
     def view(self) -> dict[str, Any]:
-        """What the page says of it."""
-        if self.m is None:
-            return {
-                "name": self.name,
-                "ready": False,
-                "failed": self.failed,
-                "says": self.says,
-                "layers": 0,
-                "parameters": 0,
-            }
-        example = self.example or first_example(self.m)
-        return {
-            **model_view(self.m, self.name),
-            "ready": True,
-            "failed": False,
-            "says": "",
-            "example": example,
-        }
+        """Return what the page says of it."""
+        if self.m is not None:
+            return model_view(self.m, self.name, self.example or first_example(self.m))
+        loading = {"ready": False, "failed": self.failed, "says": self.says}
+        return {"name": self.name, **loading, "layers": 0, "parameters": 0}
 
 
 def first_example(m: Model) -> dict[str, Any]:
-    """Something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
+    """Return something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
     if m.config.input == "patches":
         return {"image": None}
     if m.tokenizer is None:
@@ -80,13 +69,13 @@ def first_example(m: Model) -> dict[str, Any]:
 
 
 def named_roles(m: Model) -> dict[str, str]:
-    """By head, what it does; heads that do nothing clear are left out."""
+    """Return what each head does, by its name; heads without a clear role are left out."""
     found = head_roles(m)
     return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
 
 
 def first_given(m: Model, text: str | None) -> Any:
-    """What a recording begins with: the text or the image file that was named, or an example."""
+    """Return what a recording begins with: the text or the image file that was named, or an example."""
     if text is not None:
         return text
     example = first_example(m)
@@ -94,14 +83,14 @@ def first_given(m: Model, text: str | None) -> Any:
 
 
 def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
-    """What the page begins with, where it was named; an image file travels as its bytes."""
+    """Return what the page begins with, where it was named; an image file becomes its bytes in base64."""
     if text is None:
         return None
-    body: dict[str, Any] = {"text": text, "target": target, "pair": pair}
     path = Path(text)
     if len(text) < 1000 and path.suffix.lower() in IMAGES and path.is_file():
-        body = {"image": base64.b64encode(path.read_bytes()).decode("ascii")}
-    return {name: value for name, value in body.items() if value is not None}
+        return {"image": base64.b64encode(path.read_bytes()).decode("ascii")}
+    given = {"text": text, "target": target, "pair": pair}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class Session:
@@ -110,7 +99,7 @@ class Session:
     def __init__(self, models: Sequence[Opened]) -> None:
         self.models = list(models)
         self.lock = threading.Lock()
-        self._runs: OrderedDict[str, Run] = OrderedDict()
+        self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
 
     def start(self) -> None:
@@ -122,54 +111,48 @@ class Session:
             opened.open()
         for opened in self.models:
             if opened.m is not None and opened.roles is None:
-                try:
-                    opened.roles = named_roles(
-                        opened.m
-                    )  # without the lock: who listens to a model is a matter of its thread
-                except Exception:  # a page without the names of roles is a page still
+                try:  # without the lock: taps are heard in their own thread only
+                    opened.roles = named_roles(opened.m)
+                except Exception:  # the page works without the names of roles
                     opened.roles = {}
 
     def model(self, number: int = 0) -> Model:
-        """A model that is ready."""
-        if not 0 <= number < len(self.models):
-            raise InputError(f"there is no model {number}: there are {len(self.models)}")
+        """Return a model that is ready."""
+        count = len(self.models)
+        require(0 <= number < count, f"there is no model {number}: there are {count}")
         opened = self.models[number]
         if opened.m is None:
-            raise InputError(
-                opened.says if opened.failed else "the model is still loading: try again in a moment"
-            )
+            loading = "the model is still loading: try again in a moment"
+            raise InputError(opened.says if opened.failed else loading)
         return opened.m
 
     def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """A new run from what the page sends."""
+        """Start a run from what the page sends."""
         number = asked.get("model") or 0
-        if type(number) is not int:
-            raise InputError(f"model {number!r:.40} must be a whole number")
+        require(type(number) is int, f"model {number!r:.40} must be a whole number")
         m = self.model(number)
         given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
         for name, text in (("target", target), ("pair", pair)):
-            if text is not None and (not isinstance(text, str) or len(text) > LONGEST_TEXT):
-                raise InputError(f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
+            short = text is None or (isinstance(text, str) and len(text) <= LONGEST_TEXT)
+            require(short, f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
         opened = self.models[number]
         with self.lock:
-            return self.keep(
-                begin(m, given, target or None, pair or None, roles=lambda: opened.roles or {}), number
-            )
+            run = begin(m, given, target or None, pair or None)
+            return self.keep(replace(run, number=number, roles=lambda: opened.roles or {}))
 
-    def keep(self, run: Run, number: int = 0) -> dict[str, Any]:
-        """Remember a run; the oldest is forgotten when there are many."""
-        if len(run.prepared.tokens) > MOST_TOKENS:
-            raise InputError(
-                f"the text has {len(run.prepared.tokens):,} tokens: the page shows at most {MOST_TOKENS:,}"
-            )
+    def keep(self, run: PageRun) -> dict[str, Any]:
+        """Remember a run; of many, forget the oldest."""
+        count = len(run.prepared.tokens)
+        most = f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}"
+        require(count <= MOST_TOKENS, most)
         name = f"r{next(self._count)}"
         self._runs[name] = run
-        while len(self._runs) > KEPT:
+        if len(self._runs) > KEPT:
             self._runs.popitem(last=False)
-        return {"run": name, "model": number, **run.about()}
+        return run.about(name)
 
-    def run(self, name: str) -> Run:
-        """A run that is remembered."""
+    def run(self, name: str) -> PageRun:
+        """Return a run that is remembered."""
         if name not in self._runs:
             raise KeyError(
                 f"run {name[:20]} is forgotten: the page keeps the latest {KEPT}; type the text again"
@@ -179,54 +162,34 @@ class Session:
 
 
 def _given(m: Model, asked: dict[str, Any]) -> Any:
-    """What the model is to read: a text, token ids, or an image."""
+    """Return what the model is to read: a text, token ids, or an image."""
     if m.config.input == "patches":
         return _image(m, asked.get("image"))
-    ids = asked.get("ids")
-    if ids is not None:
-        if (
-            not isinstance(ids, list)
-            or not ids
-            or len(ids) > MOST_TOKENS
-            or not all(type(token) is int for token in ids)
-        ):
-            raise InputError(f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
-        size = m.model.main.spec.vocab_size
-        if not all(0 <= token < size for token in ids):
-            raise InputError(f"ids must lie between 0 and {size - 1}")
-        return ids
-    text = asked.get("text")
-    if not isinstance(text, str) or len(text) > LONGEST_TEXT:
-        raise InputError(f"text must be a string of at most {LONGEST_TEXT:,} characters")
-    return text
+    ids, text = asked.get("ids"), asked.get("text")
+    if ids is None:
+        short = isinstance(text, str) and len(text) <= LONGEST_TEXT
+        require(short, f"text must be a string of at most {LONGEST_TEXT:,} characters")
+        return text
+    some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(one) is int for one in ids)
+    require(some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
+    size = m.model.main.spec.vocab_size
+    require(all(0 <= token < size for token in ids), f"ids must lie between 0 and {size - 1}")
+    return ids
 
 
 def _image(m: Model, encoded: Any) -> Any:
-    """An image file in base64, or a shape drawn here where none is given."""
+    """Return the pixels of an image file in base64, or of a ring where none is given."""
     config = m.config
     assert config.image_size is not None
     if encoded is None:
         height, width = config.image_size
         y, x = np.mgrid[0:height, 0:width]
-        ring = (
-            np.abs(np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2)
-            < min(height, width) / 10
-        )
+        distance = np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2
+        ring = np.abs(distance) < min(height, width) / 10
         return np.repeat((ring * 255).astype(np.uint8)[:, :, None], config.n_channels, axis=2)
-    if not isinstance(encoded, str):
-        raise InputError("image must be a file in base64")
+    require(isinstance(encoded, str), "image must be a file in base64")
     try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("reading images needs Pillow: pip install pillow") from None
-    try:
-        with Image.open(
-            io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))
-        ) as picture:
-            if picture.width * picture.height > 40_000_000:
-                raise InputError(
-                    f"the image has {picture.width} x {picture.height} pixels: at most 40 million are read"
-                )
-            return np.array(pixels_of(picture, "L" if config.n_channels == 1 else "RGB"))
-    except (OSError, binascii.Error, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"the image cannot be read: {str(error).splitlines()[0][:120]}") from None
+        raw = base64.b64decode(encoded.partition(",")[2] or encoded, validate=True)
+    except ValueError as error:
+        raise InputError(f"the image is not base64: {error}") from None
+    return read_image(io.BytesIO(raw), config.n_channels, "the image", MOST_PIXELS)

@@ -1,7 +1,7 @@
-"""What the page shows, as plain JSON: each view is one function of a run, and each has a path.
+"""What the page shows, as plain JSON: a view is a function of a run and its parameters, with a path.
 
-Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns are packed a byte a value,
-logits as they are.
+Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns are packed a
+byte a value, logits as they are.
 
 Shapes: L layers, H heads, T queries, S keys, V choices.
 """
@@ -9,7 +9,7 @@ Shapes: L layers, H heads, T queries, S keys, V choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, require
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.contributions import contributions
-from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import lens
 from clearhead.inside.names import attentions
 from clearhead.inside.parts.effect import effect
@@ -39,13 +39,14 @@ CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
 
 
-def model_view(m: Model, name: str) -> dict[str, Any]:
-    """What the model is."""
+def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the model is, and what the page begins with."""
     config = m.config
     main = m.model.main.spec
     encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
+    mask = m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None
     return {
-        "name": name,
+        **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
         "family": config.family,
         "head": config.head,
         "task": TASKS.get(config.head or "", "embed"),
@@ -62,35 +63,30 @@ def model_view(m: Model, name: str) -> dict[str, Any]:
         "n_channels": config.n_channels,
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
-        "mask": m.tokenizer.id_to_token(m.special["mask"])
-        if m.tokenizer is not None and "mask" in m.special
-        else None,
+        "mask": mask,
         "attentions": [
             {"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)
         ],
     }
 
 
-def tokens_view(m: Model, tokens: Tokens | None) -> dict[str, Any] | None:
-    """Labels, ids and where in the text each token comes from; tokens that were not typed are read as text."""
+def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
+    """Return labels, ids and the place of each token in the text, which is decoded where nobody typed it."""
     if tokens is None:
         return None
-    text = tokens.text or (
-        m.tokenizer.decode(list(tokens.ids)) if m.tokenizer is not None and tokens.ids else ""
-    )
-    spans = [list(span) for span in tokens.spans]
-    return {
-        "labels": list(tokens.labels),
-        "ids": list(tokens.ids),
-        "spans": spans,
-        "special": list(tokens.special),
-        "text": text,
-    }
+    text = tokens.text
+    if not text and m.tokenizer is not None and tokens.ids:
+        text = m.tokenizer.decode(list(tokens.ids))
+    lists = {name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")}
+    return {**lists, "spans": [list(span) for span in tokens.spans], "text": text}
 
 
 @dataclass(frozen=True)
-class Run:
-    """One input of one model. `given`, `target` and `pair` are what `prepare` took; an answer that the model wrote is kept as ids."""
+class PageRun:
+    """One input of one model; its methods are the views.
+
+    `given`, `target` and `pair` are what `prepare` took; an answer that the model wrote is kept as ids.
+    """
 
     m: Model
     prepared: Prepared
@@ -99,30 +95,30 @@ class Run:
     pair: str | None = None
     cells: int = CELLS
     roles: Callable[[], dict[str, str]] = field(default=dict, compare=False)
+    number: int = 0  # of the model, where the page has two
 
     @cached_property
     def scores(self) -> Tensor:
-        """[columns, V] what the head says, in float32 on the CPU."""
+        """Return the scores of the head [columns, V], in float32 on the CPU."""
         with torch.no_grad():
             return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:
-        """What the head chooses among."""
+        """Return what the head chooses among."""
         return choices_of(self.prepared)
 
-    def about(self) -> dict[str, Any]:
-        """The run itself: its tokens, and where the model is asked."""
+    def about(self, name: str) -> dict[str, Any]:
+        """Return the run itself under this name: its tokens, and where the model is asked."""
         task = TASKS.get(self.m.config.head or "", "embed")
-        column = 0
-        if task in ("next", "fill", "tag"):
-            mask = self.m.special.get("mask")
-            ids = self.prepared.tokens.ids
-            column = ids.index(mask) if task == "fill" and mask in ids else len(self.prepared.tokens) - 1
+        ids, mask = self.prepared.tokens.ids, self.m.special.get("mask")
+        column = len(self.prepared.tokens) - 1 if task in ("next", "fill", "tag") else 0
+        if task == "fill" and mask in ids:
+            column = ids.index(mask)
         columns = list(self.choices.columns) if task != "embed" else []
         pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
         return {
-            "task": task,
+            **{"run": name, "model": self.number, "task": task},
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
             "picture": None if pixels is None else packed_picture(pixels),
@@ -132,7 +128,7 @@ class Run:
         }
 
     def stages(self) -> dict[str, Any]:
-        """The four stages of tokenization, of the text that was typed and of the answer's."""
+        """Return the four stages of tokenization, of the text that was typed and of the answer's."""
         text, tokenizer = self.given, self.m.tokenizer
         if not isinstance(text, str) or tokenizer is None or self.m.config.input == "patches":
             return {"text": None, "target": None}
@@ -143,57 +139,44 @@ class Run:
         }
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
-        """The stages of what the decoder has written, its last one token by token as the decoder reads them: see `prepare`."""
+        """Return the stages of what the decoder has written, the last one as the decoder reads it."""
         start = self.m.start_ids
         body = stages(tokenizer, written).to_dict()
-        begins = [
-            {
-                "token": tokenizer.id_to_token(token),
-                "id": token,
-                "start": 0,
-                "end": 0,
-                "type": 0,
-                "text": None,
-            }
-            for token in start
-        ]
-        return body | {
-            "final": begins + [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]
-        }
+        nowhere = {"start": 0, "end": 0, "type": 0, "text": None}
+        begins = [{"token": tokenizer.id_to_token(token), "id": token, **nowhere} for token in start]
+        written_tokens = [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]
+        return body | {"final": begins + written_tokens}
 
     def trace(self) -> dict[str, Any]:
-        """Every step of the forward pass, without the values."""
+        """Return every step of the forward pass, without the values."""
         body = trace(self.m, self.given, self.target, self.pair, keep_values=()).to_dict()
         return {name: body[name] for name in ("legend", "totals", "difference", "steps")}
 
     def step(self, name: str) -> dict[str, Any]:
-        """The numbers of one step: the corner of its last two axes, of the first of all others."""
+        """Return the numbers of one step: the corner of its last two axes, at index 0 of all others."""
         return self.steps([name])[name]
 
     def steps(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The same for several steps, of one pass."""
+        """Return the numbers of several steps, from one pass."""
         made = trace(self.m, self.given, self.target, self.pair, keep_values=names)
         return {name: _numbers_of(made[name]) for name in names}
 
     def attention(self, kind: str, layer: int) -> dict[str, Any]:
-        """The patterns of one attention [H, T, S]."""
-        return self._heads(self._maps(kind, [layer], self.cells)[0])
+        """Return the patterns of one attention [H, T, S]."""
+        return self.attentions(kind, [layer])[0]
 
-    def attentions(self, kind: str) -> dict[int, dict[str, Any]]:
-        """The same for every layer of a kind, of one pass."""
-        return {each.layer: self._heads(each) for each in self._maps(kind, None, self.cells)}
+    def attentions(self, kind: str, layers: list[int] | None = None) -> list[dict[str, Any]]:
+        """Return the patterns of some or all layers of a kind, from one pass."""
+        return [self._heads(each) for each in maps_of(self.prepared, [kind], layers, self.cells).of(kind)]
 
     def _heads(self, found: LayerMap) -> dict[str, Any]:
-        bits = [head.entropy for head in found.heads()]
-        names = [f"{found.name}.{number}" for number in range(len(found.pattern))]
         roles = self.roles()
         heads = [
-            {"name": name, "role": roles.get(name), "entropy": entropy} for name, entropy in zip(names, bits)
+            {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
+            for one in found.heads()
         ]
         return {
-            "kind": found.kind,
-            "layer": found.layer,
-            "heads": heads,
+            **{"kind": found.kind, "layer": found.layer, "heads": heads},
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),
             "aggregated": found.aggregated,
@@ -201,10 +184,13 @@ class Run:
         }
 
     def thumbnails(self, kind: str) -> dict[str, Any]:
-        """Every head of one kind, small: [L, H, h, w]. A thumbnail's brightest cell is its largest weight."""
-        layers = self._maps(kind, None, THUMBNAIL * THUMBNAIL)
-        most, (height, width) = max(len(each.pattern) for each in layers), layers[0].pattern.shape[-2:]
-        table = np.zeros((len(layers), most, height, width), dtype=np.float32)
+        """Return every head of one kind, small: [L, H, h, w].
+
+        A thumbnail's brightest cell is its largest weight.
+        """
+        layers = maps_of(self.prepared, [kind], None, THUMBNAIL * THUMBNAIL).of(kind)
+        most = max(len(each.pattern) for each in layers)
+        table = np.zeros((len(layers), most, *layers[0].pattern.shape[-2:]), dtype=np.float32)
         for place, each in zip(table, layers):
             place[: len(each.pattern)] = each.pattern
         return {
@@ -217,26 +203,16 @@ class Run:
         }
 
     def rollout(self, kind: str) -> dict[str, Any]:
-        """What each place is made of after the last layer, if attention were all that moves anything."""
+        """Return what each place is made of after the last layer, if attention alone moved information."""
         rolled = maps_of(self.prepared, [kind], None, self.cells).rollout(kind)
-        return {
-            "rows": list(rolled.tokens.labels),
-            "columns": list(rolled.tokens.labels),
-            "pattern": packed_bytes(rolled.last),
-        }
-
-    def _maps(self, kind: str, layers: list[int] | None, cells: int) -> list[LayerMap]:
-        return maps_of(self.prepared, [kind], layers, cells).of(kind)
+        labels = list(rolled.tokens.labels)
+        return {"rows": labels, "columns": labels, "pattern": packed_bytes(rolled.last)}
 
     def lens(self) -> dict[str, Any]:
-        """What the model would say if it stopped after each layer, at each position."""
+        """Return what the model would say if it stopped after each layer, at each position."""
         seen = lens(self.m, self.given, self.target, self.pair, top=5)
-        listed = dict(
-            zip(
-                seen.top.flatten().tolist(),
-                (name for layer in seen.top_names for cell in layer for name in cell),
-            )
-        )
+        named = (name for layer in seen.top_names for cell in layer for name in cell)
+        listed = dict(zip(seen.top.flatten().tolist(), named))
         return {
             "layers": list(seen.layers),
             "columns": list(seen.columns),
@@ -249,7 +225,7 @@ class Run:
         }
 
     def next(self, position: int) -> dict[str, Any]:
-        """The scores at one position, all of them, with the names of the largest."""
+        """Return all scores at one position, with the names of the largest."""
         column = find_column(position, self.choices.columns)
         scores = self.scores[column]
         best = scores.topk(min(LISTED, len(scores))).indices.tolist()
@@ -268,108 +244,106 @@ class Run:
 
     def ablate(
         self,
-        heads: Sequence[str],
-        layers: Sequence[str],
-        feedforwards: Sequence[str],
+        heads: list[str],
+        layers: list[str],
+        feedforwards: list[str],
         how: str,
         position: int,
     ) -> dict[str, Any]:
-        """The scores at one position with parts of the model off, beside those with all of it."""
+        """Return the scores at one position with parts of the model off, beside those of the whole model."""
         seen = effect(
             self.m,
             self.given,
-            heads=list(heads),
-            layers=list(layers),
-            feedforwards=list(feedforwards),
+            heads=heads,
+            layers=layers,
+            feedforwards=feedforwards,
             how=how,  # type: ignore[arg-type]
             target=self.target,
             pair=self.pair,
             position=position,
         )
-        both = seen.before.softmax(-1), seen.after.softmax(-1)
-        best = sorted(
-            {int(i) for p in both for i in p.topk(min(12, len(p))).indices}, key=lambda i: -float(both[0][i])
-        )
+        before, after = seen.before.softmax(-1).tolist(), seen.after.softmax(-1).tolist()
+        likely = {
+            choice
+            for scores in (seen.before, seen.after)
+            for choice in scores.softmax(-1).topk(min(12, len(scores))).indices.tolist()
+        }
         rows = [
-            {"id": i, "label": self.choices.name(i), "before": float(both[0][i]), "after": float(both[1][i])}
-            for i in best
+            {"id": i, "label": self.choices.name(i), "before": before[i], "after": after[i]}
+            for i in sorted(likely, key=lambda i: -before[i])
         ]
         return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
 
     def contributions(self, position: int, token: int | None) -> dict[str, Any]:
-        """What each head, feed-forward and embedding adds to one choice's logit."""
+        """Return what each head, feed-forward and embedding adds to one choice's logit."""
         return contributions(self.m, self.given, token, position, self.target, pair=self.pair).to_dict()
 
-    def extended(self, token: int) -> Run:
-        """The run with one token more."""
-        if self.m.config.head != "lm":
-            raise InputError("only a model that writes can go on: this one reads")
+    def extended(self, token: int) -> PageRun:
+        """Return the run with one token more."""
+        require(self.m.config.head == "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
-        both = self.prepared.source is not None
-        return begin(
-            self.m, self.given if both else ids, ids if both else None, self.pair, self.cells, self.roles
-        )
+        given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
+        longer = begin(self.m, given, target, self.pair)
+        return replace(longer, cells=self.cells, roles=self.roles, number=self.number)
 
 
-def begin(
-    m: Model,
-    given: Any,
-    target: Any = None,
-    pair: str | None = None,
-    cells: int = CELLS,
-    roles: Callable[[], dict[str, str]] = dict,
-) -> Run:
-    """A run; an answer that the model writes by itself is written once."""
+def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
+    """Start a run; an answer that the model writes by itself is written once."""
     prepared = prepare(m, given, target, pair)
     written = list(prepared.tokens.ids) if prepared.source is not None else None
-    return Run(m, prepared, given, written, pair, cells, roles)
+    return PageRun(m, prepared, given, written, pair)
 
 
-def view(run: Run, path: str) -> Any:
-    """A view of a run by its path: "trace", "attention/self/3", "next?position=4". What a number is not finite becomes null."""
-    name, _, query = path.partition("?")
-    options = dict(part.split("=", 1) for part in query.split("&") if "=" in part)
-    parts = name.split("/")
-    known: dict[str, Callable[[], Any]] = {
-        "stages": run.stages,
-        "trace": run.trace,
-        "step": lambda: run.step("/".join(parts[1:])),
-        "attention": lambda: run.attention(parts[1], _whole(parts[2])),
-        "thumbnails": lambda: run.thumbnails(parts[1]),
-        "rollout": lambda: run.rollout(parts[1]),
-        "lens": run.lens,
-        "next": lambda: run.next(_whole(options.get("position", "-1"))),
-        "contributions": lambda: run.contributions(
-            _whole(options.get("position", "-1")), _whole(options["token"]) if "token" in options else None
-        ),
-    }
-    if parts[0] not in known or len(parts) < {"attention": 3, "thumbnails": 2, "rollout": 2, "step": 2}.get(
-        parts[0], 1
-    ):
-        raise InputError(
-            f'there is no view "{path[:80]}"{nearest(parts[0], known)}: views are {", ".join(known)}'
-        )
-    return finite(known[parts[0]]())
-
-
-def _numbers_of(step: TraceStep) -> dict[str, Any]:
-    """A step with its numbers: the corner of the last two axes, of the first of all others."""
-    assert step.value is not None
-    value = step.value
-    while value.ndim > 2:
-        value = value[0]
-    corner = value[..., :CORNER] if value.ndim < 2 else value[:CORNER, :CORNER]
-    axes = step.symbols.split()[-2:]
-    return {
-        **step.to_dict(),
-        "values": packed_floats(corner.numpy()),
-        "cut": corner.numel() < step.value.numel(),
-        "axes": axes,
-    }
-
-
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """Return the whole number that a text states."""
     try:
         return int(text)
     except ValueError:
         raise InputError(f'"{text[:40]}" is no whole number') from None
+
+
+# By the first word of a path: the view, what the further words are, and the options with their defaults.
+VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dict[str, str | None]]] = {
+    "stages": (PageRun.stages, (), {}),
+    "trace": (PageRun.trace, (), {}),
+    "step": (PageRun.step, (str,), {}),
+    "attention": (PageRun.attention, (str, whole), {}),
+    "thumbnails": (PageRun.thumbnails, (str,), {}),
+    "rollout": (PageRun.rollout, (str,), {}),
+    "lens": (PageRun.lens, (), {}),
+    "next": (PageRun.next, (), {"position": "-1"}),
+    "contributions": (PageRun.contributions, (), {"position": "-1", "token": None}),
+}
+
+
+def view(run: PageRun, path: str) -> Any:
+    """Return a view of a run by its path: "trace", "attention/self/3", "next?position=4".
+
+    Numbers that are not finite become null.
+    """
+    name, _, query = path.partition("?")
+    stated = dict(part.split("=", 1) for part in query.split("&") if "=" in part)
+    kind, *words = name.split("/")
+    if kind not in VIEWS or len(words) < len(VIEWS[kind][1]):
+        raise InputError(
+            f'there is no view "{path[:80]}"{nearest(kind, VIEWS)}: views are {", ".join(VIEWS)}'
+        )
+    make, places, defaults = VIEWS[kind]
+    texts = {option: stated.get(option, default) for option, default in defaults.items()}
+    options = {option: None if text is None else whole(text) for option, text in texts.items()}
+    return finite(make(run, *(read(word) for read, word in zip(places, words)), **options))
+
+
+def _numbers_of(step: TraceStep) -> dict[str, Any]:
+    """Return a step with its numbers: the corner of the last two axes, at index 0 of all others."""
+    assert step.value is not None
+    value = step.value
+    while value.ndim > 2:
+        value = value[0]
+    corner = value[(slice(CORNER),) * value.ndim]
+    return {
+        **step.to_dict(),
+        "values": packed_floats(corner.numpy()),
+        "cut": corner.numel() < step.value.numel(),
+        "axes": step.symbols.split()[-2:],
+    }

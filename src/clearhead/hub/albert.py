@@ -1,14 +1,11 @@
 """ALBERT: BERT with a narrow token table, projected up, and layers that share their weights in groups."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bert import BLOCK, SHAPE, SPAN, TAGGER, classes, embedding, masked_head
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Says
+from clearhead.hub.bert import BLOCK, SHAPE, classes, embedding, heads, masked_head
+from clearhead.hub.fields import ACTIVATIONS, field, fixed
 from clearhead.hub.rules import same
 
 THEIRS = "albert.encoder.albert_layer_groups.{i}.albert_layers.0"
-POOLER = same({"albert.pooler": "head.pooler"})
 
 ALBERT = Architecture(
     model_type="albert",
@@ -16,18 +13,18 @@ ALBERT = Architecture(
     prefix="albert.",
     config=(
         *SHAPE,
-        Fixed({"embedding_projection": True}),
-        Says({"inner_group_num": 1}),
-        Field("vocab_size", "vocab_size", 30000),
-        Field("embedding_size", "d_embedding", 128),
-        Field("hidden_size", "d_model", 4096),
-        Field("num_hidden_groups", "layer_groups", 1),
-        Field("num_attention_heads", "n_heads", 64),
-        Field("intermediate_size", "d_ff", 16384),
-        Field("hidden_act", "activation", "gelu_new", ACTIVATIONS),
-        Field("hidden_dropout_prob", "dropout", 0.0),
-        Field("attention_probs_dropout_prob", "attention_dropout", 0.0),
-        Field("max_position_embeddings", "max_positions", 512),
+        fixed({"embedding_projection": True}),
+        fixed(only={"inner_group_num": 1}),
+        field("vocab_size", "vocab_size", 30000),
+        field("embedding_size", "d_embedding", 128),
+        field("hidden_size", "d_model", 4096),
+        field("num_hidden_groups", "layer_groups", 1),
+        field("num_attention_heads", "n_heads", 64),
+        field("intermediate_size", "d_ff", 16384),
+        field("hidden_act", "activation", "gelu_new", ACTIVATIONS),
+        field("hidden_dropout_prob", "dropout", 0.0),
+        field("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        field("max_position_embeddings", "max_positions", 512),
     ),
     rules=(
         *embedding("albert"),
@@ -45,13 +42,7 @@ ALBERT = Architecture(
             }
         ),
     ),
-    heads={
-        "mlm": masked_head("predictions.dense", "predictions.LayerNorm", "predictions"),
-        "classifier": POOLER + TAGGER,
-        "tagger": TAGGER,
-        "span": SPAN,
-        "embedding": POOLER,
-    },
+    heads=heads(masked_head("predictions.dense", "predictions.LayerNorm", "predictions"), "albert.pooler"),
     ignored=("albert.embeddings.position_ids",),
     carried=("albert.pooler.*", "sop_classifier.*"),
 )

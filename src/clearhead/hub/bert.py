@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Json, Labels, Part, Says
+from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rules import Rule, renamed, same
 
 BLOCK = "encoder.blocks.{i}"
 
 
-def classes(name: str) -> dict[str, Json]:
-    """The classes that each encoder of this kind has."""
-    return {
-        f"{name}ForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
-        f"{name}ForSequenceClassification": {
-            "head": "classifier",
-            "pooling": "cls",
-            "pooler": "tanh",
-            "head_bias": True,
-        },
-        f"{name}ForTokenClassification": {"head": "tagger", "head_bias": True},
-        f"{name}ForQuestionAnswering": {"head": "span", "head_bias": True},
-        f"{name}Model": {"head": "embedding", "pooling": "cls", "pooler": "tanh"},
+def classes(name: str, pooler: str = "tanh", **changes: Json) -> dict[str, Json]:
+    """Return the classes that an encoder of this kind has; `changes` replace some, by how their names end."""
+    pooled = {"pooling": "cls", "pooler": pooler}
+    heads: dict[str, Json] = {
+        "ForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
+        "ForSequenceClassification": {"head": "classifier", **pooled, "head_bias": True},
+        "ForTokenClassification": {"head": "tagger", "head_bias": True},
+        "ForQuestionAnswering": {"head": "span", "head_bias": True},
+        "Model": {"head": "embedding", **pooled},
     }
+    return {name + ending: head for ending, head in (heads | changes).items()}
 
 
 KIND: Json = {
@@ -34,41 +31,38 @@ KIND: Json = {
     "bias": True,
     "init": "bert",
 }
-SHAPE: tuple[Part, ...] = (
-    Fixed(KIND),
-    Says({"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
-    Field("vocab_size", "vocab_size", 30522),
-    Field("hidden_size", "d_model", 768),
-    Field("num_hidden_layers", "n_layers", 12),
-    Field("num_attention_heads", "n_heads", 12),
-    Field("intermediate_size", "d_ff", 3072),
-    Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-    Field("type_vocab_size", "n_types", 2, least=1),
-    Field("layer_norm_eps", "norm_eps", 1e-12),
-    Field("hidden_dropout_prob", "dropout", 0.1),
-    Field("attention_probs_dropout_prob", "attention_dropout", 0.1),
-    Field("initializer_range", "init_std", 0.02),
-    Field("tie_word_embeddings", "tie_embeddings", True),
-    Labels(),
+SHAPE: tuple[ConfigPart, ...] = (
+    fixed(KIND),
+    fixed(only={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
+    field("vocab_size", "vocab_size", 30522),
+    field("hidden_size", "d_model", 768),
+    field("num_hidden_layers", "n_layers", 12),
+    field("num_attention_heads", "n_heads", 12),
+    field("intermediate_size", "d_ff", 3072),
+    field("hidden_act", "activation", "gelu", ACTIVATIONS),
+    field("type_vocab_size", "n_types", 2, least=1),
+    field("layer_norm_eps", "norm_eps", 1e-12),
+    field("hidden_dropout_prob", "dropout", 0.1),
+    field("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    field("initializer_range", "init_std", 0.02),
+    field("tie_word_embeddings", "tie_embeddings", True),
+    LABELS,
 )
 
 
 def embedding(name: str) -> tuple[Rule, ...]:
-    """Tables and their norm."""
-    tables = {
-        "word": "embedding.front.tokens",
-        "position": "positions.table",
-        "token_type": "embedding.types",
-    }
-    weights = tuple(
-        Rule(f"{name}.embeddings.{theirs}_embeddings.weight", (f"encoder.{ours}.weight",))
-        for theirs, ours in tables.items()
+    """Return the rules of the tables and their norm."""
+    theirs = f"{name}.embeddings"
+    return (
+        Rule(f"{theirs}.word_embeddings.weight", ("encoder.embedding.front.tokens.weight",)),
+        Rule(f"{theirs}.position_embeddings.weight", ("encoder.positions.table.weight",)),
+        Rule(f"{theirs}.token_type_embeddings.weight", ("encoder.embedding.types.weight",)),
+        *same({f"{theirs}.LayerNorm": "encoder.embedding.norm"}),
     )
-    return weights + same({f"{name}.embeddings.LayerNorm": "encoder.embedding.norm"})
 
 
 def layers(name: str) -> tuple[Rule, ...]:
-    """Attention, feed-forward and their norms."""
+    """Return the rules of attention, feed-forward and their norms."""
     theirs = f"{name}.encoder.layer.{{i}}"
     return same(
         {
@@ -85,44 +79,39 @@ def layers(name: str) -> tuple[Rule, ...]:
 
 
 def masked_head(transform: str, norm: str, out: str) -> tuple[Rule, ...]:
-    """The head that predicts masked tokens. Its bias stands beside the output layer and in it; the latter is used."""
+    """Return the rules of the head that predicts masked tokens.
+
+    Its bias is stored twice; the output layer's own is used.
+    """
     pairs = {transform: "head.transform", norm: "head.norm", f"{out}.decoder": "head.out"}
     return (*same(pairs), Rule(f"{out}.bias", ("head.out.bias",), copy=True))
 
 
-TAGGER, SPAN, POOLER = (
-    same({"classifier": "head.out"}),
-    same({"qa_outputs": "head.out"}),
-    same({"bert.pooler.dense": "head.pooler"}),
-)
+TAGGER, SPAN = same({"classifier": "head.out"}), same({"qa_outputs": "head.out"})
 MASKED = masked_head(
     "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"
 )
-RULES = embedding("bert") + layers("bert")
+
+
+def heads(masked: tuple[Rule, ...], pooler: str) -> dict[str, tuple[Rule, ...]]:
+    """Return the rules of every head, given those for masked tokens and the name of the pooler."""
+    pool = same({pooler: "head.pooler"})
+    return {"mlm": masked, "classifier": pool + TAGGER, "tagger": TAGGER, "span": SPAN, "embedding": pool}
 
 
 def older(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """With the names that norms had in the first checkpoints."""
-    return (
-        rules
-        + renamed(rules, "LayerNorm.gamma", "LayerNorm.weight")
-        + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
-    )
+    """Return the rules, and again with the names that norms had in the first checkpoints."""
+    first = renamed(rules, "LayerNorm.gamma", "LayerNorm.weight")
+    return rules + first + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
 
 
 BERT = Architecture(
     model_type="bert",
     classes=classes("Bert"),
     prefix="bert.",
-    config=(*SHAPE, Field("max_position_embeddings", "max_positions", 512)),
-    rules=older(RULES),
-    heads={
-        "mlm": older(MASKED),
-        "classifier": POOLER + TAGGER,
-        "tagger": TAGGER,
-        "span": SPAN,
-        "embedding": POOLER,
-    },
+    config=(*SHAPE, field("max_position_embeddings", "max_positions", 512)),
+    rules=older(embedding("bert") + layers("bert")),
+    heads=heads(older(MASKED), "bert.pooler.dense"),
     ignored=("bert.embeddings.position_ids",),
     carried=("bert.pooler.*", "cls.seq_relationship.*"),
 )

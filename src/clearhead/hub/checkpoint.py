@@ -1,13 +1,14 @@
 """Checkpoints: a model directory becomes a config and a model, and the other way round.
 
-The model is built on the meta device, where it costs no memory, and each parameter then takes the file's own bytes.
+The model is built on the meta device, where it costs no memory, and each parameter then takes the file's own
+bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +21,15 @@ from torch.overrides import TorchFunctionMode
 from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
-from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes
-from clearhead.hub.files import Entry, open_weights, read_json, write_json, write_weights
+from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes, is_among
+from clearhead.hub.files import read_json, require, write_json
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
-from clearhead.hub.rules import Match, Rule, Same, matches
+from clearhead.hub.rules import Rule, Shape, matches
+from clearhead.hub.weights import Entry, open_weights, write_weights
 from clearhead.model.transformer import Transformer
 
-READERS = 2  # more would hold more copies at once than they gain
-SECTION = "clearhead"  # of config.json: our own config, where no architecture says all of it
+READERS = 2  # threads; more would hold more copies at once than they gain
+SECTION = "clearhead"  # of config.json: our own config, where no architecture expresses all of it
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names
 
 
@@ -38,9 +40,7 @@ class Description:
     theirs: dict[str, Any]
     config: ModelConfig
     architecture: Architecture
-    carried: Mapping[str, Entry] = field(
-        default_factory=dict
-    )  # tensors of other heads in the file it came with
+    carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
 
 
 def describe(folder: Path) -> Description:
@@ -57,17 +57,43 @@ def describe(folder: Path) -> Description:
     architecture = OWN if theirs.get("model_type") == SECTION else architecture_of(theirs)
     if section is None and architecture is not OWN:
         return Description(theirs, architecture.read(theirs), architecture)
-    if not isinstance(section, dict) or not isinstance(section.get("config"), dict):
+    stated = section.get("config") if isinstance(section, dict) else None
+    if not isinstance(stated, dict):
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
-    check_sizes(section["config"])
+    check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(section["config"]), architecture)
+        return Description(theirs, ModelConfig.from_dict(stated), architecture)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
 
+def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the class whose rules read every tensor; unchanged unless there is one kind."""
+    try:
+        entries = open_weights(folder)
+    except CheckpointError:
+        return theirs
+    found: list[tuple[int, dict[str, Any]]] = []
+    for kind, architecture in ARCHITECTURES.items():
+        if theirs.get("model_type") not in (None, kind) or not architecture.names_all(entries):
+            continue
+        for name in architecture.classes:
+            guess = {**theirs, "model_type": kind, "architectures": [name]}
+            try:
+                filling = _fill(folder, Description(guess, architecture.read(guess), architecture), entries)
+            except ClearheadError:
+                continue
+            found.append((len(filling.description.carried), guess))
+    if len({guess["model_type"] for _, guess in found}) != 1:
+        return theirs
+    return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
+
+
+# Loading ----------------------------------------------------------------------------------------------------
+
+
 class _Undrawn(TorchFunctionMode):
-    """Leave fresh weights as they are: on the meta device, drawing them does nothing but import a compiler, for seconds."""
+    """Skip the drawing of fresh weights: on the meta device it only imports a compiler, for seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_"):
@@ -76,7 +102,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 def empty_model(config: ModelConfig) -> Transformer:
-    """A model on the meta device, where it costs no memory, for weights that are at hand."""
+    """Return a model on the meta device, where it costs no memory, for weights that are at hand."""
     with torch.device("meta"), _Undrawn():
         return Transformer(config)
 
@@ -84,258 +110,176 @@ def empty_model(config: ModelConfig) -> Transformer:
 def load_model(
     folder: Path, description: Description, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Description]:
-    """The model of a directory, on the CPU, in the dtype of the file unless `dtype` says otherwise; and what its weights add."""
-    plan = _plan(folder, description, open_weights(folder))
-    description, entries, model, chosen = plan.description, plan.entries, plan.model, plan.chosen
-    parameters = dict(model.named_parameters())
-    wanted = [[tuple(parameters[name].shape) for name in match.ours] for match in chosen]
-    with ThreadPoolExecutor(
-        READERS if dtype is None else 1
-    ) as readers:  # each holds a copy of one tensor, of another size if converted
-        read = readers.map(
-            lambda match, shapes: _read(entries[match.theirs], match, shapes, description.config, dtype),
-            chosen,
-            wanted,
-        )
-        tensors = list(read)
-    for match, shapes, ours in zip(chosen, wanted, tensors):
-        for name, tensor, shape in zip(match.ours, ours, shapes):
-            if tuple(tensor.shape) != shape:
-                theirs = entries[match.theirs].shape
-                raise CheckpointError(
-                    f"{folder}: tensor {match.theirs} has shape {theirs} and {name} needs {shape}: config.json does not fit"
-                )
-            if not tensor.is_floating_point():
-                raise CheckpointError(
-                    f"{folder}: tensor {match.theirs} has dtype {tensor.dtype}: weights must be floating point"
-                )
-            _put(model, name, tensor)
-    model.tie()
-    return model.eval(), description
+    """Return the model of a directory, on the CPU, and the description with what its weights add.
+
+    The dtype is that of the file unless `dtype` is given.
+    """
+    filling = _fill(folder, description, open_weights(folder))
+    readers = READERS if dtype is None else 1  # a converted tensor is a copy besides the file's pages
+    with ThreadPoolExecutor(readers) as pool:
+        loaded = list(pool.map(lambda rule: filling.load(rule, dtype), filling.rules))
+    for rule, tensors in zip(filling.rules, loaded):
+        wrong, shape = f"{folder}: tensor {rule.theirs} has", filling.entries[rule.theirs].shape
+        for name, tensor in zip(rule.ours, tensors):
+            needed, real = filling.shapes[name], tensor.is_floating_point()
+            other = f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit"
+            require(tensor.shape == needed, other)
+            require(real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+            path, _, last = name.rpartition(".")
+            setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
+    filling.model.tie()
+    return filling.model.eval(), filling.description
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Filling:
     """How the tensors of a file fill a model that is still empty."""
 
     description: Description
     entries: dict[str, Entry]
     model: Transformer
-    chosen: list[Match]
+    rules: list[Rule]  # one for each tensor that is read
+    shapes: dict[str, Shape]  # of the model's parameters
+
+    def load(self, rule: Rule, dtype: torch.dtype | None) -> list[Tensor]:
+        """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
+        entry = self.entries[rule.theirs]
+        theirs = entry.read()
+        if not theirs.is_floating_point():
+            return [theirs]
+        try:
+            shapes = [self.shapes[name] for name in rule.ours]
+            ours = rule.operation.load([theirs], shapes, self.description.config)
+        except RuntimeError:  # it cannot be split into those shapes
+            return [theirs]
+        if dtype is not None:
+            ours = [tensor.to(dtype) for tensor in ours]
+        if rule.operation.copies or dtype not in (None, theirs.dtype):
+            entry.release()
+        return ours
 
 
-def _plan(folder: Path, description: Description, entries: dict[str, Entry]) -> _Plan:
-    """Which tensor fills which parameter; an error when one is left over on either side."""
-    architecture = description.architecture
-    if architecture.prefix and not any(name.startswith(architecture.prefix) for name in entries):
-        entries = {
-            architecture.prefix + name: entry for name, entry in entries.items()
-        }  # saved from the bare base model
-    description = _as_stored(_without_pooler(description, entries), entries)
+def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> _Filling:
+    """Decide which tensor fills which parameter; refuse the file when one is left over on either side."""
+    architecture, prefix = description.architecture, description.architecture.prefix
+    if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
+        entries = {prefix + name: entry for name, entry in entries.items()}
+    description = _with_stored_output(_without_pooler(description, entries), entries)
     layers = description.config.layer_groups or description.config.n_layers
-    if layers > len(entries):  # before they are all made
-        raise CheckpointError(
-            f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: they do not belong together"
-        )
+    stated = f"config.json says {layers} layers, and the weights are {len(entries)} tensors"
+    # Before so many layers are built:
+    require(layers <= len(entries), f"{folder}: {stated}: they do not belong together")
     model = empty_model(description.config)
-    parameters = dict(model.named_parameters())
-    chosen, unused = _choose(model, architecture, entries)
-    carried = {name: entries[name] for name in sorted(unused) if architecture.is_carried(name)}
-    unused -= set(carried)
-    _check_complete(parameters, chosen, unused, architecture, folder)
-    return _Plan(dataclasses.replace(description, carried=carried), entries, model, chosen)
-
-
-def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the class added whose rules read every tensor of the file; as it is, where none or several kinds do."""
-    stated = theirs.get("model_type")
-    known = [ARCHITECTURES[kind] for kind in ARCHITECTURES if stated in (None, kind)]
-    found: list[tuple[int, int, dict[str, Any]]] = []
-    try:
-        entries = open_weights(folder)
-    except CheckpointError:
-        return theirs
-    for architecture in known:
-        for name in architecture.classes if architecture.names_all(entries) else ():
-            guess = {**theirs, "model_type": architecture.model_type, "architectures": [name]}
-            try:
-                plan = _plan(folder, Description(guess, architecture.read(guess), architecture), entries)
-            except ClearheadError:
-                continue
-            found.append((len(plan.description.carried), len(found), guess))
-    if len({guess["model_type"] for _, _, guess in found}) != 1:
-        return theirs
-    return min(found)[2]  # the class that leaves the fewest tensors aside
-
-
-def _read(
-    entry: Entry, match: Match, shapes: list[tuple[int, ...]], config: ModelConfig, dtype: torch.dtype | None
-) -> list[Tensor]:
-    """One tensor of the file as ours; where that makes copies, the file's pages are given back at once."""
-    theirs = entry.read()
-    if not theirs.is_floating_point():
-        return [theirs]
-    try:
-        ours = match.operation.load([theirs], shapes, config)
-    except RuntimeError:  # it cannot be cut into those shapes
-        return [theirs]
-    ours = ours if dtype is None else [tensor.to(dtype) for tensor in ours]
-    if match.operation.copies or dtype not in (None, theirs.dtype):
-        entry.release()
-    return ours
+    chosen: dict[str, Rule] = {}
+    unused = set(entries)
+    for rule in _matches(model, architecture):
+        if rule.theirs in entries:
+            unused.discard(rule.theirs)  # a tied tensor that is written twice is read once
+            chosen.setdefault(rule.ours[0], rule)
+    carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
+    unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    filled = {name for rule in chosen.values() for name in rule.ours}
+    missing = [name for name in shapes if name not in filled]
+    if unused:
+        name = min(unused)
+        raise CheckpointError(
+            f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}"
+            f"{nearest(name, architecture.tensor_names())}: config.json and weights do not belong together"
+        )
+    if missing:
+        why = "the file is incomplete, or config.json is another model's"
+        raise CheckpointError(f"{folder}: no tensor fills {missing[0]}{_more(missing)}: {why}")
+    description = dataclasses.replace(description, carried=carried)
+    return _Filling(description, entries, model, list(chosen.values()), shapes)
 
 
 def _without_pooler(description: Description, entries: dict[str, Entry]) -> Description:
-    """The description as it is, or, where a base model's file holds no pooler, that of the same model without."""
+    """Return the description without a pooler where a base model's file holds none; else unchanged."""
     config, theirs = description.config, description.theirs
     expected = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
     if not expected or any(".pooler." in name for name in entries):
         return description
-    return dataclasses.replace(
-        description, config=description.architecture.read({**theirs, POOLER_KEY: False})
-    )
+    without = description.architecture.read({**theirs, POOLER_KEY: False})
+    return dataclasses.replace(description, config=without)
 
 
-def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
-    """The description, or where the file holds an output layer unlike the one described, that of the layer it holds.
+def _with_stored_output(description: Description, entries: dict[str, Entry]) -> Description:
+    """Return the description with the output layer that the file holds: tied or not, with a bias or without.
 
     Some config.json say "tied" of weights that are not: two tensors that differ are two, whatever it says.
     """
     config, architecture = description.config, description.architecture
-    rules = architecture.rules + architecture.heads.get(config.head or "none", ())
-
-    def stored(*ours: str) -> Entry | None:
-        names = [
-            rule.theirs for name in ours for rule in rules if rule.ours == (name,) and rule.counts(config)
-        ]
-        return next((entries[name] for name in names if name in entries), None)
-
     if config.head not in ("lm", "mlm"):
         return description
-    table = stored("decoder.embedding.front.tokens.weight", "encoder.embedding.front.tokens.weight")
-    out = stored("head.out.weight")
-    if (
-        config.tie_embeddings
-        and table is not None
-        and out is not None
-        and not torch.equal(table.read(), out.read())
-    ):
+    stored = {
+        rule.ours: entries[rule.theirs]
+        for rule in reversed(architecture.rules_for(config))
+        if rule.theirs in entries
+    }
+    stacks = ("decoder", "encoder")
+    tables = [stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in stacks]
+    table, out = tables[0] or tables[1], stored.get(("head.out.weight",))
+    if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
         config = config.replace(tie_embeddings=False)
-    if config.head_bias and "head_bias" in architecture.open and stored("head.out.bias") is None:
+    if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
         config = config.replace(head_bias=False)
     return dataclasses.replace(description, config=config)
 
 
-def _choose(
-    model: Transformer, architecture: Architecture, entries: dict[str, Entry]
-) -> tuple[list[Match], set[str]]:
-    """The rule that fills each parameter, and the tensors of the file that none of them reads."""
-    canonical = _canonical_names(model)
-    chosen: dict[str, Match] = {}
-    unused = set(entries)
-    for match in matches(rules_of(architecture, model), canonical):
-        if match.theirs not in entries:
-            continue
-        unused.discard(match.theirs)  # a tied tensor that is written twice is read once
-        ours = tuple(canonical[name] for name in match.ours)
-        if ours[0] not in chosen:
-            chosen[ours[0]] = Match(match.theirs, ours, match.operation)
-    return list(chosen.values()), {name for name in unused if not architecture.is_ignored(name)}
-
-
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
-    """The rules of an architecture that count for this model; our own format has each parameter under its own name."""
-    head = architecture.heads.get(model.config.head or "none", ())
-    counting = tuple(rule for rule in architecture.rules + head if rule.counts(model.config))
-    return counting or tuple(Rule(name, (name,), Same()) for name, _ in model.named_parameters())
+    """Return the rules that apply to this model; our own format has each parameter under its own name."""
+    own = tuple(Rule(name, (name,)) for name, _ in model.named_parameters())
+    return architecture.rules_for(model.config) or own
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name a parameter goes by -> the one under which it is listed first."""
+def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
+    """Yield the rules with layers and experts filled in; tied parameters go by their first name."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    for rule in matches(rules_of(architecture, model), names):
+        yield dataclasses.replace(rule, ours=tuple(names[name] for name in rule.ours))
 
 
-def _check_complete(
-    parameters: dict[str, Any],
-    chosen: list[Match],
-    unused: set[str],
-    architecture: Architecture,
-    folder: Path,
-) -> None:
-    filled = {name for match in chosen for name in match.ours}
-    missing = [name for name in parameters if name not in filled]
-    if unused:
-        name = min(unused)
-        known = [
-            rule.theirs for rules in (architecture.rules, *architecture.heads.values()) for rule in rules
-        ]
-        raise CheckpointError(
-            f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}{nearest(name, known)}: "
-            f"config.json and the weights do not belong together"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{folder}: no tensor fills {missing[0]}{_more(missing)}: the file is incomplete, or config.json is another model's"
-        )
-
-
-def _more(names: Any) -> str:
+def _more(names: Collection[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Parameter(tensor))
-
-
-# Saving ---------------------------------------------------------------------------------------------------------------
+# Saving -----------------------------------------------------------------------------------------------------
 
 
 def exported_config(
     config: ModelConfig, original: Description | None = None
 ) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture to save as, and its config.json.
+    """Return the architecture to save as, and its config.json.
 
-    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture says all
-    of our config, a section of our own does.
+    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture
+    expresses all of our config, a section of our own does.
     """
-    known = original is not None and original.config == config
-    if known and original is not None:
+    if original is not None and original.config == config:
         return original.architecture, dict(original.theirs)
     architecture, differences = nearest_to(config)
-    if architecture is None or differences:
-        return OWN, {
-            "architectures": list(OWN.classes),
-            "model_type": SECTION,
-            SECTION: {"config": config.to_dict()},
-        }
-    theirs = architecture.write(config)
-    assert theirs is not None
+    own = {SECTION: {"config": config.to_dict()}}
+    theirs = None if architecture is None or differences else architecture.write(config)
+    if architecture is None or theirs is None:
+        return OWN, {"architectures": list(OWN.classes), "model_type": SECTION, **own}
     if architecture.read(theirs) != config:  # it computes the same, and would train differently
-        theirs[SECTION] = {"config": config.to_dict()}
+        theirs |= own
     return architecture, theirs
 
 
 def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
-    """What a model is saved as, and, where no architecture is exactly it, which fields stand in the way."""
+    """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
     architecture, theirs = exported_config(config, original)
     if architecture is not OWN:
         return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
     closest, differences = nearest_to(config)
-    if closest is None:
-        return (
-            SECTION,
-            "no Hugging Face architecture has this family and head, so its config.json carries clearhead's own section",
-        )
-    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
-    return (
-        SECTION,
-        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}",
-    )
+    why = "no Hugging Face architecture has this family and head, so config.json has clearhead's own section"
+    if closest is not None:
+        listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+        why = f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+    return SECTION, why
 
 
 def save_model(
@@ -347,49 +291,39 @@ def save_model(
     dtype: torch.dtype | None = None,
     carried: Mapping[str, Entry] | None = None,
 ) -> None:
-    """config.json and the weights, into a folder that exists; `carried` tensors are written as they are."""
+    """Write config.json and the weights into a folder that exists; `carried` tensors stay as they are."""
     carried = carried or {}
-    made = dict(export_state(model, architecture))
+    rules = export_state(model, architecture)
     parameters = dict(model.named_parameters())
-    kinds = {name: dtype or parameters[match.ours[0]].dtype for name, match in made.items()}
-    kinds |= {name: dtype or entry.dtype for name, entry in carried.items()}
-    sizes = {
-        name: sum(parameters[ours].numel() for ours in match.ours) * kinds[name].itemsize
-        for name, match in made.items()
-    }
-    sizes |= {name: math.prod(entry.shape) * kinds[name].itemsize for name, entry in carried.items()}
-    base = bool(architecture.prefix) and model.config.head in ("none", "embedding")
+    dtypes = {name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()}
+    dtypes |= {name: dtype or entry.dtype for name, entry in carried.items()}
+    counts = {name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()}
+    counts |= {name: math.prod(entry.shape) for name, entry in carried.items()}
+    base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 
     def make(name: str) -> Tensor:
-        name = architecture.prefix + name if base else name
+        name = base + name
         if name in carried:
-            return carried[name].read().to(kinds[name])
-        match = made[name]
-        tensor = match.operation.save(
-            [parameters[ours].detach().to(kinds[name]).cpu() for ours in match.ours], model.config
-        )[0]
-        return (
-            tensor.clone() if match.copy else tensor
-        )  # the format has no place for two names of the same bytes
+            return carried[name].read().to(dtypes[name])
+        rule = rules[name]
+        ours = [parameters[each].detach().to(dtypes[name]).cpu() for each in rule.ours]
+        tensor = rule.operation.save(ours, model.config)[0]
+        return tensor.clone() if rule.copy else tensor  # the format cannot give the same bytes two names
 
-    if base:
-        sizes = {name.removeprefix(architecture.prefix): size for name, size in sizes.items()}
+    sizes = {name.removeprefix(base): count * dtypes[name].itemsize for name, count in counts.items()}
     write_weights(folder, sizes, make, shard_size)
-    write_json(
-        folder / "config.json", {**theirs, "dtype": str(next(iter(kinds.values()))).removeprefix("torch.")}
-    )
+    stated = str(next(iter(dtypes.values()))).removeprefix("torch.")
+    write_json(folder / "config.json", {**theirs, "dtype": stated})
 
 
-def export_state(model: Transformer, architecture: Architecture) -> dict[str, Match]:
-    """By their name, how each tensor of the checkpoint is made of our parameters; each parameter is written once."""
-    canonical = _canonical_names(model)
-    made: dict[str, Match] = {}
+def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:
+    """Return the rule that makes each tensor of the checkpoint, by name; each parameter is written once."""
+    made: dict[str, Rule] = {}
     written: set[str] = set()
-    for match in matches(rules_of(architecture, model), canonical):
-        ours = tuple(canonical[name] for name in match.ours)
-        if ours[0] not in written or match.copy:
-            written.update(ours)
-            made[match.theirs] = Match(match.theirs, ours, match.operation, match.copy)
+    for rule in _matches(model, architecture):
+        if rule.ours[0] not in written or rule.copy:
+            written.update(rule.ours)
+            made[rule.theirs] = rule
     missing = [name for name, _ in model.named_parameters() if name not in written]
     if missing:
         raise CheckpointError(f"no rule of {architecture.model_type} writes {missing[0]}{_more(missing)}")

@@ -1,45 +1,31 @@
 """DistilBERT: BERT's encoder without segments and without a pooler, under names of its own."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bert import BLOCK, KIND, SPAN, TAGGER
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels
+from clearhead.hub.bert import BLOCK, KIND, SPAN, TAGGER, classes
+from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed
 from clearhead.hub.rules import Rule, same
 
 THEIRS = "distilbert.transformer.layer.{i}"
 
 DISTILBERT = Architecture(
     model_type="distilbert",
-    classes={
-        "DistilBertForMaskedLM": {"head": "mlm", "head_transform": True, "head_bias": True},
-        "DistilBertForSequenceClassification": {
-            "head": "classifier",
-            "pooling": "cls",
-            "pooler": "relu",
-            "head_bias": True,
-        },
-        "DistilBertForTokenClassification": {"head": "tagger", "head_bias": True},
-        "DistilBertForQuestionAnswering": {"head": "span", "head_bias": True},
-        "DistilBertModel": {"head": "none"},
-    },
+    classes=classes("DistilBert", pooler="relu", Model={"head": "none"}),
     prefix="distilbert.",
     config=(
-        Fixed(
-            {**KIND, "norm_eps": 1e-12}
-        ),  # sinusoidal_pos_embds says how the table began; it is stored like any other
-        Field("vocab_size", "vocab_size", 30522),
-        Field("max_position_embeddings", "max_positions", 512),
-        Field("dim", "d_model", 768),
-        Field("n_layers", "n_layers", 6),
-        Field("n_heads", "n_heads", 12),
-        Field("hidden_dim", "d_ff", 3072),
-        Field("activation", "activation", "gelu", ACTIVATIONS),
-        Field("dropout", "dropout", 0.1),
-        Field("attention_dropout", "attention_dropout", 0.1),
-        Field("initializer_range", "init_std", 0.02),
-        Field("tie_word_embeddings", "tie_embeddings", True),
-        Labels(),
+        # sinusoidal_pos_embds says how the position table was initialised; it is stored like any other.
+        fixed({**KIND, "norm_eps": 1e-12}),
+        field("vocab_size", "vocab_size", 30522),
+        field("max_position_embeddings", "max_positions", 512),
+        field("dim", "d_model", 768),
+        field("n_layers", "n_layers", 6),
+        field("n_heads", "n_heads", 12),
+        field("hidden_dim", "d_ff", 3072),
+        field("activation", "activation", "gelu", ACTIVATIONS),
+        field("dropout", "dropout", 0.1),
+        field("attention_dropout", "attention_dropout", 0.1),
+        field("initializer_range", "init_std", 0.02),
+        field("tie_word_embeddings", "tie_embeddings", True),
+        LABELS,
     ),
     rules=(
         Rule("distilbert.embeddings.word_embeddings.weight", ("encoder.embedding.front.tokens.weight",)),
@@ -47,10 +33,7 @@ DISTILBERT = Architecture(
         *same(
             {
                 "distilbert.embeddings.LayerNorm": "encoder.embedding.norm",
-                f"{THEIRS}.attention.q_lin": f"{BLOCK}.attention.q",
-                f"{THEIRS}.attention.k_lin": f"{BLOCK}.attention.k",
-                f"{THEIRS}.attention.v_lin": f"{BLOCK}.attention.v",
-                f"{THEIRS}.attention.out_lin": f"{BLOCK}.attention.out",
+                **{f"{THEIRS}.attention.{x}_lin": f"{BLOCK}.attention.{x}" for x in ("q", "k", "v", "out")},
                 f"{THEIRS}.sa_layer_norm": f"{BLOCK}.attention_residual.after",
                 f"{THEIRS}.ffn.lin1": f"{BLOCK}.feedforward.up",
                 f"{THEIRS}.ffn.lin2": f"{BLOCK}.feedforward.down",

@@ -1,22 +1,22 @@
-"""Texts as a tokenizer sees them: pairs cut to fit, long texts in overlapping windows, with offsets and segment types."""
+"""Encodings with offsets and segment types: pairs truncated to fit, long texts in overlapping windows."""
 
 from __future__ import annotations
 
 from tokenizers import Encoding, Tokenizer
 
-from clearhead.errors import InputError
+from clearhead.errors import require
 from clearhead.hub.tokenizer import clean
 
 
 def encoding_of(tokenizer: Tokenizer, text: str | list[str], special: bool = False) -> Encoding:
-    """One text, or a list of words, with its special tokens or without."""
+    """Encode one text, or a list of words, with its special tokens or without."""
     if isinstance(text, str):
         return tokenizer.encode(clean(text), add_special_tokens=special)
     return tokenizer.encode([clean(word) for word in text], is_pretokenized=True, add_special_tokens=special)
 
 
 def framed(tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = None) -> Encoding:
-    """A text or a pair with its special tokens; what is longer loses its end until all fits."""
+    """Encode a text or a pair with its special tokens; the longer one is truncated until all fits."""
     parts = [encoding_of(tokenizer, part) for part in ((text,) if pair is None else (text, pair))]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=pair is not None)
     lengths = [len(part) for part in parts]
@@ -30,27 +30,24 @@ def framed(tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = 
 def windows(
     tokenizer: Tokenizer, max_length: int, text: str | list[str], stride: int, question: str | None = None
 ) -> list[tuple[int, Encoding]]:
-    """A text in pieces that fit, each with its special tokens and the question before it; and the token each begins with.
+    """Encode a text in windows that fit, each with its special tokens and the question before it.
+
+    Return (number of the first token, encoding) for each.
 
     Neighbours share `stride` tokens, half a window at most.
     """
-    if stride < 0:
-        raise InputError(f"stride {stride} is negative: it is the number of tokens that two windows share")
+    require(stride >= 0, f"stride {stride} is negative: it is the number of tokens that two windows share")
     first = None if question is None else encoding_of(tokenizer, question)
-    taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + (
-        0 if first is None else len(first)
-    )
+    taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + len(first or [])
     room = max_length - taken
-    if room < 1:
-        raise InputError(
-            f"a question takes {taken} tokens with the special ones, and a window has {max_length}: shorten it"
-        )
+    fit = f"a question takes {taken} tokens, special ones too, and a window has {max_length}: shorten it"
+    require(room >= 1, fit)
     stride = min(stride, room // 2)
     whole = encoding_of(tokenizer, text)
     whole.truncate(room, stride=stride)
     pieces = [whole, *whole.overflowing]
-    made = [
+    framed_pieces = [
         tokenizer.post_process(piece) if first is None else tokenizer.post_process(first, piece)
         for piece in pieces
     ]
-    return [(number * (room - stride), piece) for number, piece in enumerate(made)]
+    return [(number * (room - stride), piece) for number, piece in enumerate(framed_pieces)]

@@ -1,72 +1,44 @@
-"""Falcon: attention and feed-forward side by side after one norm or one each; few key/value heads, fused with the queries."""
-
-from __future__ import annotations
+"""Falcon: attention and feed-forward side by side, few key/value heads, stored with their queries."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed, Says
-from clearhead.hub.llama import classes, sizes
-from clearhead.hub.rope import Rope
-from clearhead.hub.rules import Rule, SplitHeads, same, split
+from clearhead.hub.fields import ACTIVATIONS, cases, field, fixed
+from clearhead.hub.llama import BLOCK, INV_FREQ, QKV, TOKENS, classes, heads, sizes
+from clearhead.hub.rope import rope
+from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
 
-BLOCK, THEIRS = "decoder.blocks.{i}", "transformer.h.{i}"
-NEW, MULTI_QUERY, PARALLEL, NORMS = (
-    "new_decoder_architecture",
-    "multi_query",
-    "parallel_attn",
-    "num_ln_in_parallel_attn",
-)
+THEIRS = "transformer.h.{i}"
+NEW, MULTI_QUERY, PARALLEL = "new_decoder_architecture", "multi_query", "parallel_attn"
+NORMS = "num_ln_in_parallel_attn"
+ONE_NORM = {"parallel": True, "parallel_norms": 1}
 
 FALCON = Architecture(
     model_type="falcon",
     classes=classes("Falcon"),
     prefix="transformer.",
     config=(
-        Fixed(
-            {
-                "family": "decoder",
-                "positions": "rope",
-                "norm": "layernorm",
-                "norm_position": "pre",
-                "bias": False,
-                "norm_bias": True,
-            }
-        ),
-        Says({"alibi": False}),
+        fixed({"bias": False, "norm_bias": True}),
+        fixed(only={"alibi": False}),
         *sizes(vocab_size=65024, hidden_size=4544, num_attention_heads=71, tie_word_embeddings=True),
-        Field("ffn_hidden_size", "d_ff", None),
-        Field("activation", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_epsilon", "norm_eps", 1e-5),
-        Field("hidden_dropout", "dropout", 0.0),
-        Field("bias", "qkv_bias", False),
-        Field("bias", "attention_out_bias", False),
-        Field("bias", "feedforward_bias", False),
-        Rope(),
-        Field("num_kv_heads", "n_kv_heads", None),
-        Cases(
+        field("ffn_hidden_size", "d_ff", None),
+        field("activation", "activation", "gelu", ACTIVATIONS),
+        field("layer_norm_epsilon", "norm_eps", 1e-5),
+        field("hidden_dropout", "dropout", 0.0),
+        *(field("bias", ours, False) for ours in ("qkv_bias", "attention_out_bias", "feedforward_bias")),
+        rope(),
+        field("num_kv_heads", "n_kv_heads", None),
+        cases(
             {NEW: False, MULTI_QUERY: True, PARALLEL: True, NORMS: 2},
-            (
-                (
-                    {NEW: False, MULTI_QUERY: True, PARALLEL: True},
-                    {"n_kv_heads": 1, "parallel": True, "parallel_norms": 1},
-                ),
-                ({NEW: False, MULTI_QUERY: True, PARALLEL: False}, {"n_kv_heads": 1, "parallel": False}),
-                ({NEW: True, PARALLEL: True, NORMS: 2}, {"parallel": True, "parallel_norms": 2}),
-                ({NEW: True, PARALLEL: True, NORMS: 1}, {"parallel": True, "parallel_norms": 1}),
-                (
-                    {NEW: False, MULTI_QUERY: False, PARALLEL: True},
-                    {"n_kv_heads": None, "parallel": True, "parallel_norms": 1},
-                ),
-                ({NEW: False, MULTI_QUERY: False, PARALLEL: False}, {"n_kv_heads": None, "parallel": False}),
-            ),
+            ({NEW: False, MULTI_QUERY: True, PARALLEL: True}, {"n_kv_heads": 1, **ONE_NORM}),
+            ({NEW: False, MULTI_QUERY: True, PARALLEL: False}, {"n_kv_heads": 1, "parallel": False}),
+            ({NEW: True, PARALLEL: True, NORMS: 2}, {"parallel": True, "parallel_norms": 2}),
+            ({NEW: True, PARALLEL: True, NORMS: 1}, ONE_NORM),
+            ({NEW: False, MULTI_QUERY: False, PARALLEL: True}, {"n_kv_heads": None, **ONE_NORM}),
+            ({NEW: False, MULTI_QUERY: False, PARALLEL: False}, {"n_kv_heads": None, "parallel": False}),
         ),
     ),
     rules=(
-        Rule("transformer.word_embeddings.weight", ("decoder.embedding.front.tokens.weight",)),
-        *split(
-            f"{THEIRS}.self_attention.query_key_value",
-            [f"{BLOCK}.attention.{x}" for x in "qkv"],
-            SplitHeads(),
-        ),
+        Rule("transformer.word_embeddings.weight", TOKENS),
+        *joined(f"{THEIRS}.self_attention.query_key_value", QKV, HEAD_GROUPS),
         *same(
             {
                 f"{THEIRS}.self_attention.dense": f"{BLOCK}.attention.out",
@@ -90,10 +62,6 @@ FALCON = Architecture(
             when={"parallel_norms": 2},
         ),
     ),
-    heads={
-        "lm": same({"lm_head": "head.out"}),
-        "classifier": same({"score": "head.out"}),
-        "tagger": same({"classifier": "head.out"}),
-    },
-    ignored=("*.rotary_emb.inv_freq",),
+    heads=heads(),
+    ignored=(INV_FREQ,),
 )

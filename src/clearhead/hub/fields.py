@@ -1,35 +1,21 @@
 """Fields: how `config.json` and `ModelConfig` become each other, as reversible data.
 
-Each part reads some keys of theirs into some fields of ours and writes them back. An architecture is a list of parts.
+A part is two functions: one reads some keys of theirs into some fields of ours, the other writes them back.
+An architecture is a list of parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError
+from clearhead.hub.files import require
 
 Json = dict[str, Any]
-
-
-class Part(Protocol):
-    """One piece of a config, both ways."""
-
-    def read(self, theirs: Json) -> Json:
-        """Fields of ours, from config.json."""
-
-    def write(self, config: ModelConfig) -> Json:
-        """Keys of theirs, from our config."""
-
-
-class _Required:
-    pass
-
-
-REQUIRED = _Required()
+REQUIRED = object()
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -44,280 +30,274 @@ ACTIVATIONS = {
 }
 
 
+def _nothing(_: object) -> Json:
+    return {}
+
+
 @dataclass(frozen=True)
-class Field:
-    """Their key and our field hold one value, perhaps under another name; `default` is theirs when the key is absent."""
+class ConfigPart:
+    """One piece of a config, both ways."""
 
-    theirs: str
-    ours: str
-    default: Any = REQUIRED
-    names: Mapping[Any, Any] | None = None  # their word -> our word; the first of several is written
-    least: int | None = None  # a smaller number is no model of theirs
-    null: bool = False  # is their null a value of its own, and not the same as an absent key?
-    otherwise: str | None = None  # the key that holds the value where theirs is absent
+    read: Callable[[Json], Json] = _nothing  # config.json -> fields of ours
+    write: Callable[[ModelConfig], Json] = _nothing  # our config -> keys of theirs
 
-    def read(self, theirs: Json) -> Json:
-        """One field; their null counts as absent where there is a default, unless `null` says otherwise."""
-        value = theirs.get(self.theirs)
-        if value is None and self.otherwise is not None:
-            value = theirs.get(self.otherwise)
-        if value is None and not (self.null and self.theirs in theirs):
-            if isinstance(self.default, _Required):
-                raise CheckpointError(
-                    f'config.json lacks "{self.theirs}", which says {self.ours}: it is not a complete checkpoint'
-                )
-            value = self.default
-        if self.names is not None and value is not None:
-            if value not in self.names:
-                raise CheckpointError(
-                    f'config.json has {self.theirs} "{value}": supported are {", ".join(map(str, self.names))}'
-                )
-            value = self.names[value]
-        return {self.ours: self._checked(value)}
 
-    def write(self, config: ModelConfig) -> Json:
-        """One key."""
-        value = getattr(config, self.ours)
-        if self.names is not None:
-            value = next((theirs for theirs, ours in self.names.items() if ours == value), None)
-        return {self.theirs: self._checked(value)}
+def field(
+    theirs: str,
+    ours: str,
+    default: Any = REQUIRED,
+    names: Mapping[Any, Any] | None = None,
+    least: int | None = None,
+    null: bool = False,
+    otherwise: str | None = None,
+) -> ConfigPart:
+    """Return the part for a key of theirs that holds the value of a field of ours.
 
-    def _checked(self, value: Any) -> Any:
-        if self.least is not None and value < self.least:
-            raise CheckpointError(
-                f"config.json has {self.theirs} {value}: this architecture needs {self.least} at least"
-            )
+    Args:
+        theirs: their key.
+        ours: our field.
+        default: the value when the key is absent; without one, the key is required.
+        names: their word -> our word; the first of several is written.
+        least: the smallest number that this architecture can have.
+        null: their null is a value of its own, and not the same as an absent key.
+        otherwise: the key that holds the value where theirs is absent.
+    """
+
+    def checked(value: Any) -> Any:
+        small = f"config.json has {theirs} {value}: this architecture needs {least} at least"
+        require(least is None or value >= least, small)
         return value
 
+    def read(config_json: Json) -> Json:
+        value = config_json.get(theirs)
+        if value is None and otherwise is not None:
+            value = config_json.get(otherwise)
+        if value is None and not (null and theirs in config_json):
+            value = default
+        missing = f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint'
+        require(value is not REQUIRED, missing)
+        if names is not None and value is not None:
+            supported = ", ".join(map(str, names))
+            require(value in names, f'config.json has {theirs} "{value}": supported are {supported}')
+            value = names[value]
+        return {ours: checked(value)}
 
-@dataclass(frozen=True)
-class Fixed:
-    """What this architecture always is, in our words; nothing of it stands in config.json."""
+    def write(config: ModelConfig) -> Json:
+        value = getattr(config, ours)
+        if names is not None:
+            value = next((word for word, name in names.items() if name == value), None)
+        return {theirs: checked(value)}
 
-    values: Json
-
-    def read(self, theirs: Json) -> Json:
-        """Always the same."""
-        return dict(self.values)
-
-    def write(self, config: ModelConfig) -> Json:
-        """Nothing."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Written:
-    """Keys we write and do not read: without them, other readers would take a default that does not fit every model."""
-
-    values: Json
-
-    def read(self, theirs: Json) -> Json:
-        """Nothing."""
-        return {}
-
-    def write(self, config: ModelConfig) -> Json:
-        """Always the same."""
-        return dict(self.values)
+    return ConfigPart(read, write)
 
 
-@dataclass(frozen=True)
-class Says:
-    """Keys that must have this value, or be null or absent: their other values are other computations, which we do not have."""
+def fixed(
+    ours: Mapping[str, Any] | None = None,
+    written: Mapping[str, Any] | None = None,
+    only: Mapping[str, Any] | None = None,
+) -> ConfigPart:
+    """Return the part for what never varies in this architecture.
 
-    values: Json
-    write_them: bool = False
+    Args:
+        ours: fields that config.json does not mention.
+        written: keys that we write for other readers, because their defaults do not fit every model.
+        only: keys that must have this value, or be null or absent: we compute nothing else.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """Nothing, or an error."""
-        for key, value in self.values.items():
-            if theirs.get(key) not in (None, value):
-                raise CheckpointError(
-                    f"config.json has {key} {theirs[key]!r}: only {value!r} is supported for this architecture"
-                )
-        return {}
+    def read(config_json: Json) -> Json:
+        for key, value in (only or {}).items():
+            stated = config_json.get(key)
+            supported = f"only {value!r} is supported for this architecture"
+            require(stated in (None, value), f"config.json has {key} {stated!r}: {supported}")
+        return dict(ours or {})
 
-    def write(self, config: ModelConfig) -> Json:
-        """The value, where it must be spelled out."""
-        return dict(self.values) if self.write_them else {}
-
-
-@dataclass(frozen=True)
-class Power:
-    """Our field is their number to a power: query_pre_attn_scalar 256 is attention_scale 256^-1/2."""
-
-    theirs: str
-    ours: str
-    power: float
-    default: Any = REQUIRED
-    whole: bool = False  # can their number be a whole one only?
-
-    def read(self, theirs: Json) -> Json:
-        """Their number, raised."""
-        value = Field(self.theirs, self.ours, self.default).read(theirs)[self.ours]
-        return {self.ours: float(value) ** self.power}
-
-    def write(self, config: ModelConfig) -> Json:
-        """Our number, lowered, and whole where it nearly is."""
-        value = getattr(config, self.ours) ** (1 / self.power)
-        return {
-            self.theirs: round(value)
-            if self.whole or abs(value - round(value)) < 1e-6 * abs(value)
-            else value
-        }
+    return ConfigPart(read, lambda config: dict(written or {}))
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A switch of theirs that multiplies by a power of d_model when on: our number is that, or 1."""
+def power(
+    theirs: str, ours: str, exponent: float, default: Any = REQUIRED, whole: bool = False
+) -> ConfigPart:
+    """Return the part for a field that is their number to a power.
 
-    theirs: str | None  # None: there is no switch, and it is always on
-    ours: str
-    power: float
-    default: bool = True
-    width: str = "hidden_size"
-    otherwise: str | None = None  # the switch that decides where theirs is absent
+    For example, query_pre_attn_scalar 256 is attention_scale 256^-1/2. With `whole`, their number must be a
+    whole one; otherwise it is written as one where it nearly is.
+    """
+    stated = field(theirs, ours, default)
 
-    def read(self, theirs: Json) -> Json:
-        """1, or the power."""
-        default = theirs.get(self.otherwise, self.default) if self.otherwise is not None else self.default
-        on = theirs.get(self.theirs, default) if self.theirs is not None else True
-        return {self.ours: float(theirs[self.width]) ** self.power if on else 1.0}
+    def write(config: ModelConfig) -> Json:
+        value = getattr(config, ours) ** (1 / exponent)
+        nearly_whole = abs(value - round(value)) < 1e-6 * abs(value)
+        return {theirs: round(value) if whole or nearly_whole else value}
 
-    def write(self, config: ModelConfig) -> Json:
-        """On or off."""
-        return {self.theirs: getattr(config, self.ours) != 1.0} if self.theirs is not None else {}
+    return ConfigPart(lambda config_json: {ours: float(stated.read(config_json)[ours]) ** exponent}, write)
 
 
-@dataclass(frozen=True)
-class Cases:
-    """A few of their keys together decide a few of our fields: rows of (theirs, ours). The first that fits counts, either way."""
+def scaled(
+    theirs: str | None,
+    ours: str,
+    exponent: float,
+    default: bool = True,
+    width: str = "hidden_size",
+    otherwise: str | None = None,
+) -> ConfigPart:
+    """Return the part for a switch of theirs: on, our number is a power of d_model; off, it is 1.
 
-    defaults: Json  # what it means when a key of theirs is absent or null
-    rows: tuple[
-        tuple[Json, Json], ...
-    ]  # a None of ours is derived by the config, and fits whatever that gave
+    Without `theirs` there is no switch, and it is always on; `otherwise` is the switch that decides where
+    theirs is absent.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """The fields of the row their keys agree with."""
+    def read(config_json: Json) -> Json:
+        usual = default if otherwise is None else config_json.get(otherwise, default)
+        on = theirs is None or config_json.get(theirs, usual)
+        return {ours: float(config_json[width]) ** exponent if on else 1.0}
+
+    return ConfigPart(read, lambda config: {} if theirs is None else {theirs: getattr(config, ours) != 1.0})
+
+
+def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
+    """Return the part for keys of theirs that together decide fields of ours: rows of (theirs, ours).
+
+    The first row that fits counts, either way. `defaults` are the values of keys that are absent or null. A
+    field that is None in a row is derived by the config: any value of it fits.
+    """
+
+    def read(config_json: Json) -> Json:
         stated = {
-            key: default if theirs.get(key) is None else theirs[key] for key, default in self.defaults.items()
+            **defaults,
+            **{key: config_json[key] for key in defaults if config_json.get(key) is not None},
         }
-        for row, ours in self.rows:
-            if all(stated[key] == value for key, value in row.items()):
+        for theirs, ours in rows:
+            if all(stated[key] == value for key, value in theirs.items()):
                 return dict(ours)
-        raise CheckpointError(
-            f"config.json has {', '.join(f'{key} {value!r}' for key, value in stated.items())}: not supported together"
-        )
+        listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
+        raise CheckpointError(f"config.json has {listed}: not supported together")
 
-    def write(self, config: ModelConfig) -> Json:
-        """The keys of the row our fields agree with; none, where no row says it."""
-        fits = (
-            row
-            for row, ours in self.rows
-            if all(value in (None, getattr(config, name)) for name, value in ours.items())
-        )
-        return dict(next(fits, {}))
+    def write(config: ModelConfig) -> Json:
+        for theirs, ours in rows:
+            if all(value in (None, getattr(config, name)) for name, value in ours.items()):
+                return dict(theirs)
+        return {}
+
+    return ConfigPart(read, write)
 
 
-@dataclass(frozen=True)
-class Depths:
-    """Layers of an encoder and a decoder, of equal number unless their second key says otherwise; or of an encoder alone."""
+def sliding_windows(
+    pattern: int | None = None,
+    default: int | None = None,
+    switch: str | None = None,
+    full_below: str | None = None,
+    below: int = 0,
+) -> ConfigPart:
+    """Return the part for sliding windows: one width, and the layers that have it.
 
-    encoder: str
-    decoder: str
-    alone: str = "EncoderModel"  # how the names of classes end that have no decoder
+    Args:
+        pattern: where config.json has no `layer_types`, every pattern-th layer is full; None: no layer is.
+        default: the width where config.json does not state it.
+        switch: a key that must be true for there to be any window.
+        full_below: a key with the number of first layers that are full.
+        below: that number where the key is absent.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """One depth, or two."""
-        alone = (theirs.get("architectures") or [""])[0].endswith(self.alone)
-        first = Field(self.encoder, "n_layers" if alone else "n_encoder_layers").read(theirs)
-        return (
-            first
-            if alone
-            else {**first, **Field(self.decoder, "n_layers", otherwise=self.encoder).read(theirs)}
-        )
-
-    def write(self, config: ModelConfig) -> Json:
-        """One key, and that there is no decoder; or both."""
-        if config.family == "encoder":
-            return {self.encoder: config.n_layers, "is_encoder_decoder": False}
-        return {self.encoder: config.n_encoder_layers, self.decoder: config.n_layers}
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Sliding windows: one width, and which layers have it (by `layer_types`, by a pattern, all or none)."""
-
-    pattern: int | None = (
-        None  # without layer_types: every pattern-th layer is full; None: all layers have the window
-    )
-    default: int | None = None
-    switch: str | None = None  # a key that must be true for there to be any window
-    full_below: str | None = None  # a key with the number of first layers that are full
-    below: int = 0  # and that number where the key is absent
-
-    def read(self, theirs: Json) -> Json:
-        """One width for all layers, a tuple with one per layer, or None."""
-        width = theirs.get("sliding_window", self.default)
-        layers = theirs["num_hidden_layers"]
-        if width is None or (self.switch is not None and not theirs.get(self.switch, False)):
+    def read(config_json: Json) -> Json:
+        width, layers = config_json.get("sliding_window", default), config_json["num_hidden_layers"]
+        if not width or (switch is not None and not config_json.get(switch, False)):
             return {"window": None}
-        kinds = theirs.get("layer_types")
-        if kinds is not None:
-            windows = [width if kind == "sliding_attention" else None for kind in kinds]
-        elif self.full_below is not None:
-            windows = [
-                width if layer >= theirs.get(self.full_below, self.below) else None for layer in range(layers)
-            ]
-        elif self.pattern is not None:
-            every = theirs.get("sliding_window_pattern", self.pattern)
-            windows = [width if (layer + 1) % every else None for layer in range(layers)]
+        if config_json.get("layer_types") is not None:
+            slides = [kind == "sliding_attention" for kind in config_json["layer_types"]]
+        elif full_below is not None:
+            slides = [layer >= config_json.get(full_below, below) for layer in range(layers)]
+        elif pattern is not None:
+            every = config_json.get("sliding_window_pattern", pattern)
+            slides = [(layer + 1) % every != 0 for layer in range(layers)]
         else:
-            windows = [width] * layers
-        if not any(windows):
-            return {"window": None}
-        return {"window": windows[0] if len(set(windows)) == 1 else tuple(windows)}
+            slides = [True] * layers
+        if all(slides) or not any(slides):
+            return {"window": width if any(slides) else None}
+        return {"window": tuple(width if yes else None for yes in slides)}
 
-    def write(self, config: ModelConfig) -> Json:
-        """The width and the kind of each layer."""
+    def write(config: ModelConfig) -> Json:
         assert config.decoder is not None
         windows = config.decoder.windows
-        widths = {window for window in windows if window is not None}
-        written: Json = {
-            "sliding_window": next(iter(widths), self.default if self.pattern is not None else None)
-        }
-        if self.pattern is not None or self.switch is not None:
-            written["layer_types"] = [
-                "full_attention" if window is None else "sliding_attention" for window in windows
-            ]
-        if self.switch is not None:
-            written[self.switch] = bool(widths)
-        if self.full_below is not None:
-            written[self.full_below] = next(
-                (layer for layer, window in enumerate(windows) if window is not None), len(windows)
-            )
+        sliding = [layer for layer, window in enumerate(windows) if window is not None]
+        without = None if pattern is None else default
+        written: Json = {"sliding_window": windows[sliding[0]] if sliding else without}
+        if pattern is not None or switch is not None:
+            kinds = {True: "full_attention", False: "sliding_attention"}
+            written["layer_types"] = [kinds[window is None] for window in windows]
+        if switch is not None:
+            written[switch] = bool(sliding)
+        if full_below is not None:
+            written[full_below] = sliding[0] if sliding else len(windows)
         return written
 
+    return ConfigPart(read, write)
 
-@dataclass(frozen=True)
-class Labels:
-    """The number of classes, as id2label or num_labels; written with names, so that other tools show them."""
 
-    def read(self, theirs: Json) -> Json:
-        """Nothing by itself: heads that need it ask `count_labels`."""
+def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:
+    """Return the part for a position table that starts at padding id + 1; the rows before are never used.
+
+    Args:
+        rows: max_position_embeddings, where config.json does not say.
+        padding: pad_token_id, where config.json does not say.
+        counted: whether max_position_embeddings counts the unused rows.
+    """
+
+    def read(config_json: Json) -> Json:
+        stated, size = config_json.get("pad_token_id"), config_json.get("max_position_embeddings", rows)
+        offset = (padding if stated is None else stated) + 1
+        return {"position_offset": offset, "max_positions": size - offset if counted else size}
+
+    def write(config: ModelConfig) -> Json:
+        offset = config.position_offset
+        require(offset >= 1, "position_offset is 0: this architecture skips a row of its table at least")
+        size = config.max_positions + offset if counted else config.max_positions
+        return {"pad_token_id": offset - 1, "max_position_embeddings": size}
+
+    return ConfigPart(read, write)
+
+
+def patches(image: int, patch: int) -> ConfigPart:
+    """Return the part for images cut into patches, with a class token: each has a row of the table."""
+
+    def read(config_json: Json) -> Json:
+        height, width = _pair(config_json.get("image_size", image))
+        side, other = _pair(config_json.get("patch_size", patch))
+        stated = config_json.get("patch_size")
+        require(side == other >= 1, f"config.json has patch_size {stated!r}: only squares are supported")
+        rows = (height // side) * (width // side) + 1
+        return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
+
+    def write(config: ModelConfig) -> Json:
+        assert config.image_size is not None
+        height, width = config.image_size
+        return {"image_size": height if height == width else [height, width], "patch_size": config.patch_size}
+
+    return ConfigPart(read, write)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    match size:
+        case int():
+            return size, size
+        case [int() as height, int() as width]:
+            return height, width
+    raise CheckpointError(f"config.json has a size {size!r}: it must be one whole number, or two")
+
+
+def _write_labels(config: ModelConfig) -> Json:
+    if not config.n_classes:
         return {}
-
-    def write(self, config: ModelConfig) -> Json:
-        """Names LABEL_0, LABEL_1, ... unless the model brought its own."""
-        if not config.n_classes:
-            return {}
-        names = {str(index): f"LABEL_{index}" for index in range(config.n_classes)}
-        return {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
+    names = {str(index): f"LABEL_{index}" for index in range(config.n_classes)}
+    return {"id2label": names, "label2id": {name: int(index) for index, name in names.items()}}
 
 
-def count_labels(theirs: Json) -> int:
-    """How many classes config.json states. Old files keep two placeholder names beside another num_labels: that counts."""
-    names, stated = theirs.get("id2label"), theirs.get("num_labels")
+# Names of classes for other tools, until a model brings its own; `count_labels` reads them.
+LABELS = ConfigPart(write=_write_labels)
+
+
+def count_labels(config_json: Json) -> int:
+    """Return how many classes config.json states; beside placeholder names, num_labels decides."""
+    names, stated = config_json.get("id2label"), config_json.get("num_labels")
     placeholders = names is not None and all(name == f"LABEL_{index}" for index, name in names.items())
     if names and not (placeholders and isinstance(stated, int)):
         return len(names)

@@ -1,46 +1,39 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotation of a part of each head, q, k and v as one, head by head."""
-
-from __future__ import annotations
+"""GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions in part of each head."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed
-from clearhead.hub.llama import classes, sizes
-from clearhead.hub.rope import Rope
-from clearhead.hub.rules import Rule, SplitHeads, same, split
+from clearhead.hub.fields import ACTIVATIONS, cases, field
+from clearhead.hub.llama import BLOCK, INV_FREQ, QKV, TOKENS, classes, heads, sizes
+from clearhead.hub.rope import rope
+from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
 
-BLOCK, THEIRS = "decoder.blocks.{i}", "gpt_neox.layers.{i}"
+THEIRS = "gpt_neox.layers.{i}"
 
 GPT_NEOX = Architecture(
     model_type="gpt_neox",
     classes=classes("GPTNeoX"),
     prefix="gpt_neox.",
     config=(
-        Fixed({"family": "decoder", "positions": "rope", "norm": "layernorm", "norm_position": "pre"}),
         *sizes(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64),
-        Field("intermediate_size", "d_ff", 24576),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("layer_norm_eps", "norm_eps", 1e-5),
-        Field("hidden_dropout", "dropout", 0.0),
-        Field("attention_bias", "qkv_bias", True),
-        Field("attention_bias", "attention_out_bias", True),
-        Rope(
+        field("intermediate_size", "d_ff", 24576),
+        field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        field("layer_norm_eps", "norm_eps", 1e-5),
+        field("hidden_dropout", "dropout", 0.0),
+        field("attention_bias", "qkv_bias", True),
+        field("attention_bias", "attention_out_bias", True),
+        rope(
             fraction=0.25,
             theta_keys=("rotary_emb_base", "rope_theta"),
             fraction_keys=("rotary_pct", "partial_rotary_factor"),
         ),
-        Cases(
+        cases(
             {"use_parallel_residual": True},
-            (
-                ({"use_parallel_residual": True}, {"parallel": True, "parallel_norms": 2}),
-                ({"use_parallel_residual": False}, {"parallel": False}),
-            ),
+            ({"use_parallel_residual": True}, {"parallel": True, "parallel_norms": 2}),
+            ({"use_parallel_residual": False}, {"parallel": False}),
         ),
     ),
     rules=(
-        Rule("gpt_neox.embed_in.weight", ("decoder.embedding.front.tokens.weight",)),
-        *split(
-            f"{THEIRS}.attention.query_key_value", [f"{BLOCK}.attention.{x}" for x in "qkv"], SplitHeads()
-        ),
+        Rule("gpt_neox.embed_in.weight", TOKENS),
+        *joined(f"{THEIRS}.attention.query_key_value", QKV, HEAD_GROUPS),
         *same(
             {
                 f"{THEIRS}.attention.dense": f"{BLOCK}.attention.out",
@@ -52,10 +45,6 @@ GPT_NEOX = Architecture(
             }
         ),
     ),
-    heads={
-        "lm": same({"embed_out": "head.out", "lm_head": "head.out"}),
-        "classifier": same({"score": "head.out"}),
-        "tagger": same({"classifier": "head.out"}),
-    },
-    ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+    heads=heads(lm=("embed_out", "lm_head")),
+    ignored=("*.attention.bias", "*.attention.masked_bias", INV_FREQ),
 )

@@ -1,39 +1,19 @@
-"""Granite: Llama with a factor on the embeddings, on the scores, on what each part adds and under the logits."""
+"""Granite: Llama with factors on the embeddings, the scores, the residual branches and the logits."""
 
-from __future__ import annotations
+from clearhead.hub.fields import field, power
+from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
+from clearhead.hub.rope import rope
 
-from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import Field, Power
-from clearhead.hub.llama import (
+GRANITE = llama_like(
+    "granite",
+    classes("Granite", sequence=False, token=False),
+    *shape(),
     ACTIVATION,
-    ATTENTION,
-    ATTENTION_BIAS,
-    EDGES,
-    FEEDFORWARD,
-    HEADS,
-    IGNORED,
-    NORMS,
-    classes,
-    shape,
-)
-from clearhead.hub.rope import Rope
-
-GRANITE = Architecture(
-    model_type="granite",
-    classes=classes("Granite", sequence=False, token=False),
-    prefix="model.",
-    config=(
-        *shape(),
-        ACTIVATION,
-        Rope(),
-        *ATTENTION_BIAS,
-        Field("mlp_bias", "feedforward_bias", False),
-        Field("embedding_multiplier", "embedding_scale", 1.0),
-        Field("residual_multiplier", "residual_scale", 1.0),
-        Field("attention_multiplier", "attention_scale", 1.0),
-        Power("logits_scaling", "logit_scale", -1, 1.0),
-    ),
-    rules=(*EDGES, *NORMS, *ATTENTION, *FEEDFORWARD),
-    heads=HEADS,
-    ignored=IGNORED,
+    rope(),
+    *ATTENTION_BIAS,
+    FEEDFORWARD_BIAS,
+    field("embedding_multiplier", "embedding_scale", 1.0),
+    field("residual_multiplier", "residual_scale", 1.0),
+    field("attention_multiplier", "attention_scale", 1.0),
+    power("logits_scaling", "logit_scale", -1, 1.0),
 )

@@ -1,18 +1,23 @@
-"""Llama 1, 2 and 3: a pre-norm decoder with rotary positions, RMSNorm and a gated feed-forward. Others build on its tables."""
+"""Llama 1, 2 and 3: a pre-norm decoder with rotary positions, RMSNorm and a gated feed-forward.
+
+Others build on its tables.
+"""
 
 from __future__ import annotations
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Json, Labels, Part, Says
-from clearhead.hub.rope import Rope
+from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import Rule, same
 
 BLOCK, THEIRS = "decoder.blocks.{i}", "model.layers.{i}"
+TOKENS = ("decoder.embedding.front.tokens.weight",)
+QKV = [f"{BLOCK}.attention.{x}" for x in "qkv"]
 
 
-def classes(name: str, sequence: bool = True, token: bool = True) -> dict[str, Json]:
-    """The classes that each decoder of this kind has, or those of them that there are."""
-    heads: dict[str, Json] = {f"{name}ForCausalLM": {"head": "lm"}}
+def classes(name: str, lm: str = "", sequence: bool = True, token: bool = True) -> dict[str, Json]:
+    """Return the classes that a decoder of this kind has: some lack those for whole texts or for tokens."""
+    heads: dict[str, Json] = {lm or f"{name}ForCausalLM": {"head": "lm"}}
     if sequence:
         heads[f"{name}ForSequenceClassification"] = {
             "head": "classifier",
@@ -22,6 +27,12 @@ def classes(name: str, sequence: bool = True, token: bool = True) -> dict[str, J
     if token:
         heads[f"{name}ForTokenClassification"] = {"head": "tagger", "head_bias": True}
     return {**heads, f"{name}Model": {"head": "none"}}
+
+
+def heads(tagger: str = "classifier", lm: tuple[str, ...] = ("lm_head",)) -> dict[str, tuple[Rule, ...]]:
+    """Return the rules of each head, by the names of its output layer; the classifier's is always "score"."""
+    names = {"lm": lm, "classifier": ("score",), "tagger": (tagger,)}
+    return {head: same(dict.fromkeys(theirs, "head.out")) for head, theirs in names.items()}
 
 
 SIZES = {  # their key: our field, and what Llama means where the key is absent
@@ -36,11 +47,12 @@ SIZES = {  # their key: our field, and what Llama means where the key is absent
 }
 
 
-def sizes(**defaults: object) -> tuple[Part, ...]:
-    """What every decoder of this kind states; `defaults` where an absent key means something else than for Llama."""
+def sizes(norm: str = "layernorm", **defaults: object) -> tuple[ConfigPart, ...]:
+    """Return what every rotary pre-norm decoder states; `defaults` replace Llama's for absent keys."""
     return (
-        *(Field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()),
-        Labels(),
+        fixed({"family": "decoder", "positions": "rope", "norm": norm, "norm_position": "pre"}),
+        *(field(theirs, ours, defaults.get(theirs, usual)) for theirs, (ours, usual) in SIZES.items()),
+        LABELS,
     )
 
 
@@ -50,61 +62,61 @@ def shape(
     head_dim: int | None = None,
     eps: float = 1e-6,
     **defaults: object,
-) -> tuple[Part, ...]:
-    """A decoder of Llama's kind: rotary positions, RMSNorm before each part, gated feed-forward, no biases."""
+) -> tuple[ConfigPart, ...]:
+    """Return what a decoder of Llama's kind states: RMSNorm, gated feed-forward, no biases."""
     return (
-        Fixed(
-            {
-                "family": "decoder",
-                "positions": "rope",
-                "norm": "rmsnorm",
-                "norm_position": "pre",
-                "gated": True,
-                "bias": False,
-            }
-        ),
-        *sizes(**defaults),
-        Field("intermediate_size", "d_ff", d_ff),
-        Field("num_key_value_heads", "n_kv_heads", kv_heads),
-        Field("head_dim", "d_head", head_dim),
-        Field("rms_norm_eps", "norm_eps", eps),
+        *sizes("rmsnorm", **defaults),
+        fixed({"gated": True, "bias": False}),
+        field("intermediate_size", "d_ff", d_ff),
+        field("num_key_value_heads", "n_kv_heads", kv_heads),
+        field("head_dim", "d_head", head_dim),
+        field("rms_norm_eps", "norm_eps", eps),
     )
 
 
-ACTIVATION = Field("hidden_act", "activation", "silu", ACTIVATIONS)
+ACTIVATION = field("hidden_act", "activation", "silu", ACTIVATIONS)
 ATTENTION_BIAS = (
-    Field("attention_bias", "qkv_bias", False),
-    Field("attention_bias", "attention_out_bias", False),
+    field("attention_bias", "qkv_bias", False),
+    field("attention_bias", "attention_out_bias", False),
 )
+FEEDFORWARD_BIAS = field("mlp_bias", "feedforward_bias", False)
 ATTENTION = same(
     {f"{THEIRS}.self_attn.{x}_proj": f"{BLOCK}.attention.{y}" for x, y in zip("qkvo", ("q", "k", "v", "out"))}
 )
+QK_NORMS = same({f"{THEIRS}.self_attn.{x}_norm": f"{BLOCK}.attention.{x}_norm" for x in "qk"})
 FEEDFORWARD = same({f"{THEIRS}.mlp.{x}_proj": f"{BLOCK}.feedforward.{x}" for x in ("gate", "up", "down")})
-EMBEDDING = Rule("model.embed_tokens.weight", ("decoder.embedding.front.tokens.weight",))
+EMBEDDING = Rule("model.embed_tokens.weight", TOKENS)
 EDGES = (EMBEDDING, *same({"model.norm": "decoder.norm"}))
-SCORE = same({"score": "head.out"})
-HEADS = {"lm": same({"lm_head": "head.out"}), "classifier": SCORE, "tagger": SCORE}
 NORMS = same(
     {
         f"{THEIRS}.input_layernorm": f"{BLOCK}.attention_residual.before",
         f"{THEIRS}.post_attention_layernorm": f"{BLOCK}.feedforward_residual.before",
     }
 )
-IGNORED = ("*.rotary_emb.inv_freq",)
+RULES = (*EDGES, *NORMS, *ATTENTION, *FEEDFORWARD)
+INV_FREQ = "*.rotary_emb.inv_freq"
 
-LLAMA = Architecture(
-    model_type="llama",
-    classes=classes("Llama"),
-    prefix="model.",
-    config=(
-        *shape(),
-        ACTIVATION,
-        Rope(),
-        *ATTENTION_BIAS,
-        Field("mlp_bias", "feedforward_bias", False),
-        Says({"pretraining_tp": 1}),
-    ),
-    rules=(*EDGES, *NORMS, *ATTENTION, *FEEDFORWARD),
-    heads=HEADS,
-    ignored=IGNORED,
+
+def llama_like(
+    model_type: str,
+    named: str | dict[str, Json],
+    *config: ConfigPart,
+    rules: tuple[Rule, ...] = RULES,
+) -> Architecture:
+    """Return an architecture with Llama's tensors; `named` is how its classes begin, or the classes."""
+    known = classes(named) if isinstance(named, str) else named
+    return Architecture(
+        model_type, known, config, rules, heads(tagger="score"), prefix="model.", ignored=(INV_FREQ,)
+    )
+
+
+LLAMA = llama_like(
+    "llama",
+    "Llama",
+    *shape(),
+    ACTIVATION,
+    rope(),
+    *ATTENTION_BIAS,
+    FEEDFORWARD_BIAS,
+    fixed(only={"pretraining_tp": 1}),
 )

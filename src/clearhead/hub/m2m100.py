@@ -1,18 +1,15 @@
 """M2M-100 and NLLB: a pre-norm encoder-decoder with sinusoidal positions that begin after the padding id."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bart import BLOCKS, HEAD, OLD, SHAPE, TABLES, TYING, classes
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Scaled
-from clearhead.hub.tables import PositionsAfterPadding
+from clearhead.hub.bart import BODY, OLD, SHAPE, TABLES, TYING, classes
+from clearhead.hub.fields import ACTIVATIONS, field, fixed, positions_after_padding, scaled
 
 M2M100 = Architecture(
     model_type="m2m_100",
     classes=classes("M2M100"),
     prefix="model.",
     config=(
-        Fixed(
+        fixed(
             {
                 "family": "encoder-decoder",
                 "positions": "sinusoidal",
@@ -24,13 +21,13 @@ M2M100 = Architecture(
             }
         ),
         *SHAPE,
-        Field("vocab_size", "vocab_size", 128112),
-        PositionsAfterPadding(rows=1024, padding=1, skipped=False),
-        Field("activation_function", "activation", "relu", ACTIVATIONS),
-        Field("attention_dropout", "attention_dropout", 0.1),
-        Scaled("scale_embedding", "embedding_scale", 0.5, default=True, width="d_model"),
+        field("vocab_size", "vocab_size", 128112),
+        positions_after_padding(rows=1024, padding=1, counted=False),
+        field("activation_function", "activation", "relu", ACTIVATIONS),
+        field("attention_dropout", "attention_dropout", 0.1),
+        scaled("scale_embedding", "embedding_scale", 0.5, default=True, width="d_model"),
         TYING,
     ),
-    rules=(*TABLES, *BLOCKS, *HEAD),
+    rules=(*TABLES, *BODY),
     ignored=(*OLD, "*.embed_positions.weights"),
 )

@@ -1,10 +1,8 @@
-"""Marian (Opus-MT): a post-norm encoder-decoder with sinusoidal positions and, at times, a vocabulary for each side."""
-
-from __future__ import annotations
+"""Marian (Opus-MT): a post-norm encoder-decoder with sinusoidal positions, some with two vocabularies."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bart import BART_LIKE, BLOCKS, HEAD, OLD, SHAPE, SHARED, SOURCE, TARGET, classes
-from clearhead.hub.fields import ACTIVATIONS, Cases, Field, Fixed, Scaled, Written
+from clearhead.hub.bart import BART_LIKE, BODY, GELU, OLD, SHAPE, SOURCE, STACK_TABLES, TARGET, classes
+from clearhead.hub.fields import cases, field, fixed
 from clearhead.hub.rules import Rule
 
 SHARE, TIE = "share_encoder_decoder_embeddings", "tie_word_embeddings"
@@ -14,36 +12,26 @@ MARIAN = Architecture(
     classes=classes("Marian", "MTModel"),
     prefix="model.",
     config=(
-        Fixed({**BART_LIKE, "positions": "sinusoidal", "sinusoid_layout": "half", "norm_position": "post"}),
+        fixed({**BART_LIKE, "positions": "sinusoidal", "sinusoid_layout": "half", "norm_position": "post"}),
         *SHAPE,
-        Field("vocab_size", "source_vocab_size", 58101),
-        Field("decoder_vocab_size", "vocab_size", 58101, otherwise="vocab_size"),
-        Field("max_position_embeddings", "max_positions", 1024),
-        Field("activation_function", "activation", "gelu", ACTIVATIONS),
-        Field("attention_dropout", "attention_dropout", 0.0),
-        Scaled("scale_embedding", "embedding_scale", 0.5, default=False, width="d_model"),
-        Cases(
+        field("vocab_size", "source_vocab_size", 58101),
+        field("decoder_vocab_size", "vocab_size", 58101, otherwise="vocab_size"),
+        *GELU,
+        cases(
             {SHARE: True, TIE: True},
-            (
-                ({SHARE: True, TIE: True}, {"share_embeddings": True, "tie_embeddings": True}),
-                ({SHARE: False, TIE: True}, {"share_embeddings": False, "tie_embeddings": True}),
-                ({SHARE: False, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
-                (
-                    {SHARE: True, TIE: False},
-                    {"share_embeddings": False, "tie_embeddings": False},
-                ),  # as in BART's TYING
-            ),
+            ({SHARE: True, TIE: True}, {"share_embeddings": True, "tie_embeddings": True}),
+            ({SHARE: False, TIE: True}, {"share_embeddings": False, "tie_embeddings": True}),
+            ({SHARE: False, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
+            # As in BART's TYING: what is not tied is not shared.
+            ({SHARE: True, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
         ),
-        Written({"pad_token_id": None, "decoder_start_token_id": 0}),
+        fixed(written={"pad_token_id": None, "decoder_start_token_id": 0}),
     ),
     rules=(
-        SHARED,
-        Rule("model.encoder.embed_tokens.weight", (SOURCE,)),
-        Rule("model.decoder.embed_tokens.weight", (TARGET,)),
+        *STACK_TABLES,
         Rule("model.shared.weight", (SOURCE,)),
         Rule("model.shared.weight", (TARGET,)),
-        *BLOCKS,
-        *HEAD,
+        *BODY,
     ),
     ignored=(*OLD, "*.embed_positions.weight"),
     open=("head_bias",),

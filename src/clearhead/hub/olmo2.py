@@ -1,9 +1,6 @@
-"""OLMo 2: Llama with its norms after each part instead of before, and a norm over all queries and over all keys."""
+"""OLMo 2: Llama with its norms after each part instead of before, and norms over queries and keys."""
 
-from __future__ import annotations
-
-from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import Fixed
+from clearhead.hub.fields import fixed
 from clearhead.hub.llama import (
     ACTIVATION,
     ATTENTION,
@@ -11,39 +8,29 @@ from clearhead.hub.llama import (
     BLOCK,
     EDGES,
     FEEDFORWARD,
-    HEADS,
-    IGNORED,
+    QK_NORMS,
     THEIRS,
     classes,
+    llama_like,
     shape,
 )
-from clearhead.hub.qwen import QK_NORMS
-from clearhead.hub.rope import Rope
+from clearhead.hub.rope import rope
 from clearhead.hub.rules import same
 
-OLMO2 = Architecture(
-    model_type="olmo2",
-    classes=classes("Olmo2", token=False),
-    prefix="model.",
-    config=(
-        *shape(eps=1e-5, vocab_size=50304),
-        ACTIVATION,
-        Rope(),
-        *ATTENTION_BIAS,
-        Fixed({"norm_position": "output", "qk_norm": "full"}),
-    ),
-    rules=(
-        *EDGES,
-        *ATTENTION,
-        *QK_NORMS,
-        *FEEDFORWARD,
-        *same(
-            {
-                f"{THEIRS}.post_attention_layernorm": f"{BLOCK}.attention_residual.inside",
-                f"{THEIRS}.post_feedforward_layernorm": f"{BLOCK}.feedforward_residual.inside",
-            }
-        ),
-    ),
-    heads=HEADS,
-    ignored=IGNORED,
+NORMS = same(
+    {
+        f"{THEIRS}.post_attention_layernorm": f"{BLOCK}.attention_residual.inside",
+        f"{THEIRS}.post_feedforward_layernorm": f"{BLOCK}.feedforward_residual.inside",
+    }
+)
+
+OLMO2 = llama_like(
+    "olmo2",
+    classes("Olmo2", token=False),
+    *shape(eps=1e-5, vocab_size=50304),
+    ACTIVATION,
+    rope(),
+    *ATTENTION_BIAS,
+    fixed({"norm_position": "output", "qk_norm": "full"}),
+    rules=(*EDGES, *ATTENTION, *QK_NORMS, *FEEDFORWARD, *NORMS),
 )

@@ -1,7 +1,8 @@
 """SentencePiece `.model` files as `tokenizers.Tokenizer`s.
 
-The file is a protocol buffer of which we need a handful of fields, so it is read here, without the sentencepiece and
-protobuf packages. What a family of models adds (order of the special tokens, spaces, the frame around a text) follows.
+The file is a protocol buffer of which we need a handful of fields, so it is read here, without the
+sentencepiece and protobuf packages. What a family of models adds (order of the special tokens, spaces, the
+frame around a text) follows.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
-from clearhead.errors import CheckpointError
+from clearhead.hub.files import reading, require
 
 SPACE = "▁"
-UNIGRAM, CONTROL, USER_DEFINED = 1, 3, 4  # of the file's enumerations
+UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
 Settings = dict[str, Any]
 Scores = list[tuple[str, float]]
 
@@ -38,35 +39,26 @@ class PieceModel:
 
     @property
     def scores(self) -> Scores:
-        """Each piece with its score, in the order of the ids."""
+        """Return each piece with its score, in the order of the ids."""
         return [(text, score) for text, score, _ in self.pieces]
 
 
 def read_pieces(path: Path) -> PieceModel:
     """Read a SentencePiece file."""
-    try:
-        return _model(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (IndexError, ValueError, TypeError, KeyError, AttributeError, struct.error):
-        raise CheckpointError(f"{path} is no SentencePiece model, or is cut short") from None
+    with reading(path, "is no SentencePiece model, or is cut short"):
+        model = _model(path.read_bytes())
+    return model
 
 
 def _model(data: bytes) -> PieceModel:
     top = list(_fields(data))
-    pieces = []
-    for number, value in top:
-        if number == 1:
-            entry = dict(_fields(value))
-            pieces.append(
-                (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, b"\0\0\0\0"))[0], entry.get(3, 1))
-            )
-    if not pieces:
-        raise ValueError
-    trainer = dict(_fields(next((value for number, value in top if number == 2), b"")))
-    normalizer = dict(_fields(next((value for number, value in top if number == 3), b"")))
+    entries = [dict(_fields(value)) for number, value in top if number == 1]
+    pieces = [(entry[1].decode("utf-8"), _float(entry.get(2)), entry.get(3, 1)) for entry in entries]
+    trainer, normalizer = (
+        dict(_fields(next((value for number, value in top if number == wanted), b""))) for wanted in (2, 3)
+    )
     kind = trainer.get(3, UNIGRAM)
-    if kind not in (UNIGRAM, 2):
+    if not pieces or kind not in (UNIGRAM, BYTE_PAIRS):
         raise ValueError
     return PieceModel(
         pieces=pieces,
@@ -80,37 +72,34 @@ def _model(data: bytes) -> PieceModel:
 
 
 def read_scores(path: Path) -> PieceModel:
-    """Read llama2.c's `tokenizer.bin`: the length of the longest piece, then score, length and bytes of each."""
-    try:
-        data, at = path.read_bytes(), 4
-        texts, scores = [], []
-        while at < len(data):
-            score, length = struct.unpack_from("<fi", data, at)
-            raw = data[at + 8 : at + 8 + length]
-            if length < 0 or len(raw) != length:
-                raise ValueError
-            texts.append(raw.decode("utf-8").replace(" ", SPACE))
-            scores.append(score)
-            at += 8 + length
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, struct.error):
-        texts = []
-    if len(texts) < 259 or texts[3:259] != [f"<0x{byte:02X}>" for byte in range(256)]:
-        raise CheckpointError(
-            f"{path} is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
-        )
-    pieces = [(text, score, 1) for text, score in zip(texts, scores)]
-    pieces[:3] = [
-        ("<unk>", 0.0, 2),
-        ("<s>", 0.0, CONTROL),
-        ("</s>", 0.0, CONTROL),
-    ]  # the file writes line breaks around their names
+    """Read llama2.c's `tokenizer.bin`: the longest length, then score, length and bytes of each piece."""
+    refusal = "is no llama2.c tokenizer (three special tokens, 256 bytes, then the pieces), or is cut short"
+    with reading(path, refusal):
+        pieces = list(_scored_pieces(path.read_bytes()))
+        if [text for text, _, _ in pieces[3:259]] != [f"<0x{byte:02X}>" for byte in range(256)]:
+            raise ValueError
+    # The file writes line breaks around the names of the special tokens.
+    pieces[:3] = [("<unk>", 0.0, 2), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     return PieceModel(pieces, unigram=False, byte_fallback=True)
 
 
+def _scored_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
+    at = 4
+    while at < len(data):
+        score, length = struct.unpack_from("<fi", data, at)
+        raw = data[at + 8 : at + 8 + length]
+        if length < 0 or len(raw) != length:
+            raise ValueError
+        yield raw.decode("utf-8").replace(" ", SPACE), score, 1
+        at += 8 + length
+
+
+def _float(raw: bytes | None) -> float:
+    return 0.0 if raw is None else float(struct.unpack("<f", raw)[0])
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of one protocol buffer message: number and value, an int or bytes."""
+    """Yield the fields of one protocol buffer message: number and value, an int or bytes."""
     at = 0
     while at < len(data):
         tag, at = _number(data, at)
@@ -134,11 +123,11 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-# Families -------------------------------------------------------------------------------------------------------------
+# Families ---------------------------------------------------------------------------------------------------
 
 
 def t5(model: PieceModel, settings: Settings) -> Tokenizer:
-    """T5 and mT5: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
+    """Build T5's and mT5's: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
     sentinels = [f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100)))]
     known = {text for text, _, _ in model.pieces}
     sentinels = [token for token in sentinels if token not in known]
@@ -148,13 +137,13 @@ def t5(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """XLM-RoBERTa: the first four ids are fairseq's, the pieces follow, the mask is last."""
+    """Build XLM-RoBERTa's: the first four ids are fairseq's, the pieces follow, the mask is last."""
     first = ["<s>", "<pad>", "</s>", "<unk>"]
     return _words(model, [(token, 0.0) for token in first] + model.scores[3:] + [("<mask>", 0.0)], unk_id=3)
 
 
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
-    """ALBERT: quotes made plain, accents and case removed unless the settings keep them."""
+    """Build ALBERT's: plain quotes, accents and case removed unless the settings keep them."""
     before: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if not settings.get("keep_accents", False):
         before += [normalizers.NFKD(), normalizers.StripAccents()]
@@ -164,41 +153,35 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Llama 1 and 2, Mistral: unknown characters become bytes, and spaces are kept as they are."""
-    tokenizer = _bpe(model, model.scores, fallback=True)
+    """Build Llama's (1 and 2) and Mistral's: unknown characters become bytes, and spaces stay as they are."""
     prefix = settings.get("add_prefix_space")
-    prefix = model.dummy_prefix if prefix is None else prefix
-    scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
-    tokenizer.decoder = decoders.Sequence(_spell(strip=bool(prefix)))
-    return tokenizer
+    prefix = bool(model.dummy_prefix if prefix is None else prefix)
+    with_prefix = "always" if settings.get("legacy", False) else "first"
+    spaces = pre_tokenizers.Metaspace(SPACE, with_prefix if prefix else "never", split=False)
+    return assembled(_bpe(model.scores, fallback=True), None, spaces, _spell(strip=prefix))
 
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Gemma: as Llama, without a space before the first word."""
-    tokenizer = _bpe(model, model.scores, fallback=True, unk="<unk>")
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence(_spell(strip=False))
-    return tokenizer
+    """Build Gemma's: as Llama's, without a space before the first word."""
+    pairs = _bpe(model.scores, fallback=True, unk="<unk>")
+    return assembled(pairs, normalizers.Replace(" ", SPACE), None, _spell(strip=False))
 
 
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:
-    """What the file alone says."""
+    """Build any other family's: what the file alone says."""
     if model.unigram and not model.byte_fallback:
         return _words(model, model.scores, model.unk_id)
-    tokenizer = (
-        Tokenizer(Unigram(model.scores, model.unk_id, byte_fallback=True))
-        if model.unigram
-        else _bpe(model, model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
-    )
     steps = [*_charsmap(model), normalizers.Replace(SPACE, " ")]
     if model.collapse:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     if model.dummy_prefix:
         steps += [normalizers.Prepend(" ")]
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence(_spell(strip=model.dummy_prefix))
-    return tokenizer
+    normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if model.unigram:
+        units: Any = Unigram(model.scores, model.unk_id, byte_fallback=True)
+    else:
+        units = _bpe(model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
+    return assembled(units, normalizer, None, _spell(strip=model.dummy_prefix))
 
 
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
@@ -213,7 +196,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 
 
 def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
-    """The tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
+    """Return the tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
     model = read_scores(path) if path.suffix == ".bin" else read_pieces(path)
     tokenizer = FAMILIES[family](model, settings)
     known = tokenizer.get_vocab()
@@ -224,17 +207,17 @@ def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
 
 
 def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: str) -> Tokenizer:
-    """Marian: `source.spm` cuts the text, and `vocab.json`, which also has the target's pieces, numbers what comes out.
+    """Return Marian's tokenizer: `source.spm` splits the text, and `vocab.json` numbers the pieces.
 
-    Pieces of the target alone score so low that they are taken for a character which the source does not know, and for
-    nothing else; several such characters in a row are one unknown. Pieces of the source that `vocab.json` lacks are left out.
+    `vocab.json` also has the target's pieces. Those score so low that they are used only for a character that
+    the source does not know; several such characters in a row are one unknown. Pieces of the source that
+    `vocab.json` lacks are left out.
     """
     model = read_pieces(source)
     scores = dict(model.scores)
-    if sorted(vocabulary.values()) != list(range(len(vocabulary))) or unk not in vocabulary:
-        raise CheckpointError(
-            f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}"
-        )
+    numbered = sorted(vocabulary.values()) == list(range(len(vocabulary))) and unk in vocabulary
+    rule = f"must number its tokens from 0 without a gap, and hold {unk}"
+    require(numbered, f"{source.parent / 'vocab.json'} {rule}")
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     tokenizer = _words(
@@ -248,40 +231,40 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     return tokenizer
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
+# Parts ------------------------------------------------------------------------------------------------------
 
 
-def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
-    """A Unigram model that reads word by word, each with a space before it."""
-    tokenizer = Tokenizer(Unigram(scores, unk_id, byte_fallback=False))
-    steps = [*(before or []), *_charsmap(model)]
-    tokenizer.normalizer = normalizers.Sequence(steps) if steps else None
-    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
-    tokenizer.decoder = decoders.Metaspace(SPACE, "always", split=True)
+def assembled(units: Any, normalizer: Any, words: Any, decoder: Any) -> Tokenizer:
+    """Return a tokenizer of these parts: its model, and what normalises, splits into words and decodes."""
+    tokenizer = Tokenizer(units)
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, words, decoder
     return tokenizer
 
 
-def _bpe(model: PieceModel, scores: Scores, fallback: bool, unk: str | None = None) -> Tokenizer:
-    """A BPE model; the file has no merges, but the pieces stand in the order in which they were merged."""
+def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
+    """Return a Unigram model that reads word by word, each with a space before it."""
+    steps = [*(before or []), *_charsmap(model)]
+    normalizer = normalizers.Sequence(steps) if steps else None
+    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
+    words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    to_text = decoders.Metaspace(SPACE, "always", split=True)
+    return assembled(Unigram(scores, unk_id, byte_fallback=False), normalizer, words, to_text)
+
+
+def _bpe(scores: Scores, fallback: bool, unk: str | None = None) -> BPE:
+    """Return a BPE model; its merges follow from the pieces, which stand in the order of merging."""
     ids = {text: index for index, (text, _) in enumerate(scores)}
-    merges = []
-    for text, rank in ids.items():
-        halves = [
-            (text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids
-        ]
-        merges += [(rank, len(a), len(b), a, b) for a, b in halves]
-    merges.sort(key=lambda merge: merge[:3])
-    return Tokenizer(
-        BPE(ids, [(a, b) for *_, a, b in merges], unk_token=unk, fuse_unk=True, byte_fallback=fallback)
-    )
+    in_order = sorted(ids, key=ids.__getitem__)
+    halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
+    merges = [(first, second) for first, second in halves if first in ids and second in ids]
+    return BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback)
 
 
 def _charsmap(model: PieceModel) -> list[Any]:
     return [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
 
 
-def _spell(strip: bool) -> list[Any]:
-    """Pieces back to text: spaces, bytes, one string, and the space before the first word gone."""
+def _spell(strip: bool) -> Any:
+    """Return the decoder from pieces to text; `strip` removes the space before the first word."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return steps + [decoders.Strip(" ", 1, 0)] if strip else steps
+    return decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] if strip else steps)

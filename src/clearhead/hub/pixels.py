@@ -5,6 +5,7 @@ Shapes: C channels, H height, W width.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,50 +17,54 @@ from torch import Tensor
 
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
-from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, require
+from clearhead.hub.files import first_line
 
 PREPROCESSOR = "preprocessor_config.json"
 KERNELS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers, which the file has
+Array = np.ndarray[Any, Any]
 Image = str | Path | np.ndarray | Tensor
 
 
 def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:
-    """Pixels [C, H, W] of one image.
+    """Return the pixels [C, H, W] of one image.
 
-    Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to what the
-    model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1]. Floating-point numbers are pixels already.
+    Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to
+    what the model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1].
+    Floating-point numbers are pixels already.
     """
     assert config.image_size is not None
-    raw = _read(Path(image), config.n_channels) if isinstance(image, str | Path) else torch.as_tensor(image)
-    pixels = _channels_first(raw, config.n_channels, last=not isinstance(image, Tensor))
+    if isinstance(image, str | Path):
+        image = read_image(Path(image), config.n_channels, str(image))
+    last = not isinstance(image, Tensor)  # arrays have their channels last, tensors first
+    pixels = _channels_first(torch.as_tensor(image), config.n_channels, last)
     if pixels.is_floating_point():
         if tuple(pixels.shape[1:]) != config.image_size:
+            size = [config.n_channels, *config.image_size]
             raise InputError(
-                f"pixels are {list(pixels.shape)} and the model reads {[config.n_channels, *config.image_size]}: give that size, or an "
-                "image of whole numbers 0 to 255, which is resized"
+                f"pixels are {list(pixels.shape)} and the model reads {size}: give that size, "
+                "or an image of whole numbers 0 to 255, which is resized"
             )
         return pixels.float()
     if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
-        raise InputError(
-            f"an image holds {int(pixels.min())} to {int(pixels.max())}: whole numbers must lie between 0 and 255"
-        )
+        found = f"an image holds {int(pixels.min())} to {int(pixels.max())}"
+        raise InputError(f"{found}: whole numbers must lie between 0 and 255")
     return _prepared(pixels.to(torch.uint8), config.image_size, settings)
 
 
 def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
-    """[C, H, W] of bytes -> [C, *size] as the model was trained on."""
+    """Resize, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
     stated = settings.get("size")
-    square = (stated, stated) if isinstance(stated, int) else None
-    wanted = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else square or size
-    if settings.get("do_center_crop") or wanted != size:
-        raise CheckpointError(
-            f"{PREPROCESSOR} makes images of size {stated}, by steps other than a resize to {list(size)}: give pixels"
-        )
+    wanted = size
+    if isinstance(stated, int):
+        wanted = (stated, stated)
+    elif isinstance(stated, dict):
+        wanted = (stated.get("height", 0), stated.get("width", 0))
+    other = f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
+    require(wanted == size and not settings.get("do_center_crop"), other, CheckpointError)
     if tuple(image.shape[1:]) != size:
-        if not settings.get("do_resize", True):
-            raise InputError(
-                f"an image is {list(image.shape[1:])} and the model reads {list(size)}: {PREPROCESSOR} says not to resize"
-            )
+        both = f"an image is {list(image.shape[1:])} and the model reads {list(size)}"
+        require(settings.get("do_resize", True), f"{both}: {PREPROCESSOR} says not to resize")
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
             raise CheckpointError(
@@ -78,39 +83,39 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
 
 
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
-    """One number for each channel: [C, 1, 1]."""
+    """Return one number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
-    if len(listed) != channels or not all(isinstance(value, int | float) for value in listed):
-        raise CheckpointError(
-            f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
-        )
+    numbers = len(listed) == channels and all(isinstance(value, int | float) for value in listed)
+    refusal = f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
+    require(numbers, refusal, CheckpointError)
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
 def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
-    """[C, H, W]; where both ends could be the channels, `last` decides: arrays have them last, tensors first."""
+    """Return the image as [C, H, W]; where either end could be the channels, `last` decides."""
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
-    if image.ndim != 3 or channels not in (image.shape[0], image.shape[2]) or 0 in image.shape:
-        raise InputError(
-            f"an image has shape {list(image.shape)}: it must be [{channels}, H, W], [H, W, {channels}] or [H, W]"
-        )
+    fits = image.ndim == 3 and channels in (image.shape[0], image.shape[2]) and 0 not in image.shape
+    allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
+    require(fits, f"an image has shape {list(image.shape)}: it must be {allowed}")
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image
 
 
-def _read(path: Path, channels: int) -> Tensor:
-    """An image file as bytes, [H, W, C]."""
+def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | None = None) -> Array:
+    """Read an image file as bytes [H, W, C]; refuse one of more than `most` pixels. Errors call it `name`."""
     try:
         from PIL import Image as Picture
     except ImportError:
-        raise MissingExtraError(
-            "reading image files needs Pillow: pip install pillow; or give an array"
-        ) from None
+        raise MissingExtraError("reading images needs Pillow: pip install pillow; or give an array") from None
     try:
-        with Picture.open(path) as picture:
-            raw = np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
-    except (OSError, ValueError) as error:  # no such file, no image, cut short, of numbers without a scale
-        raise InputError(f"{path} cannot be read as an image: {str(error).splitlines()[0]}") from None
-    return torch.from_numpy(raw)
+        with Picture.open(file) as picture:
+            if most is not None and picture.width * picture.height > most:
+                size = f"{picture.width} x {picture.height}"
+                raise InputError(f"{name} has {size} pixels: at most {most:,} are read")
+            return np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
+    except InputError:
+        raise
+    except (OSError, ValueError, Picture.DecompressionBombError) as error:  # no image, cut short, too large
+        raise InputError(f"{name} cannot be read as an image: {first_line(error)}") from None

@@ -1,4 +1,7 @@
-"""Which architectures there are. A checkpoint's `model_type` chooses; a model's own config finds the one that is exact."""
+"""All architectures.
+
+A checkpoint's `model_type` names one; for a config of ours, the one that expresses it best is found.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,62 @@ from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, nearest
-from clearhead.hub.albert import ALBERT
+from clearhead.hub import (
+    albert,
+    bart,
+    bert,
+    distilbert,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    m2m100,
+    marian,
+    mistral,
+    olmo2,
+    phi,
+    qwen,
+    roberta,
+    smollm3,
+    stablelm,
+    t5,
+    vit,
+)
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.bart import BART, MBART
-from clearhead.hub.bert import BERT
-from clearhead.hub.distilbert import DISTILBERT
-from clearhead.hub.falcon import FALCON
-from clearhead.hub.gemma import GEMMA, GEMMA2, GEMMA3
-from clearhead.hub.gpt2 import GPT2
-from clearhead.hub.gpt_neox import GPT_NEOX
-from clearhead.hub.granite import GRANITE
-from clearhead.hub.llama import LLAMA
-from clearhead.hub.m2m100 import M2M100
-from clearhead.hub.marian import MARIAN
-from clearhead.hub.mistral import MISTRAL, MIXTRAL
-from clearhead.hub.olmo2 import OLMO2
-from clearhead.hub.phi import PHI, PHI3
-from clearhead.hub.qwen import QWEN2, QWEN3
-from clearhead.hub.roberta import ROBERTA
-from clearhead.hub.smollm3 import SMOLLM3
-from clearhead.hub.stablelm import STABLELM
-from clearhead.hub.t5 import MT5, T5
-from clearhead.hub.vit import VIT
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
-DECODERS = (
-    *(GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3),
-    *(GPT_NEOX, FALCON, PHI, PHI3, OLMO2, STABLELM, GRANITE, SMOLLM3),
+KNOWN = (
+    *(
+        gpt2.GPT2,
+        llama.LLAMA,
+        mistral.MISTRAL,
+        mistral.MIXTRAL,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        gemma.GEMMA,
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+    ),
+    *(
+        gpt_neox.GPT_NEOX,
+        falcon.FALCON,
+        phi.PHI,
+        phi.PHI3,
+        olmo2.OLMO2,
+        stablelm.STABLELM,
+        granite.GRANITE,
+        smollm3.SMOLLM3,
+    ),
+    *(bert.BERT, roberta.ROBERTA, distilbert.DISTILBERT, albert.ALBERT, vit.VIT),
+    *(t5.T5, bart.BART, bart.MBART, m2m100.M2M100, marian.MARIAN, t5.MT5),
 )
-ENCODERS = (BERT, ROBERTA, DISTILBERT, ALBERT, VIT)
-ENCODER_DECODERS = (T5, BART, MBART, M2M100, MARIAN, MT5)
-ARCHITECTURES: dict[str, Architecture] = {
-    architecture.model_type: architecture for architecture in (*DECODERS, *ENCODERS, *ENCODER_DECODERS)
-}
+ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}
 
 
 def architecture_of(theirs: dict[str, Any]) -> Architecture:
-    """The architecture a config.json names."""
+    """Return the architecture that a config.json names."""
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         hint = nearest(kind, ARCHITECTURES) if isinstance(kind, str) else ""
@@ -53,7 +75,7 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
 
 
 def nearest_to(config: ModelConfig) -> tuple[Architecture | None, list[str]]:
-    """The architecture that expresses this config with the fewest differences, and those differences; empty: it is exact."""
+    """Return the architecture that expresses this config with the fewest differences, and the differences."""
     best: tuple[Architecture | None, list[str]] = (None, [f"family {config.family!r}"])
     for architecture in ARCHITECTURES.values():
         differences = architecture.differences(config)

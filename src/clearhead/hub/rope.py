@@ -1,17 +1,17 @@
-"""Fields of rotary positions: base, partial rotation and scaling, in the many spellings config.json has for them."""
+"""Fields of rotary positions: base, partial rotation and scaling, in the many spellings of config.json."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from clearhead.config import ModelConfig, RopeScaling
-from clearhead.errors import CheckpointError
-from clearhead.hub.fields import Json
+from clearhead.hub.fields import ConfigPart, Json
+from clearhead.hub.files import require
 
+TRAINED = "original_max_position_embeddings"
 SCALING_KEYS = {
     "factor": "factor",
-    "original_max_position_embeddings": "original_positions",
+    TRAINED: "original_positions",
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
     "beta_fast": "beta_fast",
@@ -26,132 +26,120 @@ SCALING_KEYS = {
 KEYS_BY_KIND = {
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", TRAINED, "low_freq_factor", "high_freq_factor"),
     "yarn": (
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+        *("factor", TRAINED, "beta_fast", "beta_slow", "truncate"),
         *("attention_factor", "mscale", "mscale_all_dim"),
     ),
-    "longrope": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_factor",
-        "long_factor",
-    ),
+    "longrope": ("factor", TRAINED, "attention_factor", "short_factor", "long_factor"),
 }
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary base, partial rotation and scaling, in the old keys (rope_theta, rope_scaling) or the new (rope_parameters)."""
+def rope(
+    base: float = 10_000.0,
+    fraction: float | None = None,
+    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base"),
+    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct"),
+) -> ConfigPart:
+    """Return the part for base, partial rotation and scaling, in old keys or new (rope_parameters).
 
-    base: float = 10_000.0
-    fraction: float | None = (
-        None  # of each head, where the key is absent; None: there is no such key, and all of it turns
-    )
-    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base")
-    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
+    `fraction` is the part of each head that rotates, where the key is absent. None: whole heads rotate, and
+    there is no key.
+    """
 
-    def read(self, theirs: Json) -> Json:
-        """Base, fraction, scaling."""
+    def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-        return {
-            "rope_base": float(_first(stated, theirs, self.theta_keys, self.base)),
-            "rope_fraction": self._read_fraction(stated, theirs),
-            "rope_scaling": read_scaling(stated, theirs),
-        }
+        part = float(_first(stated, theirs, fraction_keys, 1.0 if fraction is None else fraction))
+        partial = f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads"
+        require(fraction is not None or part == 1, partial)
+        theta = float(_first(stated, theirs, theta_keys, base))
+        return {"rope_base": theta, "rope_fraction": part, "rope_scaling": read_scaling(stated, theirs)}
 
-    def _read_fraction(self, stated: Json, theirs: Json) -> float:
-        fraction = float(
-            _first(stated, theirs, self.fraction_keys, 1.0 if self.fraction is None else self.fraction)
-        )
-        if self.fraction is None and fraction != 1:
-            raise CheckpointError(
-                f"config.json has {self.fraction_keys[0]} {fraction}: this architecture rotates whole heads"
-            )
-        return fraction
-
-    def write(self, config: ModelConfig) -> Json:
-        """Both spellings: old readers know the one, new ones the other."""
+    def write(config: ModelConfig) -> Json:
         parameters = write_scaling(config, config.rope_base, config.rope_scaling)
-        written = {self.theta_keys[0]: config.rope_base, "rope_parameters": parameters}
-        if self.fraction is not None:
-            written[self.fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
+        # Old readers know the first key, new ones the second.
+        written = {theta_keys[0]: config.rope_base, "rope_parameters": parameters}
+        if fraction is not None:
+            written[fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
         if config.rope_scaling is not None:
             written["rope_scaling"] = parameters
         return written
 
+    return ConfigPart(read, write)
 
-@dataclass(frozen=True)
-class TwoRopes:
-    """Layers with a window rotate by a base of their own, without scaling; old keys, or rope_parameters by kind of layer."""
 
-    base: float
-    local: float
+def two_ropes(base: float, local: float) -> ConfigPart:
+    """Return the part for layers with a window that rotate by a base of their own, without scaling."""
 
-    def read(self, theirs: Json) -> Json:
-        """Base, base of the layers with a window (None: all layers are alike), scaling."""
+    def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or {}
         full = stated.get("full_attention") or theirs.get("rope_scaling") or {}
         near = stated.get("sliding_attention") or {}
-        base = float(_first(full, theirs, ("rope_theta",), self.base))
-        local = float(
-            _first(near, {"rope_theta": theirs.get("rope_local_base_freq")}, ("rope_theta",), self.local)
-        )
+        old = {"rope_theta": theirs.get("rope_local_base_freq")}
+        theta = float(_first(full, theirs, ("rope_theta",), base))
+        near_theta = float(_first(near, old, ("rope_theta",), local))
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
-        if (base, scaling) == (local, near_scaling):
-            return {"rope_base": base, "rope_local_base": None, "rope_scaling": scaling}
-        if near_scaling is not None:
-            raise CheckpointError(
-                "config.json scales the rotation of layers with a window: supported there is rope_type default"
-            )
-        return {"rope_base": base, "rope_local_base": local, "rope_scaling": scaling}
-
-    def write(self, config: ModelConfig) -> Json:
-        """Both spellings, as far as the old one goes."""
-        full = write_scaling(config, config.rope_base, config.rope_scaling)
-        near = (
-            dict(full)
-            if config.rope_local_base is None
-            else write_scaling(config, config.rope_local_base, None)
+        alike = (theta, scaling) == (near_theta, near_scaling)
+        refusal = (
+            "config.json scales the rotation of layers with a window: supported there is rope_type default"
         )
-        return {
-            "rope_theta": config.rope_base,
-            "rope_local_base_freq": near["rope_theta"],
-            "rope_parameters": {"full_attention": full, "sliding_attention": near},
-        }
+        require(alike or near_scaling is None, refusal)
+        own = None if alike else near_theta
+        return {"rope_base": theta, "rope_local_base": own, "rope_scaling": scaling}
+
+    def write(config: ModelConfig) -> Json:
+        full = near = write_scaling(config, config.rope_base, config.rope_scaling)
+        if config.rope_local_base is not None:
+            near = write_scaling(config, config.rope_local_base, None)
+        new = {"full_attention": full, "sliding_attention": dict(near)}
+        old = {"rope_theta": config.rope_base, "rope_local_base_freq": near["rope_theta"]}
+        return {**old, "rope_parameters": new}
+
+    return ConfigPart(read, write)
+
+
+def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
+    """Return the part for layers that do not rotate: a list with 0 for each of them, or every n-th layer."""
+
+    def read(theirs: Json) -> Json:
+        every, layers = theirs.get(interval_key) or interval, theirs["num_hidden_layers"]
+        rotates = theirs.get(key) or [(layer + 1) % every for layer in range(layers)]
+        return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[:layers]) if not yes)}
+
+    def write(config: ModelConfig) -> Json:
+        return {key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
+
+    return ConfigPart(read, write)
 
 
 def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
-    """The scaling a config states, None for plain rotary positions."""
+    """Return the scaling a config states; None for plain rotary positions."""
     kind = stated.get("rope_type", stated.get("type", "default"))
     if kind == "su":
         kind = "longrope"
     if kind in ("default", None):
         return None
-    if kind not in KEYS_BY_KIND:
-        raise CheckpointError(
-            f'config.json has rope_type "{kind}": supported are default, {", ".join(KEYS_BY_KIND)}'
-        )
-    values: Json = {"kind": kind}
-    for key in KEYS_BY_KIND[kind]:
-        if stated.get(key) is not None:
-            value = stated[key]
-            values[SCALING_KEYS[key]] = tuple(map(float, value)) if isinstance(value, list) else value
-    trained = theirs.get("original_max_position_embeddings")
-    if kind in ("longrope", "yarn", "llama3") and trained is not None:
-        values["original_positions"] = trained
-    return RopeScaling(**values)
+    supported = ", ".join(("default", *KEYS_BY_KIND))
+    require(kind in KEYS_BY_KIND, f'config.json has rope_type "{kind}": supported are {supported}')
+    keys = KEYS_BY_KIND[kind]
+    given: Json = {key: stated[key] for key in keys if stated.get(key) is not None}
+    if TRAINED in keys and theirs.get(TRAINED) is not None:
+        given[TRAINED] = theirs[TRAINED]
+    values: Json = {
+        SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value
+        for key, value in given.items()
+    }
+    return RopeScaling(kind=kind, **values)
 
 
 def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None) -> Json:
-    """One entry of rope_parameters."""
+    """Return one entry of rope_parameters."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base}
     values: Json = {"rope_type": scaling.kind, "rope_theta": base}
     for key in KEYS_BY_KIND[scaling.kind]:
         value = getattr(scaling, SCALING_KEYS[key])
-        if key == "original_max_position_embeddings" and value is None:
+        if key == TRAINED and value is None:
             value = config.max_positions
         if value is not None and not (key == "factor" and scaling.kind == "longrope" and value == 1):
             values[key] = list(value) if isinstance(value, tuple) else value
@@ -159,33 +147,5 @@ def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None)
 
 
 def _first(stated: Json, theirs: Json, keys: tuple[str, ...], default: float) -> Any:
-    for place in (stated, theirs):
-        for key in keys:
-            if place.get(key) is not None:
-                return place[key]
-    return default
-
-
-@dataclass(frozen=True)
-class Skips:
-    """Layers that rotate nothing: a list with 0 for each of them and 1 for the others, or every so many layers one."""
-
-    key: str
-    interval_key: str
-    interval: int
-
-    def read(self, theirs: Json) -> Json:
-        """Their numbers, from 0."""
-        every = theirs.get(self.interval_key) or self.interval
-        rotates = theirs.get(self.key) or [
-            (layer + 1) % every for layer in range(theirs["num_hidden_layers"])
-        ]
-        return {
-            "rope_skips": tuple(
-                layer for layer, yes in enumerate(rotates[: theirs["num_hidden_layers"]]) if not yes
-            )
-        }
-
-    def write(self, config: ModelConfig) -> Json:
-        """The list."""
-        return {self.key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
+    found = (place[key] for place in (stated, theirs) for key in keys if place.get(key) is not None)
+    return next(found, default)

@@ -1,4 +1,4 @@
-"""Sentence embeddings as sentence-transformers stores them: how a directory says that states become one vector."""
+"""Sentence embeddings: how a directory of sentence-transformers says that states become one vector."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clearhead.errors import CheckpointError
-from clearhead.hub.files import read_json, write_json
+from clearhead.hub.files import read_json, read_json_if_any, reading, require, write_json
 
 MODULES, POOLING, LENGTH = "modules.json", "1_Pooling", "sentence_bert_config.json"
 TYPE = "sentence_transformers.models."
-MODES = {
-    "cls_token": "cls",
-    "mean_tokens": "mean",
-    "lasttoken": "last",
-}  # their name after pooling_mode_ -> ours
+# Their name after pooling_mode_ -> ours.
+MODES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
 
 
 @dataclass(frozen=True)
@@ -29,50 +25,39 @@ class Sentences:
 
 
 def read_sentences(folder: Path) -> Sentences | None:
-    """What modules.json and the folders it names say; None for a directory without them."""
+    """Read modules.json and the folders it names; None for a directory without them."""
     path = folder / MODULES
     if not path.exists():
         return None
-    try:
+    with reading(path, "is not a list of modules"):
         modules = json.loads(path.read_text(encoding="utf-8"))
-        kinds = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a list of modules: {error}") from None
-    strange = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if strange:
-        raise CheckpointError(
-            f"{path} names a module {strange[0]}: supported are Transformer, Pooling, Normalize"
-        )
-    lengths = read_json(folder / LENGTH) if (folder / LENGTH).exists() else {}
-    most = lengths.get("max_seq_length")
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    for kind in kinds:
+        supported = ("Transformer", "Pooling", "Normalize")
+        require(kind in supported, f"{path} names a module {kind}: supported are {', '.join(supported)}")
+    most = read_json_if_any(folder / LENGTH).get("max_seq_length")
+    length = most if type(most) is int and most > 0 else None
     stated = read_json(folder / POOLING / "config.json") if "Pooling" in kinds else {}
-    return Sentences(
-        _mode(stated, path), "Normalize" in kinds, most if type(most) is int and most > 0 else None
-    )
+    return Sentences(_mode(stated, path), "Normalize" in kinds, length)
 
 
 def _mode(stated: dict[str, Any], path: Path) -> str:
-    on = [
-        key.removeprefix("pooling_mode_")
-        for key, value in stated.items()
-        if key.startswith("pooling_mode_") and value is True
-    ]
-    if len(on) > 1 or (on and on[0] not in MODES):
-        raise CheckpointError(
-            f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}"
-        )
+    prefix = "pooling_mode_"
+    on = [key.removeprefix(prefix) for key in stated if key.startswith(prefix) and stated[key] is True]
+    refusal = f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}"
+    require(len(on) <= 1 and set(on) <= set(MODES), refusal)
     return MODES[on[0]] if on else "mean"
 
 
 def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
-    """The files that `read_sentences` and sentence-transformers read."""
-    names = [("", "Transformer"), (POOLING, "Pooling")] + (
-        [("2_Normalize", "Normalize")] if sentences.normalise else []
-    )
+    """Write the files that `read_sentences` and sentence-transformers read."""
+    names = [("", "Transformer"), (POOLING, "Pooling")]
+    if sentences.normalise:
+        names.append(("2_Normalize", "Normalize"))
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": TYPE + kind} for i, (path, kind) in enumerate(names)
     ]
-    (folder / MODULES).write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / MODULES, modules)
     (folder / POOLING).mkdir()
     modes = {f"pooling_mode_{theirs}": ours == sentences.pooling for theirs, ours in MODES.items()}
     write_json(folder / POOLING / "config.json", {"word_embedding_dimension": d_model, **modes})

@@ -1,9 +1,10 @@
-"""T5, T5 v1.1 and mT5: relative positions, one table per stack; attention scores unscaled, logits scaled where they are tied."""
+"""T5, T5 v1.1 and mT5: relative positions, one table per stack, and attention scores without a scale."""
 
 from __future__ import annotations
 
+from clearhead.config import ModelConfig
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import Cases, Depths, Field, Fixed, Json, Part, Scaled, Written
+from clearhead.hub.fields import ConfigPart, Json, cases, field, fixed, scaled
 from clearhead.hub.rules import Rule, same
 
 PARTS = {"q": "q", "k": "k", "v": "v", "o": "out"}
@@ -11,7 +12,7 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "si
 
 
 def classes(name: str) -> dict[str, Json]:
-    """The classes that T5 and mT5 have."""
+    """Return the classes that T5 and mT5 have."""
     return {
         f"{name}ForConditionalGeneration": {"family": "encoder-decoder", "head": "lm"},
         f"{name}Model": {"family": "encoder-decoder", "head": "none"},
@@ -19,8 +20,23 @@ def classes(name: str) -> dict[str, Json]:
     }
 
 
-SHAPE: tuple[Part, ...] = (
-    Fixed(
+def read_depths(theirs: Json) -> Json:
+    """Return the layers of encoder and decoder, equally many by default; or of an encoder alone."""
+    if (theirs.get("architectures") or [""])[0].endswith("EncoderModel"):
+        return field("num_layers", "n_layers").read(theirs)
+    decoder = field("num_decoder_layers", "n_layers", otherwise="num_layers")
+    return field("num_layers", "n_encoder_layers").read(theirs) | decoder.read(theirs)
+
+
+def write_depths(config: ModelConfig) -> Json:
+    """Return both keys; or one, and that there is no decoder."""
+    if config.family == "encoder":
+        return {"num_layers": config.n_layers, "is_encoder_decoder": False}
+    return {"num_layers": config.n_encoder_layers, "num_decoder_layers": config.n_layers}
+
+
+SHAPE: tuple[ConfigPart, ...] = (
+    fixed(
         {
             "positions": "relative",
             "attention_scale": 1.0,
@@ -29,23 +45,23 @@ SHAPE: tuple[Part, ...] = (
             "bias": False,
         }
     ),
-    Field("vocab_size", "vocab_size"),
-    Field("d_model", "d_model"),
-    Field("d_kv", "d_head"),
-    Field("d_ff", "d_ff"),
-    Field("num_heads", "n_heads"),
-    Depths("num_layers", "num_decoder_layers"),
-    Field("relative_attention_num_buckets", "relative_buckets", 32),
-    Field("relative_attention_max_distance", "relative_max_distance", 128),
-    Field("n_positions", "max_positions", 512),
-    Field("layer_norm_epsilon", "norm_eps", 1e-6),
-    Field("dropout_rate", "dropout", 0.1),
-    Field("dropout_rate", "feedforward_dropout", 0.1),
-    Field("tie_word_embeddings", "tie_embeddings", True),
-    Written({"decoder_start_token_id": 0}),
+    field("vocab_size", "vocab_size"),
+    field("d_model", "d_model"),
+    field("d_kv", "d_head"),
+    field("d_ff", "d_ff"),
+    field("num_heads", "n_heads"),
+    ConfigPart(read_depths, write_depths),
+    field("relative_attention_num_buckets", "relative_buckets", 32),
+    field("relative_attention_max_distance", "relative_max_distance", 128),
+    field("n_positions", "max_positions", 512),
+    field("layer_norm_epsilon", "norm_eps", 1e-6),
+    field("dropout_rate", "dropout", 0.1),
+    field("dropout_rate", "feedforward_dropout", 0.1),
+    field("tie_word_embeddings", "tie_embeddings", True),
+    fixed(written={"decoder_start_token_id": 0}),
 )
 # "gelu" is the tanh formula behind a gate, and the exact one without.
-BENDS = (
+ACTIVATION_CASES = (
     *(
         ({"feed_forward_proj": f"gated-{word}"}, {"activation": name, "gated": True})
         for word, name in ACTIVATIONS.items()
@@ -58,7 +74,7 @@ BENDS = (
 
 
 def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
-    """One stack's blocks, whose sublayers are numbered: SelfAttention, perhaps EncDecAttention, and the feed-forward."""
+    """Return the rules of one stack's blocks: attentions of these kinds, and a feed-forward, by number."""
     theirs, ours, last = f"{stack}.block.{{i}}.layer", f"{stack}.blocks.{{i}}", len(kinds)
     attention = {"SelfAttention": "attention", "EncDecAttention": "cross"}
     wide = f"{theirs}.{last}.DenseReluDense"
@@ -72,17 +88,16 @@ def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
         ),
         *same(
             {
-                f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before"
-                for n, kind in enumerate(kinds)
-            }
-        ),
-        *same(
-            {
+                **{
+                    f"{theirs}.{n}.layer_norm": f"{ours}.{attention[kind]}_residual.before"
+                    for n, kind in enumerate(kinds)
+                },
                 f"{theirs}.{last}.layer_norm": f"{ours}.feedforward_residual.before",
                 f"{stack}.final_layer_norm": f"{stack}.norm",
+                f"{wide}.wi_0": f"{ours}.feedforward.gate",
+                f"{wide}.wo": f"{ours}.feedforward.down",
             }
         ),
-        *same({f"{wide}.wi_0": f"{ours}.feedforward.gate", f"{wide}.wo": f"{ours}.feedforward.down"}),
         Rule(f"{wide}.wi_1.weight", (f"{ours}.feedforward.up.weight",), when={"gated": True}),
         Rule(f"{wide}.wi.weight", (f"{ours}.feedforward.up.weight",), when={"gated": False}),
         Rule(
@@ -107,8 +122,8 @@ T5 = Architecture(
     classes=classes("T5"),
     config=(
         *SHAPE,
-        Cases({"feed_forward_proj": "relu"}, BENDS),
-        Scaled(
+        cases({"feed_forward_proj": "relu"}, *ACTIVATION_CASES),
+        scaled(
             "scale_decoder_outputs", "logit_scale", -0.5, width="d_model", otherwise="tie_word_embeddings"
         ),
     ),
@@ -118,7 +133,7 @@ T5 = Architecture(
 MT5 = Architecture(
     model_type="mt5",
     classes=classes("MT5"),
-    config=(*SHAPE, Cases({"feed_forward_proj": "gated-gelu"}, BENDS)),
+    config=(*SHAPE, cases({"feed_forward_proj": "gated-gelu"}, *ACTIVATION_CASES)),
     rules=RULES,
     ignored=IGNORED,
 )

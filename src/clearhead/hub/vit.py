@@ -1,15 +1,15 @@
-"""ViT: a pre-norm encoder of image patches with a class token. Its patch projection is stored as a convolution."""
+"""ViT: a pre-norm encoder of image patches with a class token.
 
-from __future__ import annotations
+Its patch projection is stored as a convolution.
+"""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, Field, Fixed, Labels, Says
-from clearhead.hub.rules import Reshape, Rule, same
-from clearhead.hub.tables import Patches
+from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed, patches
+from clearhead.hub.rules import Rule, reshaped, same
 
 BLOCK, THEIRS = "encoder.blocks.{i}", "vit.encoder.layer.{i}"
-KERNEL = Reshape(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))
-ROWS = Reshape(lambda config: (1, -1, config.d_model))
+KERNEL = reshaped(lambda config: (config.d_model, config.n_channels, config.patch_size, config.patch_size))
+ROWS = reshaped(lambda config: (1, -1, config.d_model))
 
 VIT = Architecture(
     model_type="vit",
@@ -24,7 +24,7 @@ VIT = Architecture(
     },
     prefix="vit.",
     config=(
-        Fixed(
+        fixed(
             {
                 "family": "encoder",
                 "input": "patches",
@@ -34,20 +34,20 @@ VIT = Architecture(
                 "init": "bert",
             }
         ),
-        Says({"pooler_act": "tanh"}),
-        Patches(image=224, patch=16),
-        Field("num_channels", "n_channels", 3),
-        Field("hidden_size", "d_model", 768),
-        Field("num_hidden_layers", "n_layers", 12),
-        Field("num_attention_heads", "n_heads", 12),
-        Field("intermediate_size", "d_ff", 3072),
-        Field("hidden_act", "activation", "gelu", ACTIVATIONS),
-        Field("qkv_bias", "qkv_bias", True),
-        Field("layer_norm_eps", "norm_eps", 1e-12),
-        Field("hidden_dropout_prob", "dropout", 0.0),
-        Field("attention_probs_dropout_prob", "attention_dropout", 0.0),
-        Field("initializer_range", "init_std", 0.02),
-        Labels(),
+        fixed(only={"pooler_act": "tanh"}),
+        patches(image=224, patch=16),
+        field("num_channels", "n_channels", 3),
+        field("hidden_size", "d_model", 768),
+        field("num_hidden_layers", "n_layers", 12),
+        field("num_attention_heads", "n_heads", 12),
+        field("intermediate_size", "d_ff", 3072),
+        field("hidden_act", "activation", "gelu", ACTIVATIONS),
+        field("qkv_bias", "qkv_bias", True),
+        field("layer_norm_eps", "norm_eps", 1e-12),
+        field("hidden_dropout_prob", "dropout", 0.0),
+        field("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        field("initializer_range", "init_std", 0.02),
+        LABELS,
     ),
     rules=(
         Rule("vit.embeddings.cls_token", ("encoder.embedding.front.class_token",), ROWS),

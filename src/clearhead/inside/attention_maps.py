@@ -1,7 +1,7 @@
-"""Attention patterns as data: where each head looks, how spread its looking is, and what flows through a whole stack.
+"""Attention patterns as data: where each head looks, how spread it is, and what flows through a whole stack.
 
-`attention` in the file beside this one records them. A head's pattern is a table: a row per query, a column per key, and
-each row sums to 1. Long inputs come in cells of several tokens; `Axis.size` says of how many.
+`attention` in the file beside this one records them. A head's pattern is a table: a row per query, a column
+per key, and each row sums to 1. Long inputs come in cells of several tokens; `Axis.size` says of how many.
 
 Shapes: L layers, H heads, T queries, S keys, N tokens of a stack (T of them unless aggregated).
 """
@@ -20,52 +20,47 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest
-from clearhead.inside.names import Head
+from clearhead.inside.names import AttentionHead, AttentionName
+from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
 
-Array = np.ndarray[Any, Any]
 FORMATS = (".json", ".npz")
 
 
 def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
-    """How spread each query's attention is, in bits: [..., T, S] -> [..., T].
+    """Return how spread each query's attention is, in bits: [..., T, S] -> [..., T].
 
-    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query that sees
-    nothing at all are NaN: they have no part in a mean.
+    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query
+    that sees nothing at all are NaN: they have no part in a mean.
     """
-    bits: Tensor = torch.special.entr(pattern).sum(-1) / math.log(2)
     sees = pattern.sum(-1) > 0
-    return bits.masked_fill(~(sees if real is None else sees & real), torch.nan)
+    return entropy_bits(pattern).masked_fill(~(sees if real is None else sees & real), torch.nan)
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(Result):
     """The queries or the keys of a pattern: one label per cell."""
+
+    json_names = ("labels", "size as tokens_per_cell")
 
     labels: tuple[str, ...]
     size: int = 1  # tokens per cell
 
     @classmethod
     def over(cls, labels: Sequence[str], size: int) -> Axis:
-        """The cells of so many tokens each over these tokens; a cell's label has its first and last place and its first token."""
+        """Return cells of so many tokens each; a label has the first and last place and the first token."""
         if size == 1:
             return cls(tuple(labels))
-        starts = range(0, len(labels), size)
-        places = [(start, min(start + size, len(labels)) - 1) for start in starts]
-        return cls(
-            tuple(
-                f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
-                for first, last in places
-            ),
-            size,
+        firsts = range(0, len(labels), size)
+        lasts = [min(first + size, len(labels)) - 1 for first in firsts]
+        names = (
+            f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
+            for first, last in zip(firsts, lasts)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"labels": list(self.labels), "tokens_per_cell": self.size}
+        return cls(tuple(names), size)
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Result):
     """One query looking at one key."""
 
     query: int
@@ -74,16 +69,14 @@ class Link:
     key_label: str
     weight: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadPattern(Result):
     """The pattern of one head."""
 
-    head: Head
+    json_names = ("queries", "keys", "entropies", "pattern")
+
+    head: AttentionHead
     pattern: Array  # T S
     queries: Axis
     keys: Axis
@@ -96,36 +89,31 @@ class HeadMap:
 
     @property
     def strongest(self) -> Link:
-        """The largest weight, among the queries that have a choice: one that sees a single key gives it all its weight."""
+        """The largest weight, among the queries that see more than one key."""
         choice = (self.pattern > 0).sum(-1) > 1
         rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
         query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
-        return Link(
-            query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key])
-        )
+        names = self.queries.labels[query], self.keys.labels[key]
+        return Link(query, key, *names, float(self.pattern[query, key]))
 
     def summary(self) -> dict[str, Any]:
-        """For JSON, in few numbers."""
+        """Return plain JSON values, in few numbers."""
         return {
             "head": str(self.head),
-            "entropy": _plain(self.entropy),
+            "entropy": plain(self.entropy),
             "strongest": self.strongest.to_dict(),
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        axes = {"queries": self.queries.to_dict(), "keys": self.keys.to_dict()}
-        return {
-            **self.summary(),
-            **axes,
-            "entropies": _plain(self.entropies),
-            "pattern": self.pattern.tolist(),
-        }
+        """Return plain JSON values: the summary, and every number."""
+        return self.summary() | super().to_dict()
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMap:
+class LayerMap(Result):
     """The patterns of all heads of one attention."""
+
+    json_names = ("kind", "layer", "queries", "keys", "entropies", "pattern")
 
     kind: str  # self, encoder or cross, as in the names of heads
     layer: int
@@ -137,7 +125,7 @@ class LayerMap:
     @property
     def name(self) -> str:
         """As heads are named, without the head: "3", "encoder.0", "cross.1"."""
-        return str(self.layer) if self.kind == "self" else f"{self.kind}.{self.layer}"
+        return str(AttentionName(self.kind, self.layer))
 
     @property
     def aggregated(self) -> int:
@@ -145,33 +133,25 @@ class LayerMap:
         return max(self.queries.size, self.keys.size)
 
     def entropies(self) -> Array:
-        """[H, N] bits of each query of each head, always of single tokens; NaN where a query sees nothing."""
+        """Return [H, N] bits of each query of each head, of single tokens; NaN where a query sees nothing."""
         if self.recorded_entropies is not None:
             return self.recorded_entropies
         return query_entropy(torch.from_numpy(np.array(self.pattern))).numpy()
 
-    def heads(self) -> list[HeadMap]:
-        """Each head by itself."""
-        bits = self.entropies()
+    def heads(self) -> list[HeadPattern]:
+        """Return each head by itself."""
+        names = AttentionName(self.kind, self.layer, len(self.pattern)).heads
         return [
-            HeadMap(Head(self.kind, self.layer, number), pattern, self.queries, self.keys, bits[number])
-            for number, pattern in enumerate(self.pattern)
+            HeadPattern(name, pattern, self.queries, self.keys, bits)
+            for name, pattern, bits in zip(names, self.pattern, self.entropies())
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        named = {
-            "kind": self.kind,
-            "layer": self.layer,
-            "queries": self.queries.to_dict(),
-            "keys": self.keys.to_dict(),
-        }
-        return {**named, "entropies": _plain(self.entropies()), "pattern": self.pattern.tolist()}
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
-    """What each place is made of after each layer, if attention were all that moves anything."""
+class Rollout(Result):
+    """What each place is made of after each layer, if attention alone moved anything."""
+
+    json_names = ("kind", "tokens", "flow")
 
     kind: str
     flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
@@ -183,14 +163,12 @@ class Rollout:
         final: Array = self.flow[-1]
         return final
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"kind": self.kind, "tokens": self.tokens.to_dict(), "flow": self.flow.tolist()}
-
 
 @dataclass(frozen=True, eq=False)
-class AttentionMaps:
+class AttentionMaps(Result):
     """Every pattern that was recorded, in the order of the forward pass."""
+
+    json_names = ("aggregated", "maps")
 
     maps: tuple[LayerMap, ...]
 
@@ -201,11 +179,11 @@ class AttentionMaps:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Which kinds there are."""
+        """The kinds of attention that were recorded."""
         return tuple(dict.fromkeys(each.kind for each in self.maps))
 
     def of(self, kind: str) -> list[LayerMap]:
-        """All layers of one kind."""
+        """Return all layers of one kind."""
         if kind not in self.kinds:
             raise InputError(
                 f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}'
@@ -213,7 +191,7 @@ class AttentionMaps:
         return [each for each in self.maps if each.kind == kind]
 
     def layer(self, number: int, kind: str = "self") -> LayerMap:
-        """One layer, all heads."""
+        """Return one layer, all heads."""
         known = {each.layer: each for each in self.of(kind)}
         if number not in known:
             raise InputError(
@@ -221,8 +199,8 @@ class AttentionMaps:
             )
         return known[number]
 
-    def head(self, name: str) -> HeadMap:
-        """One head by its name: "3.2", "encoder.0.5", "cross.1.2"."""
+    def head(self, name: str) -> HeadPattern:
+        """Return one head by its name: "3.2", "encoder.0.5", "cross.1.2"."""
         known = {
             f"{each.name}.{number}": (each, number)
             for each in self.maps
@@ -232,32 +210,32 @@ class AttentionMaps:
         if wanted not in known:
             some = ", ".join(list(known)[:3])
             raise InputError(
-                f'head "{name}" was not recorded{nearest(wanted, known)}: heads are called layer.head, such as {some}'
+                f'head "{name}" was not recorded{nearest(wanted, known)}: '
+                f"heads are called layer.head, such as {some}"
             )
         found, number = known[wanted]
         return found.heads()[number]
 
-    def heads(self) -> list[HeadMap]:
-        """Every head by itself."""
+    def heads(self) -> list[HeadPattern]:
+        """Return every head by itself."""
         return [head for each in self.maps for head in each.heads()]
 
     def entropy(self, kind: str = "self") -> Array:
-        """[L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads than another."""
-        layers = self.of(kind)
-        table = np.full((len(layers), max(len(each.pattern) for each in layers)), np.nan, dtype=np.float32)
-        for row, each in zip(table, layers):
-            row[: len(each.pattern)] = [head.entropy for head in each.heads()]
-        return table
+        """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
+        rows = [[head.entropy for head in each.heads()] for each in self.of(kind)]
+        return filled(rows).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
-        """Attention rollout of one stack: the heads' mean with a `residual` share of the identity, multiplied over layers.
+        """Return the attention rollout of one stack.
 
-        Every row is brought back to a sum of 1. Of aggregated maps it is the rollout of their cells.
+        The mean over heads is mixed with the identity and multiplied over layers. `residual` is the share of
+        the identity. Every row is divided by its sum. Of aggregated maps it is the rollout of their cells.
         """
         layers = self.of(kind)
         if kind == "cross":
             raise InputError(
-                "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder"
+                "rollout follows tokens through one stack, and cross-attention joins two: "
+                "choose self or encoder"
             )
         if [each.layer for each in layers] != list(range(len(layers))):
             raise InputError("rollout starts at the first layer and leaves none out: record all layers")
@@ -272,12 +250,8 @@ class AttentionMaps:
             flows.append(flow)
         return Rollout(kind, np.stack(flows).astype(np.float32), layers[0].queries)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: every number of every pattern."""
-        return {"aggregated": self.aggregated, "maps": [each.to_dict() for each in self.maps]}
-
     def save(self, path: str | Path) -> Path:
-        """Write everything as .json, or as arrays in an .npz: per attention its pattern, entropies and labels."""
+        """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""
         path = checked_ending(path)
         part = path.with_name(f".{path.name}.part")
         try:
@@ -296,27 +270,21 @@ class AttentionMaps:
     def _arrays(self) -> dict[str, Any]:
         arrays: dict[str, Any] = {"aggregated": np.array(self.aggregated)}
         for each in self.maps:
-            at = f"{each.kind}.{each.layer}"
-            arrays |= {f"{at}.pattern": each.pattern, f"{at}.entropies": each.entropies()}
-            arrays |= {
-                f"{at}.queries": np.array(each.queries.labels),
-                f"{at}.keys": np.array(each.keys.labels),
+            own = {
+                "pattern": each.pattern,
+                "entropies": each.entropies(),
+                "queries": np.array(each.queries.labels),
+                "keys": np.array(each.keys.labels),
             }
+            arrays |= {f"{each.kind}.{each.layer}.{name}": array for name, array in own.items()}
         return arrays
 
 
 def checked_ending(path: str | Path) -> Path:
-    """A path that says in which format to write."""
+    """Return a path whose ending says in which format to write."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise InputError(
             f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}'
         )
     return path
-
-
-def _plain(values: Array | float) -> Any:
-    """Numbers as JSON has them: None in place of NaN."""
-    found = np.asarray(values, dtype=object)
-    found[np.isnan(np.asarray(values))] = None
-    return found.tolist()

@@ -1,7 +1,8 @@
 """What a head chooses among, by name: tokens of the vocabulary, classes, or the places of a span.
 
-A head's scores are a table of columns and choices. A language model has one column for each token that it reads; a
-classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among the tokens.
+A head's scores are a table of columns and choices. A language model has one column for each token that it
+reads; a classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among
+the tokens.
 
 Shapes: B batch, T tokens, C columns, N choices, D model.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class Choices:
         """Every class, or every place; tokens are too many, see `name`."""
         if self.kind == "place":
             return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
-        m = self.prepared.m
-        return m.class_names
+        return self.prepared.m.class_names
 
     @property
     def count(self) -> int:
@@ -43,95 +42,86 @@ class Choices:
         return self.prepared.m.config.vocab_size if self.kind == "token" else len(self.names)
 
     def name(self, number: int) -> str:
-        """One choice, as people read it."""
+        """Return one choice, as people read it."""
         return label(self.prepared.m.tokenizer, number) if self.kind == "token" else self.names[number]
 
     def find(self, wanted: str | int) -> int:
-        """The number of a choice, from its name or its number."""
+        """Return the number of a choice, given its name or its number."""
         if isinstance(wanted, str):
-            found = self._token(wanted) if self.kind == "token" else _place_in(self.names, wanted, self.kind)
-            wanted = _number(wanted) if found is None else found
+            wanted = self._token(wanted) if self.kind == "token" else self._named(wanted)
         if not 0 <= wanted < self.count:
             raise InputError(f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}")
         return wanted
 
-    def _token(self, wanted: str) -> int | None:
-        """A token by its own writing, by its label (· is a space), or as the whole of a text; None for a number."""
+    def _named(self, wanted: str) -> int:
+        """Return a class or a place by its name, or by its number written out."""
+        names = self.names
+        if wanted in names:
+            return names.index(wanted)
+        if wanted.lstrip("-").isdecimal():
+            return int(wanted)
+        some = ", ".join(names if len(names) <= 12 else (*names[:12], "..."))
+        raise InputError(f'there is no {self.kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
+
+    def _token(self, wanted: str) -> int:
+        """Return a token by its own writing, its label (· is a space), its number, or a text that it is."""
         tokenizer = self.prepared.m.tokenizer
         if tokenizer is None:
-            return None
+            if not wanted.lstrip("-").isdecimal():
+                raise InputError(
+                    f'"{wanted}" is not a token id, and this model has no tokenizer: give a number'
+                )
+            return int(wanted)
         found = tokenizer.token_to_id(wanted)
-        if found is not None:
-            return int(found)
-        shown = visible(wanted)
-        found = next((token for token in range(self.count) if label(tokenizer, token) == shown), None)
+        if found is None:
+            shown = visible(wanted)
+            found = next((token for token in range(self.count) if label(tokenizer, token) == shown), None)
         if found is not None or wanted.isdecimal():
-            return found
+            return int(wanted if found is None else found)
         pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
         if len(pieces) != 1:
-            said = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
-            raise InputError(f'"{wanted}" is {len(pieces)} tokens ({said}): name one token of the vocabulary')
+            listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
+            raise InputError(
+                f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary'
+            )
         return int(pieces[0])
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What the head says, as a table for each row: [B, ...] -> [B, C, N]."""
+        """Return what the head says as a table for each row: [B, ...] -> [B, C, N]."""
         if self.kind == "place":
             return logits.transpose(1, 2)
         return logits[:, None] if logits.ndim == 2 else logits
 
     def column_scores(self, hidden: Tensor, column: int) -> Tensor:
-        """What the head says in one column; of a vocabulary only that column is computed: [B, T, D] -> [B, N]."""
+        """Return the scores of one column, and compute no other of a vocabulary: [B, T, D] -> [B, N]."""
         head = self.prepared.model.head
         if self.kind == "token":
-            said: Tensor = head(hidden[:, column : column + 1], None)
-            return said[:, 0]
+            return self.scores(head(hidden[:, column : column + 1], None))[:, 0]
         return self.scores(head(hidden, None))[:, column]
 
 
 def choices_of(prepared: Prepared) -> Choices:
-    """What the head of a model chooses among for this input."""
+    """Return what the head of a model chooses among for this input."""
     head = prepared.m.config.head or "none"
     if head not in KINDS:
         raise InputError(
-            f'head "{head}" gives vectors, not choices: this takes a model whose head is one of {", ".join(KINDS)}'
+            f'head "{head}" gives vectors, not choices: '
+            f"this takes a model whose head is one of {', '.join(KINDS)}"
         )
     columns = prepared.tokens.labels
     if head == "classifier":
         columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
-    if head == "span":
+    elif head == "span":
         columns = ("begins", "ends")
     return Choices(prepared, KINDS[head], columns)
 
 
 def find_column(position: int, columns: Sequence[str]) -> int:
-    """A column from its number; negative ones count from the end."""
+    """Return a column by its number; negative ones count from the end."""
     count = len(columns)
     if not -count <= position < count:
         raise InputError(
-            f"there is no position {position}: there are {count}, from 0 to {count - 1}, or from the end, -1 to -{count}"
+            f"there is no position {position}: there are {count}, from 0 to {count - 1}, "
+            f"or from the end, -1 to -{count}"
         )
     return position % count
-
-
-def _place_in(names: Sequence[str], wanted: str, kind: str) -> int | None:
-    """Where a name stands; None for a number."""
-    if wanted in names:
-        return list(names).index(wanted)
-    if wanted.lstrip("-").isdecimal():
-        return None
-    some = ", ".join(names[:12]) + ", ..." * (len(names) > 12)
-    raise InputError(f'there is no {kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
-
-
-def _number(wanted: str) -> int:
-    if not wanted.lstrip("-").isdecimal():
-        raise InputError(f'"{wanted}" is not a token id, and this model has no tokenizer: give a number')
-    return int(wanted)
-
-
-def plain_numbers(values: Tensor) -> Any:
-    """A tensor as lists for JSON; what is not a number becomes None."""
-    if values.ndim:
-        return [plain_numbers(row) for row in values]
-    value = values.item()
-    return value if value == value else None

@@ -1,8 +1,8 @@
 """Norms and heads as the linear maps they are at one state: the way back from a logit to the residual stream.
 
-A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a logit is a
-sum over everything that was added to the stream. A direction g stands for the number <g, x>; `back` takes a direction
-behind a norm to the one before it, and `shift` is what the norm's own bias adds.
+A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a
+logit is a sum over everything that was added to the stream. A direction g stands for the number <g, x>;
+`back` takes a direction behind a norm to the one before it, and `shift` is what the norm's own bias adds.
 
 Shapes: R rows (tokens) that are read, T tokens, D model, V vocabulary, C classes. All in float64.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.model.dtypes import precise
@@ -22,30 +23,32 @@ from clearhead.model.norms import LayerNorm, RMSNorm
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """A norm whose size is held fast."""
+    """A norm whose size is held at its actual value; without a norm, the identity."""
 
-    scale: Tensor  # [D]
-    size: Tensor  # [R, 1] the standard deviation, or the root mean square, that it divides by
-    bias: Tensor | None  # [D]
-    centred: bool  # is the mean subtracted?
+    scale: Tensor | float = 1.0  # [D]
+    size: Tensor | float = 1.0  # [R, 1] the standard deviation, or the root mean square, that it divides by
+    bias: Tensor | None = None  # [D]
+    centred: bool = False  # is the mean subtracted?
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the norm gives: [R, D] -> [R, D]."""
+        """Return what the norm gives: [R, D] -> [R, D]."""
         y = (x - x.mean(-1, keepdim=True) if self.centred else x) / self.size * self.scale
         return y if self.bias is None else y + self.bias
 
     def back(self, direction: Tensor) -> Tensor:
-        """[R, D] behind the norm -> [R, D] before it."""
+        """Return the direction before the norm from the one behind it: [R, D] -> [R, D]."""
         before = direction * self.scale / self.size
         return before - before.mean(-1, keepdim=True) if self.centred else before
 
     def shift(self, direction: Tensor) -> float:
-        """What the bias adds: [R, D] -> a number."""
+        """Return what the bias adds: [R, D] -> a number."""
         return float((direction * self.bias).sum()) if self.bias is not None else 0.0
 
 
-def freeze(norm: nn.Module, x: Tensor) -> FrozenNorm:
-    """A norm as it is at its actual input [R, D]."""
+def freeze(norm: nn.Module | None, x: Tensor) -> FrozenNorm:
+    """Return a norm as it is at its actual input [R, D]."""
+    if norm is None:
+        return FrozenNorm()
     assert isinstance(norm, LayerNorm | RMSNorm)
     centred = isinstance(norm, LayerNorm)
     spread = x - x.mean(-1, keepdim=True) if centred else x
@@ -58,7 +61,7 @@ def freeze(norm: nn.Module, x: Tensor) -> FrozenNorm:
 
 
 @dataclass(frozen=True)
-class Readout:
+class LinearReadout:
     """A number that a head says, as a sum: <directions, hidden states at `rows`> + transform + bias."""
 
     rows: Tensor  # [R] which tokens are read
@@ -69,39 +72,48 @@ class Readout:
     bias: float = 0.0  # of the output layer
 
 
-def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int | None) -> Readout:
-    """How a score, or the difference of two, depends on the hidden states [T, D]; before a soft cap.
+def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int | None) -> LinearReadout:
+    """Return how a score, or the difference of two, depends on the hidden states [T, D]; before a soft cap.
 
-    `column` and the choices are as in `choices`. An activation on the way is replaced by its tangent at the actual
-    state; what that leaves over is in `transform`.
+    `column` and the choices are as in `choices`. An activation on the way is replaced by its tangent at the
+    actual state; what that leaves over is in `transform`.
     """
-    if isinstance(head, ClassifierHead):
-        return _from_pool(head, hidden, *_difference(head.out, choice, against))
-    if isinstance(head, TokenHead):
-        direction, bias = _difference(head.out, choice, against)
-        return Readout(torch.tensor([column]), direction[None], bias=bias)
-    assert isinstance(head, LanguageHead)
+    assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
     direction, bias = _difference(head.out, choice, against)
-    direction, transform = _through_transform(head, hidden[column], direction * head.scale)
-    return Readout(torch.tensor([column]), direction[None], transform, bias)
+    if isinstance(head, ClassifierHead):
+        return _from_pool(head, hidden, direction, bias)
+    transform = 0.0
+    if isinstance(head, LanguageHead):
+        direction, transform = _through_transform(head, hidden[column], direction * head.scale)
+    return LinearReadout(torch.tensor([column]), direction[None], transform, bias)
 
 
-def read_span(head: Head, column: int, place: int, against: int | None) -> Readout:
-    """The same for a span, where a choice is a token: its score in one column, perhaps less another token's."""
+def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
+    """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
     assert isinstance(head, TokenHead)
     direction, bias = _difference(head.out, column, None)
     if against is None:
-        return Readout(torch.tensor([place]), direction[None], bias=bias)
-    return Readout(torch.tensor([place, against]), torch.stack([direction, -direction]))
+        return LinearReadout(torch.tensor([place]), direction[None], bias=bias)
+    return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
 
 
 def exact(x: Tensor) -> Tensor:
-    """A tensor in float64, on the CPU, without gradients."""
+    """Return a tensor in float64, on the CPU, without gradients."""
     return precise(x.detach()).cpu()
 
 
+def through_linear(layer: nn.Linear, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before a linear layer, and what its bias adds: [..., D]."""
+    return direction @ exact(layer.weight), bias_term(layer.bias, direction)
+
+
+def bias_term(bias: Tensor | None, direction: Tensor) -> float:
+    """Return what the bias of a linear layer adds along a direction [..., D]."""
+    return 0.0 if bias is None else float((direction @ exact(bias)).sum())
+
+
 def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tensor, float]:
-    """One row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
+    """Return one row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
     numbers = [choice] if against is None else [choice, against]
     weight = exact(out.weight[numbers])
     bias = exact(out.bias[numbers]) if out.bias is not None else weight.new_zeros(len(numbers))
@@ -110,47 +122,39 @@ def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tenso
 
 
 def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """A direction before the head's dense layer from one behind it, and what stays there: hidden state [D]."""
+    """Return the direction before the head's dense layer, and what stays behind: hidden state [D]."""
     if head.transform is None:
         return direction, 0.0
-    wide = _linear(head.transform, state)
-    constant = 0.0
+    shift = left = 0.0
     if head.activation is not None and head.norm is not None:
-        norm = freeze(head.norm, head.activation(wide))
-        constant += norm.shift(direction)
-        direction, left = _tangent(head.activation, wide, norm.back(direction))
-        constant += left
-    return _through_linear(head.transform, direction, constant)
+        dense = _linear(head.transform, state)
+        norm = freeze(head.norm, head.activation(dense))
+        shift = norm.shift(direction)
+        direction, left = _tangent(head.activation, dense, norm.back(direction))
+    direction, bias = through_linear(head.transform, direction)
+    return direction, shift + left + bias
 
 
-def _from_pool(head: ClassifierHead, hidden: Tensor, direction: Tensor, bias: float) -> Readout:
-    """Directions at the tokens that are pooled: hidden states [T, D]."""
+def _from_pool(head: ClassifierHead, hidden: Tensor, direction: Tensor, bias: float) -> LinearReadout:
+    """Return directions at the tokens that are pooled: hidden states [T, D]."""
     tokens = hidden.shape[0]
     rows = {"cls": [0], "last": [tokens - 1]}.get(head.pooling or "mean", list(range(tokens)))
     transform = 0.0
     if head.pooler is not None:
-        state = _linear(head.pooler, hidden[rows].mean(0))
-        direction, left = _tangent(head.bend, state, direction)
-        direction, transform = _through_linear(head.pooler, direction, left)
-    return Readout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
+        direction, left = _tangent(head.bend, _linear(head.pooler, hidden[rows].mean(0)), direction)
+        direction, inner = through_linear(head.pooler, direction)
+        transform = left + inner
+    return LinearReadout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    y = exact(layer.weight) @ x
-    return y if layer.bias is None else y + exact(layer.bias)
-
-
-def _through_linear(layer: nn.Linear, direction: Tensor, constant: float) -> tuple[Tensor, float]:
-    """The direction before a linear layer; its bias joins the constant."""
-    constant += float(direction @ exact(layer.bias)) if layer.bias is not None else 0.0
-    return direction @ exact(layer.weight), constant
+    return nnf.linear(x, exact(layer.weight), None if layer.bias is None else exact(layer.bias))
 
 
 def _tangent(bend: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """The direction before an activation that is replaced by its tangent at x, and what the tangent leaves over."""
+    """Return the direction before an activation, taken as its tangent at x, and what that leaves over."""
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         y = bend(x)
         (slope,) = torch.autograd.grad(y.sum(), x)
-    y, x = y.detach(), x.detach()
-    return direction * slope, float(direction @ (y - slope * x))
+    return direction * slope, float(direction @ (y - slope * x).detach())

@@ -1,7 +1,7 @@
-"""What somebody types, as a model's inputs with a label for every token: the beginning of all that looks inside.
+"""What somebody types, as a model's inputs with a label for every token.
 
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
-    prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; without `target` the model writes its own
+    prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
     output, seen = prepared.record("blocks.*.attention.pattern")
 
@@ -10,14 +10,16 @@ Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.config import ModelConfig
+from clearhead.data.treebank import Span
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image, to_pixels
@@ -25,24 +27,32 @@ from clearhead.model.taps import Recording, record
 from clearhead.model.transformer import Output, Transformer, evaluating
 from clearhead.tokens.labels import labels
 
-Span = tuple[int, int]
+AnyModel = Model | Transformer
+Given = str | Sequence[int] | Tensor | Image
+Target = str | Sequence[int] | None
+One = TypeVar("One")
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
 
 @dataclass(frozen=True)
-class Tokens:
+class InputTokens:
     """What one stack reads, token by token."""
 
     labels: tuple[str, ...]  # as people read them; patches are called "row,column"
     ids: tuple[int, ...] = ()  # none for an image
     spans: tuple[
         Span, ...
-    ] = ()  # characters of `text` behind each token; (0, 0): none. Empty where ids were given
+    ] = ()  # characters of `text` behind each token, (0, 0): none; () where ids were given
     text: str = ""
     special: tuple[bool, ...] = ()  # put there by the tokenizer, not by the text
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def text_spans(self) -> list[Span]:
+        """The characters behind each token of the text itself; (0, 0) for special tokens."""
+        return [(0, 0) if special else span for span, special in zip(self.spans, self.special)]
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,9 @@ class Prepared:
 
     m: Model
     main: Tensor  # [1, T] ids, or pixels [1, C, H, W]
-    tokens: Tokens  # T of them
+    tokens: InputTokens  # T of them
     source: Tensor | None = None  # [1, S]
-    source_tokens: Tokens | None = None
+    source_tokens: InputTokens | None = None
     types: Tensor | None = None  # [1, T] segments, where the model has them
 
     @property
@@ -67,110 +77,160 @@ class Prepared:
         more = {"source": self.source, "types": self.types}
         return {name: value for name, value in more.items() if value is not None}
 
-    def tokens_of(self, stack: str) -> Tokens:
-        """Of the stack whose activations have the prefix `stack`: "encoder." where an encoder feeds a decoder, "" otherwise."""
-        if stack and self.source_tokens is not None:
-            return self.source_tokens
-        return self.tokens
+    @property
+    def first_tokens(self) -> InputTokens:
+        """The tokens of the first stack: the source's where there are two."""
+        return self.source_tokens or self.tokens
+
+    def tokens_of(self, stack: str) -> InputTokens:
+        """Return the tokens of a stack by the prefix of its activations: "encoder." or ""."""
+        return self.first_tokens if stack else self.tokens
 
     def run(self, **options: Any) -> Output:
-        """One forward pass; dropout is off. Gradients follow torch's own switch."""
+        """Run one forward pass without dropout; gradients follow torch's own switch."""
         with evaluating(self.model):
             output: Output = self.model(self.main, **self.given, **options)
             return output
 
     def record(self, *patterns: str) -> tuple[Output, Recording]:
-        """One forward pass without gradients, and the activations whose names match."""
+        """Run one forward pass without gradients, and record the activations whose names match."""
         with torch.no_grad(), record(self.model, *patterns) as seen:
             return self.run(), seen
 
 
-def prepare(
-    m: Model | Transformer,
-    given: str | Sequence[int] | Tensor | Image,
-    target: str | Sequence[int] | None = None,
-    pair: str | None = None,
-) -> Prepared:
-    """Inputs of one row.
+def as_model(m: AnyModel) -> Model:
+    """Return a model with what belongs to it; a bare one has no tokenizer."""
+    return m if isinstance(m, Model) else Model(m)
+
+
+def device_of(model: Transformer) -> torch.device:
+    """Return the device of a model's weights."""
+    return next(model.parameters()).device
+
+
+def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None = None) -> Prepared:
+    """Return inputs of one row.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        given: text or token ids; for a model of patches an image. The encoder reads it where there are two stacks.
+        given: text or token ids; for a model of patches an image. The encoder reads it where there are two
+            stacks.
         target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
         pair: the second text of a pair, for an encoder.
     """
-    m = m if isinstance(m, Model) else Model(m)
-    device = next(m.model.parameters()).device
-    plan = m.model.main.spec
+    m = as_model(m)
+    device = device_of(m.model)
     both = m.model.encoder is not None and m.model.decoder is not None
     if target is not None and not both:
         raise InputError("target is for a model with an encoder and a decoder: leave it out")
-    first = m.model.encoder.spec if both and m.model.encoder is not None else plan
-    if first.input == "patches":
-        pixels, patches = _image(m, given)
-        if not both:
-            return Prepared(m, pixels, patches)
+    first = m.model.encoder if both and m.model.encoder is not None else m.model.main
+    if first.spec.input == "patches":
+        if both:
+            raise InputError(
+                "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
+            )
+        return Prepared(m, *_image(m, given))
+    if first.spec.input != "tokens":
         raise InputError(
-            "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
-        )
-    if first.input != "tokens":
-        raise InputError(
-            f"this model reads {first.input}, which have no tokens to show: looking inside takes a model of text or images"
+            f"this model reads {first.spec.input}, which have no tokens to show: "
+            "looking inside takes a model of text or images"
         )
     tokens, types = _text(m, given, pair)
     if not tokens.ids:
         raise InputError("the text is empty: give at least one token")
     ids = torch.tensor([tokens.ids], device=device)
-    kinds = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None
     if not both:
-        return Prepared(m, ids, tokens, types=kinds)
-    written = _target(m, given, tokens, target)
+        segments = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None
+        return Prepared(m, ids, tokens, types=segments)
+    written = _target(m, tokens, target)
     return Prepared(m, torch.tensor([written.ids], device=device), written, ids, tokens)
 
 
-def _text(m: Model, given: Any, pair: str | None) -> tuple[Tokens, list[int]]:
-    """Tokens of a text, as the model reads texts, and their segments."""
+def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
+    """Return inputs for the first stack; the decoder after an encoder reads its start alone."""
+    return prepare(m, given, m.start_ids or None, pair)
+
+
+def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int]]:
+    """Return the tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
         ids = m.prompt_ids(given)
-        return Tokens(labels(m.tokenizer, ids), tuple(ids)), []
+        return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
     encoding = framed(m.text_tokenizer, m.max_length, given, pair)
     ids = list(encoding.ids)
     if m.config.family == "decoder" and pair is None:
-        ids = m.prompt_ids(given)[: m.max_length]  # what ends a text is not read by a model that goes on
-    rows = list(zip(encoding.offsets, encoding.special_tokens_mask, encoding.type_ids))[: len(ids)]
-    rows += [((0, 0), 1, 0)] * (
-        len(ids) - len(rows)
-    )  # a text without a token of its own begins with the first special one
-    spans: tuple[Span, ...] = tuple(span for span, _, _ in rows)
-    special = tuple(bool(mark) for _, mark, _ in rows)
-    return Tokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), [kind for _, _, kind in rows]
+        ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
+    begun = [True] * (len(ids) - len(encoding.ids))  # an empty text is read as the token that begins one
+    spans: list[Span] = [*encoding.offsets, *((0, 0) for _ in begun)][: len(ids)]
+    special = [*map(bool, encoding.special_tokens_mask), *begun][: len(ids)]
+    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids), tuple(spans), given, tuple(special))
+    return tokens, [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
 
 
-def _target(m: Model, given: Any, source: Tokens, target: str | Sequence[int] | None) -> Tokens:
-    """What the decoder reads: its beginning, and what it has written."""
-    start, text = m.start_ids, target if isinstance(target, str) else ""
+def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
+    """Return what the decoder reads: its start, and what it has written."""
+    start = m.start_ids
     if target is None:
         room = max(1, m.config.max_positions - len(start))
         made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
         ids = [*start, *made.ids]
     elif isinstance(target, str):
-        ids = [*start, *(token for token in m.prompt_ids(target) if token not in m.stops and token not in start)]
+        ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
     else:
         ids = list(target)
-    return Tokens(labels(m.tokenizer, ids), tuple(ids), text=text)
+    return InputTokens(labels(m.tokenizer, ids), tuple(ids), text=target if isinstance(target, str) else "")
 
 
-def _image(m: Model, given: Any) -> tuple[Tensor, Tokens]:
-    """Pixels, and a name for every patch."""
-    config, weight = m.config, next(m.model.parameters())
-    assert config.image_size is not None
+def _image(m: Model, given: Any) -> tuple[Tensor, InputTokens]:
+    """Return pixels, and a name for every patch."""
     if isinstance(given, Tensor) and given.ndim == 4:
         if given.shape[0] != 1:
             raise InputError(f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
-    pixels = to_pixels(given, config, m.images)[None].to(weight)
+    pixels = to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
+    names = patch_names(m.config)
+    return pixels, InputTokens(names, special=tuple(name == "[CLS]" for name in names))
+
+
+def patch_names(config: ModelConfig) -> tuple[str, ...]:
+    """Return a name for every token of an image: its patches by row and column, after the class token."""
+    assert config.image_size is not None
     rows, columns = (side // config.patch_size for side in config.image_size)
-    names = ["[CLS]"] * config.class_token + [
-        f"{row},{column}" for row in range(rows) for column in range(columns)
-    ]
-    return pixels, Tokens(tuple(names), special=tuple(name == "[CLS]" for name in names))
+    first = ("[CLS]",) if config.class_token else ()
+    return (*first, *(f"{row},{column}" for row in range(rows) for column in range(columns)))
+
+
+# Batches ----------------------------------------------------------------------------------------------------
+
+
+def grouped(rows: Iterable[One], size: Callable[[One], int], most: int) -> Iterator[list[One]]:
+    """Yield rows in order as batches of at most `most`, each row counted with the largest size among them."""
+    batch: list[One] = []
+    largest = 0
+    for row in rows:
+        if batch and (len(batch) + 1) * max(largest, size(row)) > most:
+            yield batch
+            batch, largest = [], 0
+        batch.append(row)
+        largest = max(largest, size(row))
+    if batch:
+        yield batch
+
+
+def padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ids and mask [B, T] of rows, padded on the right; an empty row gets one padding token."""
+    length = max(1, *map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows], device=device)
+    mask = torch.tensor(
+        [[place < max(1, len(row)) for place in range(length)] for row in rows], device=device
+    )
+    return ids, mask
+
+
+def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given: Any) -> Recording:
+    """Run a batch without dropout, gradients and head, and record the activations whose names match."""
+    with torch.no_grad(), evaluating(model), record(model, *patterns) as seen:
+        model(*main, **given, logits="none")
+    return seen

@@ -1,32 +1,30 @@
 """The logit lens: what the model would say if it stopped after each layer.
 
-The state after a layer goes through the last norm, whose statistics are taken anew, and through the head, as if the
-layer were the last. For the last layer that is the model's own answer, bit for bit.
+The state after a layer goes through the final norm, whose statistics are taken anew, and through the head, as
+if the layer were the last. For the last layer that is the model's own answer, bit for bit.
 
     seen = lens(m, "Once upon a time")
-    seen.layers, seen.columns                               # L + 1 layers, T tokens
-    seen.top_names[3][-1]                                   # the five best tokens after block 2, at the last token
+    seen.layers, seen.columns                        # L + 1 layers, T tokens
+    seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
 
-Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the vocabulary, or
-the classes), K the best of them. Only K of the N choices are kept, layer by layer.
+Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the
+vocabulary, or the classes), K the best of them. Only K of the N choices are kept, layer by layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.api import Model
 from clearhead.errors import InputError
-from clearhead.hub.pixels import Image
-from clearhead.inside.choices import Choices, choices_of, plain_numbers
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.choices import Choices, choices_of
+from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
+from clearhead.inside.names import states
+from clearhead.inside.results import Result, entropy_bits
 from clearhead.model.dtypes import wide
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -34,8 +32,8 @@ ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 
 @dataclass(frozen=True)
-class Lens:
-    """What the model would say after each layer. Ranks count from 1; probabilities and ranks of what is not known are NaN and 0."""
+class Lens(Result):
+    """What the model would say after each layer. Ranks count from 1; what is unknown has rank 0 and NaN."""
 
     layers: tuple[str, ...]  # L + 1: "embedding", "block 0", ...
     columns: tuple[str, ...]  # C: tokens, "whole text", or "begins" and "ends"
@@ -54,18 +52,8 @@ class Lens:
     true_probabilities: Tensor  # [L + 1, C]
     true_ranks: Tensor  # [L + 1, C]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: plain_numbers(x) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
 
-
-def lens(
-    m: Model | Transformer,
-    given: str | Sequence[int] | Tensor | Image,
-    target: str | Sequence[int] | None = None,
-    pair: str | None = None,
-    top: int = 5,
-) -> Lens:
+def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = None, top: int = 5) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
     `top` says how many of the best choices are kept for each layer and column.
@@ -77,12 +65,15 @@ def lens(
     model, taps = prepared.model, lens_taps(prepared.model)
     output, seen = prepared.record(*taps)
     last = choices.scores(output.required_logits)[0]  # C N
-    chosen, true = _best(last, 1)[:, 0], _true(prepared, choices)
-    read = [
-        _measure(choices.scores(stopped_at(model, seen[tap]))[0], last, chosen, true, min(top, choices.count))
-        for tap in taps
-    ]
-    found = {name: torch.stack([layer[name] for layer in read]).cpu() for name in read[0]}
+    chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
+    read = []
+    for tap in taps:
+        scores = choices.scores(stopped_at(model, seen[tap]))[0]
+        for start in range(0, len(scores), ROWS):
+            some = slice(start, start + ROWS)
+            read.append(_measure(scores[some], last[some], chosen[some], true[some], min(top, choices.count)))
+    whole = {name: torch.cat([some[name] for some in read]).cpu() for name in read[0]}
+    found = {name: x.view(len(taps), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
         layers=("embedding", *(f"block {layer}" for layer in range(len(taps) - 1))),
         columns=choices.columns,
@@ -99,25 +90,20 @@ def lens(
 
 
 def lens_taps(model: Transformer) -> list[str]:
-    """The names of the states that the lens reads: the embedding's, and each block's."""
-    return ["embedding", *(f"blocks.{layer}.resid_post" for layer in range(model.main.spec.n_layers))]
+    """Return the names of the states that the lens reads: the embedding's, and each block's."""
+    return states(model.main.spec)
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
-    """The logits of a model that stops at this state of the residual stream: [B, T, D] -> what the head says."""
+    """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
     norm = model.main.norm
     with torch.no_grad(), evaluating(model):
-        said: Tensor = model.head(norm(state) if norm is not None else state, None)
-        return said
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The best choices of each column, best first: [C, N] -> [C, count]."""
-    return scores.topk(count, -1).indices
+        logits: Tensor = model.head(norm(state) if norm is not None else state, None)
+        return logits
 
 
 def _true(prepared: Prepared, choices: Choices) -> Tensor:
-    """The token that each column should have said, [C]; -1 where nobody knows."""
+    """Return the token that each column should say, [C]; -1 where it is not known."""
     unknown = torch.full((len(choices.columns),), -1, device=prepared.main.device)
     if choices.kind != "token":
         return unknown
@@ -128,27 +114,21 @@ def _true(prepared: Prepared, choices: Choices) -> Tensor:
 
 
 def _measure(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
-    """What is kept of one layer's scores [C, N], some columns at a time."""
-    some = [slice(start, start + ROWS) for start in range(0, len(scores), ROWS)]
-    measured = [_measure_some(scores[part], last[part], chosen[part], true[part], top) for part in some]
-    return {name: torch.cat([piece[name] for piece in measured]) for name in measured[0]}
-
-
-def _measure_some(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
+    """Return what is kept of some columns of one layer's scores [C, N]."""
     scores, final = wide(scores), wide(last).log_softmax(-1)
     logs = scores.log_softmax(-1)  # C N
-    best = _best(scores, top)
+    best = scores.topk(top, -1).indices
+    divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
     found = {
         "top": best,
-        "top_probabilities": logs.gather(-1, best).exp(),
-        "entropy": torch.special.entr(logs.exp()).sum(-1) / math.log(2),
-        "divergence": nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
-        / math.log(2),
+        "top_probabilities": logs.gather(-1, best).exp().float(),
+        "entropy": entropy_bits(logs.exp()).float(),
+        "divergence": (divergence / math.log(2)).float(),
     }
     for name, wanted in (("chosen", chosen), ("true", true)):
         place, known = wanted.clamp(min=0)[:, None], wanted >= 0
         probability = logs.gather(-1, place)[:, 0].exp()
         rank = 1 + (scores > scores.gather(-1, place)).sum(-1)
-        found[f"{name}_probabilities"] = torch.where(known, probability, math.nan)
+        found[f"{name}_probabilities"] = torch.where(known, probability, math.nan).float()
         found[f"{name}_ranks"] = torch.where(known, rank, 0)
-    return {name: x if name == "top" or name.endswith("ranks") else x.float() for name, x in found.items()}
+    return found

@@ -1,72 +1,117 @@
-"""Names of heads and layers, as people type them: "3.2" is layer 3, head 2; "encoder.0.5", "cross.1.2"."""
+"""Names of heads, layers and states, as people type them: "3.2" is layer 3, head 2; "encoder.0.5",
+"cross.1.2".
+
+A kind of attention is `self`, in the stack that feeds the head, `encoder`, in the stack before it, or
+`cross`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from clearhead.config import ModelConfig
+from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError, nearest
 
-KINDS = {"self": ("", "attention"), "encoder": ("encoder.", "attention"), "cross": ("", "cross")}
+PARTS = {"self": ("", "attention"), "encoder": ("encoder.", "attention"), "cross": ("", "cross")}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, order=True)
-class Head:
+class AttentionHead:
     """One attention head. `number` counts the heads that the layer has now; after pruning they are fewer."""
 
-    kind: str  # self: of the stack that feeds the head; encoder: of the stack before it; cross
+    kind: str
     layer: int
     number: int
 
     @property
     def part(self) -> str:
-        """The attention it belongs to, as activations are named: "blocks.3.attention", "encoder.blocks.0.attention"."""
-        prefix, module = KINDS[self.kind]
-        return f"{prefix}blocks.{self.layer}.{module}"
+        """The attention it belongs to, as activations are named: "blocks.3.attention"."""
+        return AttentionName(self.kind, self.layer).part
 
     def __str__(self) -> str:
-        return (
-            f"{self.layer}.{self.number}"
-            if self.kind == "self"
-            else f"{self.kind}.{self.layer}.{self.number}"
-        )
+        return f"{AttentionName(self.kind, self.layer)}.{self.number}"
 
 
-def attentions(config: ModelConfig) -> list[tuple[str, int, int]]:
-    """Every attention of a model in the order of the forward pass: its kind, its layer, how many heads it has."""
+class AttentionName(NamedTuple):
+    """One attention of a model: its kind, its layer and how many heads it has."""
+
+    kind: str
+    layer: int
+    n_heads: int = 0
+
+    @property
+    def part(self) -> str:
+        """As activations are named: "blocks.3.attention", "encoder.blocks.0.attention", "blocks.1.cross"."""
+        prefix, module = PARTS[self.kind]
+        return f"{prefix}blocks.{self.layer}.{module}"
+
+    @property
+    def heads(self) -> list[AttentionHead]:
+        """Its heads."""
+        return [AttentionHead(self.kind, self.layer, number) for number in range(self.n_heads)]
+
+    def __str__(self) -> str:
+        return str(self.layer) if self.kind == "self" else f"{self.kind}.{self.layer}"
+
+
+def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
+    """Return every attention of a model, or those of one kind, in the order of the forward pass."""
     found = []
-    encoder, decoder = config.encoder, config.decoder
-    main = decoder or encoder
-    for plan in (encoder, decoder):
-        if plan is None:
-            continue
-        for layer in range(plan.n_layers):
-            kinds = ["self" if plan is main else "encoder"] + ["cross"] * plan.cross
-            for kind in kinds:
-                name = Head(kind, layer, 0).part
-                found.append((kind, layer, len(plan.heads_of(name))))
-    return found
+    for spec in config.stacks:
+        own = "encoder" if spec.prefix else "self"
+        for layer in range(spec.n_layers):
+            for name in (own, "cross") if spec.cross else (own,):
+                part = AttentionName(name, layer).part
+                found.append(AttentionName(name, layer, len(spec.heads_of(part))))
+    return [one for one in found if kind in (None, one.kind)]
 
 
-def all_heads(config: ModelConfig) -> list[Head]:
-    """Every head of a model."""
-    return [Head(kind, layer, number) for kind, layer, count in attentions(config) for number in range(count)]
+def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
+    """Return every head of a model, or those of one kind of attention."""
+    return [head for one in attentions(config, kind) for head in one.heads]
 
 
-def find_heads(config: ModelConfig, names: Iterable[str]) -> list[Head]:
-    """Heads by their names; an error says which there are."""
+def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
+    """Return heads by their names; an error lists some that exist."""
     known = {str(head): head for head in all_heads(config)}
     found = []
     for name in names:
         matched = _NAME.fullmatch(name.strip())
-        head = Head(matched[1] or "self", int(matched[2]), int(matched[3])) if matched else None
-        if head is None or str(head) not in known:
+        head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
+        if head not in known:
             some = ", ".join(list(known)[:3])
             raise InputError(
-                f'there is no head "{name}"{nearest(name, known)}: heads are called layer.head, such as {some}'
+                f'there is no head "{name}"{nearest(name, known)}: '
+                f"heads are called layer.head, such as {some}"
             )
-        found.append(head)
+        found.append(known[head])
     return found
+
+
+# Stacks and layers ------------------------------------------------------------------------------------------
+
+
+def spec_of(config: ModelConfig, kind: str) -> StackSpec:
+    """Return the stack that attentions of a kind belong to."""
+    return config.stacks[0] if kind == "encoder" else config.main
+
+
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """Return every layer by name, as activations are named: "3" is "blocks.3"."""
+    return {
+        f"{spec.prefix}{layer}": f"{spec.prefix}blocks.{layer}"
+        for spec in config.stacks
+        for layer in range(spec.n_layers)
+    }
+
+
+def states(spec: StackSpec) -> list[str]:
+    """Return the names of the residual stream of a stack by depth: at the embedding and after each block."""
+    return [
+        f"{spec.prefix}embedding",
+        *(f"{spec.prefix}blocks.{layer}.resid_post" for layer in range(spec.n_layers)),
+    ]

@@ -1,41 +1,39 @@
-"""Activation patching: put one activation of a clean run into a corrupt one, and see how much of the answer comes back.
+"""Activation patching: how much of an answer comes back with one activation of a clean run in a corrupt one.
 
-Two prompts of equal length differ in a detail, and the model answers them differently. For each layer, token and part,
-the corrupt run is repeated with that one activation taken from the clean run. What is measured is the logit of the
-clean answer less that of the corrupt one, on a scale on which the corrupt run has 0 and the clean run 1.
+Two prompts of equal length differ in a detail, and the model answers them differently. For each layer, token
+and part, the corrupt run is repeated with that one activation taken from the clean run. What is measured is
+the logit of the clean answer less that of the corrupt one, on a scale on which the corrupt run has 0 and the
+clean run 1.
 
     found = patch(m, "Lily had a red ball", "Lily had a big ball", parts=("residual", "heads"))
     found.maps[0].values                                    # [L + 1, T]
 
-Shapes: B rows of a batch, each patched in another place, T tokens, L layers, H heads, D model, E head width, N choices.
+Shapes: B rows of a batch, each patched in another place, T tokens, L layers, H heads, D model, E head width,
+N choices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
 from clearhead.config import StackSpec
 from clearhead.errors import InputError, nearest
-from clearhead.hub.pixels import Image
-from clearhead.inside.choices import Choices, choices_of, find_column, plain_numbers
-from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.choices import Choices, choices_of, find_column
+from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, prepare
 from clearhead.inside.names import attentions
+from clearhead.inside.results import Result
 from clearhead.model.taps import edit
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.transformer import evaluating
 
 PARTS = ("residual", "attention", "feedforward", "heads")
 TOKENS_AT_ONCE = 8192  # of all rows together: what one pass of patched rows may hold
 SAME = 1e-6  # two runs whose measures differ by less have nothing to bring back
-
-Given = str | Sequence[int] | Tensor | Image
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class PatchMap:
+class PatchMap(Result):
     """What came back, for one part of one stack."""
 
     part: str  # residual, attention, cross, feedforward, or heads, cross heads
@@ -62,13 +60,9 @@ class PatchMap:
         """The stack and the part."""
         return f"{self.stack} {self.part}".strip()
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "values": plain_numbers(self.values)}
-
 
 @dataclass(frozen=True)
-class Patching:
+class Patching(Result):
     """Two runs, and what each patch brings back."""
 
     clean: tuple[str, ...]  # what they read: the tokens; the source, where there is one
@@ -81,25 +75,24 @@ class Patching:
     maps: tuple[PatchMap, ...]
     note: str = ""  # how the answers were chosen, where that needs saying
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "maps": [table.to_dict() for table in self.maps]}
+
+Table = tuple[PatchMap, list[list[Site | None]]]  # a map without values, and the site of each of its cells
 
 
 def patch(
-    m: Model | Transformer,
+    m: AnyModel,
     clean: Given,
     corrupt: Given,
     answer: str | int | None = None,
     wrong: str | int | None = None,
     parts: Sequence[str] = ("residual", "attention", "feedforward"),
     position: int = -1,
-    target: str | Sequence[int] | None = None,
+    target: Target = None,
 ) -> Patching:
-    """Patch every layer and token (or head) of the corrupt run, one at a time; see `prepare` for what may be given.
+    """Patch every layer and token, or head, of the corrupt run, one at a time.
 
     Args:
-        m: what `load` gave, or a bare model.
+        m: what `load` gave, or a bare model; see `prepare` for what may be given.
         clean: the prompt whose activations are put into the other run.
         corrupt: the prompt that is run; as many tokens as the clean one.
         answer: what the clean run should say: a token, by its text or id, or a class. None: what it says.
@@ -118,21 +111,17 @@ def patch(
     first, second = _prepare_both(m, clean, corrupt, target)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
-    tables = [
-        table
-        for plan in (second.m.config.encoder, second.m.config.decoder)
-        if plan
-        for table in _tables(second, plan, parts)
-    ]
+    specs = second.m.config.stacks
+    tables = [table for spec in specs for table in _tables(second, spec, parts)]
     taps = {site.tap for _, sites in tables for row in sites for site in row if site is not None}
     _, seen = first.record(*taps)
-    right, plainly = (patched_scores(run, {}, [()], column)[0] for run in (first, second))  # N
-    good, bad, note = _answers(choices, right, plainly, answer, wrong)
-    top, bottom = (float(scores[good] - scores[bad]) for scores in (right, plainly))
+    scores = [patched_scores(run, {}, [()], column)[0] for run in (first, second)]  # N
+    good, bad, note = _answers(choices, scores[0], scores[1], answer, wrong)
+    top, bottom = (float(one[good] - one[bad]) for one in scores)
     if abs(top - bottom) < SAME:
         raise InputError(
-            f'"{choices.name(good)}" leads "{choices.name(bad)}" by {top:.4f} in both runs: there is nothing to bring back; '
-            "choose another answer, or prompts that differ"
+            f'"{choices.name(good)}" leads "{choices.name(bad)}" by {top:.4f} in both runs: '
+            "there is nothing to bring back; choose another answer, or prompts that differ"
         )
 
     def measure(sites: list[list[Site | None]]) -> Tensor:
@@ -141,17 +130,18 @@ def patch(
         values = iter(((scores[:, good] - scores[:, bad] - bottom) / (top - bottom)).tolist())
         return torch.tensor([[math.nan if site is None else next(values) for site in row] for row in sites])
 
-    shown = _labels(first, second)
     return Patching(
-        clean=(first.source_tokens or first.tokens).labels,
-        corrupt=(second.source_tokens or second.tokens).labels,
+        clean=first.first_tokens.labels,
+        corrupt=second.first_tokens.labels,
         position=choices.columns[column],
         answer=choices.name(good),
         wrong=choices.name(bad),
         clean_difference=top,
         corrupt_difference=bottom,
         maps=tuple(
-            replace(table, columns=table.columns or shown[table.stack], values=measure(sites))
+            replace(
+                table, columns=table.columns or _labels(first, second, table.stack), values=measure(sites)
+            )
             for table, sites in tables
         ),
         note=note,
@@ -161,13 +151,13 @@ def patch(
 def patched_scores(
     corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
 ) -> Tensor:
-    """Run a prompt once for each row of sites, with the clean activations there: what the head says in a column, [B, N].
+    """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
     `clean` has the activations of the other prompt by name; `column` is as in `choices`.
     """
     choices, length = choices_of(corrupt), len(corrupt.tokens) + len(corrupt.source_tokens or ())
     column = find_column(column, choices.columns)
-    count, said = max(1, TOKENS_AT_ONCE // length), []
+    count, found = max(1, TOKENS_AT_ONCE // length), []
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
         places: dict[str, list[tuple[int, Site]]] = {}
@@ -175,19 +165,16 @@ def patched_scores(
             for site in sites:
                 places.setdefault(site.tap, []).append((row, site))
         changes = {tap: partial(_put, clean=clean[tap], places=where) for tap, where in places.items()}
+        given = {"ids": corrupt.main, **corrupt.given}
+        repeated = {name: x.expand(len(some), *x.shape[1:]) for name, x in given.items()}
         with torch.no_grad(), evaluating(corrupt.model), edit(corrupt.model, changes):
-            given = {name: _repeat(x, len(some)) for name, x in corrupt.given.items()}
-            hidden = corrupt.model(_repeat(corrupt.main, len(some)), **given, logits="none").hidden
-            said.append(choices.column_scores(hidden, column).float())
-    return torch.cat(said).cpu()
-
-
-def _repeat(x: Tensor, rows: int) -> Tensor:
-    return x.expand(rows, *x.shape[1:])
+            hidden = corrupt.model(**repeated, logits="none").hidden
+            found.append(choices.column_scores(hidden, column).float())
+    return torch.cat(found).cpu()
 
 
 def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
-    """Each row's site from the clean run [1, ...]: x [B, T, D], or [B, H, T, E]."""
+    """Return x [B, T, D], or [B, H, T, E], with each row's site from the clean run [1, ...]."""
     x = x.clone()
     for row, site in places:
         token = slice(None) if site.position is None else site.position
@@ -197,118 +184,91 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
     return x
 
 
-def _prepare_both(
-    m: Model | Transformer, clean: Given, corrupt: Given, target: str | Sequence[int] | None
-) -> tuple[Prepared, Prepared]:
-    """Both prompts as inputs of one length; two decoders that write by themselves are cut where they begin to differ."""
+def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> tuple[Prepared, Prepared]:
+    """Return both prompts as inputs of one length; targets that the model writes end where they differ."""
     first, second = prepare(m, clean, target), prepare(m, corrupt, target)
-    ours, theirs = (one.source_tokens or one.tokens for one in (first, second))
+    ours, theirs = first.first_tokens, second.first_tokens
     if len(ours) != len(theirs):
         start = _apart(ours.labels, theirs.labels)
         raise InputError(
             f"the prompts have {len(ours)} and {len(theirs)} tokens, and differ from token {start} on "
-            f"({_few(ours, start)} / {_few(theirs, start)}): patching goes token by token, so give prompts of equal length"
+            f"({_few(ours, start)} / {_few(theirs, start)}): "
+            "patching goes token by token, so give prompts of equal length"
         )
     if first.source is not None and target is None:
-        alike = _common(first.tokens.ids, second.tokens.ids)
+        written, other = first.tokens.ids, second.tokens.ids
+        count = _apart(written, other)
+        if count == len(written) == len(other):
+            count -= 1  # so that there is something left to say
+        alike = written[: max(1, count)]
         first, second = prepare(m, clean, alike), prepare(m, corrupt, alike)
     return first, second
 
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """The first place where two sequences differ; the shorter one's end if it is the beginning of the other."""
-    return next(
-        (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other),
-        min(len(ours), len(theirs)),
-    )
+    """Return the first place where two sequences differ, or the end of the shorter one."""
+    differ = (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other)
+    return next(differ, min(len(ours), len(theirs)))
 
 
-def _few(tokens: Tokens, start: int) -> str:
-    """Some tokens for a message."""
-    return " ".join(tokens.labels[start : start + 8]) + " ..." * (len(tokens) > start + 8)
+def _few(tokens: InputTokens, start: int) -> str:
+    """Return some tokens for a message."""
+    some = tokens.labels[start : start + 8]
+    return " ".join(some if len(tokens) <= start + 8 else (*some, "..."))
 
 
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
-    """What both begin with; short of the last token where they are the same, so that there is something left to say."""
-    count = _apart(ours, theirs)
-    return list(ours[: max(1, count - (count == len(ours) == len(theirs)))])
+def _tables(prepared: Prepared, spec: StackSpec, parts: Sequence[str]) -> Iterator[Table]:
+    """Yield the empty map of each part of a stack, and its sites."""
+    stack = ""
+    if prepared.source is not None:
+        stack = "encoder" if spec.prefix else "decoder"
+    layers, tokens = tuple(map(str, range(spec.n_layers))), range(len(prepared.tokens_of(spec.prefix)))
+    empty = PatchMap("", stack, layers, (), torch.empty(0))
 
-
-def _tables(
-    prepared: Prepared, plan: StackSpec, parts: Sequence[str]
-) -> list[tuple[PatchMap, list[list[Site | None]]]]:
-    """The empty map of each part of a stack, and its sites."""
-    stack = "" if prepared.source is None else "encoder" if plan.prefix else "decoder"
-    tokens, layers, none = (
-        range(len(prepared.tokens_of(plan.prefix))),
-        tuple(map(str, range(plan.n_layers))),
-        torch.empty(0),
-    )
-    found: list[tuple[PatchMap, list[list[Site | None]]]] = []
-
-    def by_token(part: str, rows: tuple[str, ...], taps: list[str]) -> None:
-        sites: list[list[Site | None]] = [
-            [Site(f"{plan.prefix}blocks.{tap}", token) for token in tokens] for tap in taps
-        ]
-        found.append((PatchMap(part, stack, rows, (), none), sites))
-
-    def by_head(part: str, module: str, kind: str) -> None:
-        counts = [count for of, _, count in attentions(prepared.m.config) if of == kind]
-        heads = range(max(counts))
-        sites = [
-            [
-                Site(f"{plan.prefix}blocks.{layer}.{module}.z", head=head) if head < count else None
-                for head in heads
-            ]
-            for layer, count in enumerate(counts)
-        ]
-        found.append((PatchMap(part, stack, layers, tuple(map(str, heads)), none), sites))
+    def sites(taps: Sequence[str]) -> list[list[Site | None]]:
+        return [[Site(f"{spec.prefix}blocks.{tap}", token) for token in tokens] for tap in taps]
 
     for part in parts:
         if part == "residual":
-            last = f"{plan.n_layers - 1}.resid_post"
-            by_token(part, (*layers, "end"), [*(f"{layer}.resid_pre" for layer in layers), last])
+            taps = [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"]
+            yield replace(empty, part=part, rows=(*layers, "end")), sites(taps)
         elif part == "heads":
-            by_head(part, "attention", "encoder" if plan.prefix else "self")
+            own = "encoder" if spec.prefix else "self"
+            for kind in (own, "cross") if spec.cross else (own,):
+                found = attentions(prepared.m.config, kind)
+                heads = range(max(one.n_heads for one in found))
+                name, columns = "cross heads" if kind == "cross" else part, tuple(map(str, heads))
+                yield (
+                    replace(empty, part=name, columns=columns),
+                    [
+                        [Site(f"{one.part}.z", head=head) if head < one.n_heads else None for head in heads]
+                        for one in found
+                    ],
+                )
         else:
-            by_token(part, layers, [f"{layer}.{part}.out" for layer in layers])
-        if part == "attention" and plan.cross:
-            by_token("cross", layers, [f"{layer}.cross.out" for layer in layers])
-        if part == "heads" and plan.cross:
-            by_head("cross heads", "cross", "cross")
-    return found
+            for module in (part, "cross") if part == "attention" and spec.cross else (part,):
+                taps = [f"{layer}.{module}.out" for layer in layers]
+                yield replace(empty, part=module), sites(taps)
 
 
 def _answers(
-    choices: Choices, right: Tensor, plainly: Tensor, answer: str | int | None, wrong: str | int | None
+    choices: Choices, clean: Tensor, corrupt: Tensor, answer: str | int | None, wrong: str | int | None
 ) -> tuple[int, int, str]:
-    """The numbers of the answer and of the wrong one, and how the latter was found where that needs saying."""
-    good = int(right.argmax()) if answer is None else choices.find(answer)
-    if wrong is not None:
-        bad = choices.find(wrong)
-        if bad == good:
-            raise InputError(f'"{choices.name(good)}" is both the answer and the wrong one: name two')
-        return good, bad, ""
-    bad = int(plainly.argmax())
+    """Return the numbers of the answer and the wrong one, and a note on how the latter was found."""
+    good = int(clean.argmax()) if answer is None else choices.find(answer)
+    bad = int(corrupt.argmax()) if wrong is None else choices.find(wrong)
     if bad != good:
         return good, bad, ""
-    if plainly.numel() < 2:
+    if wrong is not None:
+        raise InputError(f'"{choices.name(good)}" is both the answer and the wrong one: name two')
+    if corrupt.numel() < 2:
         raise InputError("this head has one choice alone: patching compares two")
-    best = plainly.clone()
-    best[good] = -math.inf
-    bad = int(best.argmax())
+    bad = int(corrupt.index_fill(0, torch.tensor([good]), -math.inf).argmax())
     return good, bad, f'both runs say "{choices.name(good)}": compared with the runner-up of the corrupt run'
 
 
-def _labels(first: Prepared, second: Prepared) -> dict[str, tuple[str, ...]]:
-    """The tokens of each stack, both of them where they differ."""
-
-    def joined(ours: Tokens, theirs: Tokens) -> tuple[str, ...]:
-        return tuple(
-            one if one == other else f"{one}/{other}" for one, other in zip(ours.labels, theirs.labels)
-        )
-
-    main = joined(first.tokens, second.tokens)
-    if first.source_tokens is None or second.source_tokens is None:
-        return {"": main}
-    return {"decoder": main, "encoder": joined(first.source_tokens, second.source_tokens)}
+def _labels(first: Prepared, second: Prepared, stack: str) -> tuple[str, ...]:
+    """Return the tokens of a stack, both prompts' where they differ."""
+    prefix = "encoder." if stack == "encoder" else ""
+    pairs = zip(first.tokens_of(prefix).labels, second.tokens_of(prefix).labels)
+    return tuple(one if one == other else f"{one}/{other}" for one, other in pairs)

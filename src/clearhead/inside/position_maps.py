@@ -1,6 +1,6 @@
-"""How a model knows where a token stands, as a picture: one row per position or per head, and how alike two positions are.
+"""How a model tells positions apart, as a table: a row per position or per head; how alike two positions are.
 
-    position_map(m, 64)                                  # vectors, angles or biases, as the model's scheme has them
+    position_map(m, 64)                                  # vectors, angles or biases
     position_similarity(m, 64)                           # [T, T]
 
 Shapes: T positions, D width of the vectors, R rotated columns of a head, H heads.
@@ -8,28 +8,24 @@ Shapes: T positions, D width of the vectors, R rotated columns of a head, H head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as nnf
-from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.api import Model
 from clearhead.errors import InputError
+from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names
+from clearhead.inside.results import Floats, Result, on_cpu
 from clearhead.model.stack import Stack
-from clearhead.model.transformer import Transformer
 
 Which = Literal["main", "encoder"]
-Floats = NDArray[np.float32]
 LENGTH = 64  # positions, where nobody says how many
 
 
 @dataclass(frozen=True, eq=False)
-class PositionMap:
+class PositionMap(Result):
     """A table of numbers with names for both sides."""
 
     scheme: str  # learned, sinusoidal, rope, alibi, relative
@@ -40,142 +36,102 @@ class PositionMap:
     column_name: str
     measure: str  # what the numbers are
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "values": self.values.tolist()}
 
+def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") -> PositionMap:
+    """Return what tells positions apart.
 
-def position_map(m: Model | Transformer, length: int | None = None, stack: Which = "main") -> PositionMap:
-    """What tells positions apart: their vectors [T, D]; with rotary positions the cosines, then the sines, of each pair's angle [T, R];
-    with biases what is added to the scores by distance [H, distances].
+    Learned and sinusoidal positions are vectors [T, D]. Rotary ones are the cosines, then the sines, of each
+    pair's angle [T, R]. Biases are what is added to the scores by distance [H, distances].
 
     Args:
         m: what `load` gave, or a bare model.
         length: positions; None: as many as the model takes, 64 at most, or all patches of an image.
         stack: of a model with an encoder and a decoder, which.
     """
-    part, where = _positions(m, length, stack)
-    names = _names(part, where.shape[1])
-    scheme = part.positions.spec.positions
-    vectors = part.positions.embed(where, torch.float32)
+    part, where, names = _positions(m, length, stack)
+    vectors, angles = part.positions.embed(where, torch.float32), _angles(part, where)
+    column_name, measure, row_name = "dimension", "value", "position"
     if vectors is not None:
-        columns = _numbers(range(vectors.shape[-1]))
-        return PositionMap(scheme, _array(vectors[0]), names, columns, "position", "dimension", "value")
-    turns = _turns(part, where)
-    if turns is not None:
-        pairs = range(turns[0].shape[-1])
+        values = vectors[0]
+        columns = tuple(map(str, range(values.shape[-1])))
+    elif angles is not None:
+        values = torch.cat(angles, -1)
+        pairs = range(angles[0].shape[-1])
         columns = (*(f"cos {pair}" for pair in pairs), *(f"sin {pair}" for pair in pairs))
-        return PositionMap(
-            scheme,
-            _array(torch.cat(turns, -1)),
-            names,
-            columns,
-            "position",
-            "pair",
-            "cosine or sine of the angle",
-        )
-    bias = _bias(part, where)
-    last = where.shape[1] - 1
-    far = torch.cat(
-        [bias[:, -1], bias[:, 0, 1:]], -1
-    )  # H distances, from `last` before the query to `last` after it
-    distances = range(-last, last + 1)
-    if part.spec.causal:
-        far, distances = far[:, : last + 1], range(-last, 1)
-    heads = _numbers(range(far.shape[0]))
-    return PositionMap(
-        scheme,
-        _array(far),
-        heads,
-        _numbers(distances),
-        "head",
-        "key's position - query's",
-        "added to the score",
-    )
+        column_name, measure = "pair", "cosine or sine of the angle"
+    else:
+        bias = _bias(part, where)
+        last = where.shape[1] - 1
+        values = torch.cat([bias[:, -1], bias[:, 0, 1:]], -1)  # H distances: -last to last
+        if part.spec.causal:
+            values = values[:, : last + 1]
+        columns = tuple(str(place - last) for place in range(values.shape[1]))
+        names = tuple(map(str, range(len(values))))
+        row_name, column_name, measure = "head", "key's position - query's", "added to the score"
+    return PositionMap(_scheme(part), on_cpu(values).numpy(), names, columns, row_name, column_name, measure)
 
 
-def position_similarity(
-    m: Model | Transformer, length: int | None = None, stack: Which = "main"
-) -> PositionMap:
-    """How alike two positions are, [T, T]: the cosine of their vectors; with rotary positions the mean over the pairs of the cosine
-    of the angle between them; with biases, which know no vectors, the mean over the heads of what is added to the score.
+def position_similarity(m: AnyModel, length: int | None = None, stack: Which = "main") -> PositionMap:
+    """Return how alike two positions are, [T, T].
+
+    Of vectors it is their cosine; of rotary positions the mean over the pairs of the cosine of the angle
+    between them; of biases, which know no vectors, the mean over the heads of what is added to the score.
     """
-    part, where = _positions(m, length, stack)
-    names = _names(part, where.shape[1])
-    vectors, turns = part.positions.embed(where, torch.float32), _turns(part, where)
+    part, where, names = _positions(m, length, stack)
+    vectors, angles = part.positions.embed(where, torch.float32), _angles(part, where)
     if vectors is not None:
         unit = nnf.normalize(vectors[0].detach().double().cpu(), dim=-1)
         values, measure = unit @ unit.T, "cosine"
-    elif turns is not None:
-        values = (
-            sum((turn.double() @ turn.double().T for turn in turns), torch.zeros(())) / turns[0].shape[-1]
-        )
+    elif angles is not None:
+        cos, sin = (angle.double() for angle in angles)
+        values = (cos @ cos.T + sin @ sin.T) / cos.shape[-1]
         values, measure = values / values[0, 0], "mean cosine of the angle between"
     else:
         values, measure = _bias(part, where).mean(0), "mean added to the score"
-    return PositionMap(
-        part.positions.spec.positions, _array(values), names, names, "position", "position", measure
-    )
+    numbers = on_cpu(values).numpy()
+    return PositionMap(_scheme(part), numbers, names, names, "position", "position", measure)
 
 
-def _positions(m: Model | Transformer, length: int | None, stack: Which) -> tuple[Stack, Tensor]:
-    """A stack that has positions, and their numbers [1, T]."""
-    model = m.model if isinstance(m, Model) else m
-    config = model.config
-    if stack == "encoder" and model.encoder is None:
-        raise InputError("stack encoder was asked for, and this model has none: leave it out")
-    part = model.encoder if stack == "encoder" and model.encoder is not None else model.main
+def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Tensor, tuple[str, ...]]:
+    """Return a stack that has positions, their numbers [1, T] and their names."""
+    model = as_model(m).model
+    config, part = model.config, model.main
+    if stack == "encoder":
+        if model.encoder is None:
+            raise InputError("stack encoder was asked for, and this model has none: leave it out")
+        part = model.encoder
     if config.positions == "none":
         raise InputError("this model has no positions (positions none): there is nothing to draw")
     image = part.spec.input == "patches"
     most = config.n_patches + config.class_token if image else config.max_positions
-    length = (most if image else min(most, LENGTH)) if length is None else length
+    if length is None:
+        length = most if image else min(most, LENGTH)
     table = image or config.positions == "learned"
     if length < 2 or (table and length > most):
-        raise InputError(
-            f"length {length} must lie between 2 and {most}"
-            if table
-            else f"length {length} must be 2 or more"
-        )
-    return part, torch.arange(length, device=next(model.parameters()).device)[None]
+        allowed = f"lie between 2 and {most}" if table else "be 2 or more"
+        raise InputError(f"length {length} must {allowed}")
+    names = patch_names(config)[:length] if image else tuple(map(str, range(length)))
+    return part, torch.arange(length, device=device_of(model))[None], names
 
 
-def _turns(part: Stack, where: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine of each rotated pair's angle, of the first layer that rotates: [T, R/2] twice."""
-    layers = [layer for layer in range(part.spec.n_layers) if layer not in part.spec.rope_skips] or [0]
-    rotary = part.positions.rotary(where, part.spec.windows[layers[0]])
+def _angles(part: Stack, where: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return cosine and sine of each pair's angle in the first layer that rotates: [T, R/2] twice."""
+    first = next((layer for layer in range(part.spec.n_layers) if layer not in part.spec.rope_skips), 0)
+    rotary = part.positions.rotary(where, part.spec.windows[first])
     if rotary is None:
         return None
     cos, sin = rotary.cos[0, 0].cpu(), rotary.sin[0, 0].cpu()  # T R
     half = cos.shape[-1] // 2
-    if part.positions.spec.rope_layout == "half":
-        return cos[:, :half], sin[:, :half]
-    return cos[:, ::2], sin[:, ::2]
+    own = slice(half) if part.positions.spec.rope_layout == "half" else slice(None, None, 2)
+    return cos[:, own], sin[:, own]
 
 
 def _bias(part: Stack, where: Tensor) -> Tensor:
-    """What is added to the scores: [H, T, T]."""
+    """Return what is added to the scores: [H, T, T]."""
     bias = part.positions.bias(where, where, torch.float32)
     assert bias is not None
     return bias[0].detach().cpu()
 
 
-def _names(part: Stack, length: int) -> tuple[str, ...]:
-    """Positions as people call them; patches by row and column."""
-    config = part.positions.spec
-    if part.spec.input != "patches" or config.image_size is None:
-        return _numbers(range(length))
-    columns, first = config.image_size[1] // config.patch_size, int(config.class_token)
-    return tuple(
-        "[CLS]" if place < first else f"{(place - first) // columns},{(place - first) % columns}"
-        for place in range(length)
-    )
-
-
-def _numbers(values: Sequence[int]) -> tuple[str, ...]:
-    return tuple(map(str, values))
-
-
-def _array(values: Tensor) -> Floats:
-    made: Floats = values.detach().float().cpu().numpy()
-    return made
+def _scheme(part: Stack) -> str:
+    return part.positions.spec.positions

@@ -1,1 +1,1 @@
-"""Pictures of what `inside` returns: each function takes its data and gives a matplotlib figure; `save` writes it."""
+"""Pictures of what `inside` returns, as matplotlib figures: data in, figure out."""

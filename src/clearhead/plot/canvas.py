@@ -1,10 +1,11 @@
-"""What the pictures share: one look, heat maps and curves with legible labels, and writing them to a file."""
+"""What the pictures share: one look, heat maps, curves, bars, legible labels, and writing to a file."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,20 +13,20 @@ from numpy.typing import ArrayLike
 from clearhead.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any  # an optional dependency: it is imported when something is drawn
 
 FORMATS = (".png", ".svg", ".pdf")
-SEQUENTIAL, DIVERGING = (
-    "viridis",
-    "RdBu_r",
-)  # one colour scale for amounts, one for what can be of either sign
+SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"  # colours for amounts, and for values of either sign
+BLUE, RED = "#2166ac", "#b2182b"  # the ends of the diverging scale
 LEGIBLE = 60  # labels that fit on an axis; of more, every n-th is written
 LONGEST = 14  # letters of a label
 
 
 def new(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure of so many inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -33,13 +34,36 @@ def new(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def single(
+    width: float,
+    height: float,
+    title: str,
+    x_name: str,
+    y_name: str = "",
+    grid: Literal["x", "both"] | None = None,
+) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes, titled and named; `grid` draws lines along them."""
+    figure = new(width, height)
+    axes = figure.add_subplot()
+    name(axes, title, x_name, y_name)
+    if grid:
+        axes.grid(alpha=0.3, axis=grid)
+    return figure, axes
+
+
+def name(axes: Axes, title: str, x_name: str, y_name: str = "", size: float = 11) -> None:
+    """Write a title, and what each axis shows."""
+    axes.set_title(plain(title), fontsize=size)
+    axes.set_xlabel(x_name)
+    axes.set_ylabel(y_name)
+
+
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as the file's ending says; folders on the way are made."""
+    """Write a figure in the format that the file's ending names; make its folder where there is none."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
-        raise InputError(
-            f'a picture "{path}" cannot be written as {path.suffix or "a file without an ending"}: use {", ".join(FORMATS)}'
-        )
+        ending = path.suffix or "a file without an ending"
+        raise InputError(f'a picture "{path}" cannot be written as {ending}: use {", ".join(FORMATS)}')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -61,21 +85,16 @@ def heatmap(
     diverging: bool = False,
     numbers: bool = False,
 ) -> Figure:
-    """One table of numbers [rows, columns] as colours; `scale` names what the colours stand for.
+    """Return one table of numbers [rows, columns] as colours; `scale` names what the colours stand for.
 
     `diverging` centres the colours on zero. `numbers` writes each value into its cell.
     """
     table = np.asarray(values, dtype=float)
     width = min(max(0.28 * table.shape[1] + 2.8, 4.5), 20)
     height = min(max(0.24 * table.shape[0] + 1.8, 3.0), 20)
-    figure = new(width, height)
-    axes = figure.add_subplot()
+    figure, axes = single(width, height, title, column_name, row_name)
     image = draw(axes, table, low, high, diverging)
-    label_axis(axes, rows, "y")
-    label_axis(axes, columns, "x")
-    axes.set_title(plain(title), fontsize=11)
-    axes.set_ylabel(row_name)
-    axes.set_xlabel(column_name)
+    label_axes(axes, rows, columns)
     if numbers:
         write_numbers(axes, table)
     figure.colorbar(image, ax=axes, label=scale, fraction=0.046)
@@ -83,35 +102,39 @@ def heatmap(
 
 
 def draw(
-    axes: Axes, table: np.ndarray[Any, Any], low: float | None, high: float | None, diverging: bool
+    axes: Axes, table: np.ndarray[Any, Any], low: float | None, high: float | None, diverging: bool = False
 ) -> Any:
-    """The colours alone; one scale for several axes where `low` and `high` are given."""
+    """Draw the colours alone; several axes with the same `low` and `high` have one scale."""
     reach = float(np.nanmax(np.abs(table))) if table.size and not np.all(np.isnan(table)) else 1.0
     if diverging:
         low, high = (-reach if low is None else low), (reach if high is None else high)
-    return axes.imshow(
-        table,
-        cmap=DIVERGING if diverging else SEQUENTIAL,
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        interpolation="nearest",
-    )
+    colours = DIVERGING if diverging else SEQUENTIAL
+    return axes.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
 
 
-def label_axis(axes: Axes, names: Sequence[str], side: str) -> None:
-    """A label per row or column; of many, every n-th. Labels are text: nothing in them is read as mathematics."""
-    every = max(1, -(-len(names) // LEGIBLE))
+def label_axes(axes: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
+    """Write the names of rows and columns."""
+    label_axis(axes, rows, "y")
+    label_axis(axes, columns, "x")
+
+
+def label_axis(axes: Axes, names: Sequence[str], side: Literal["x", "y"], most: int = LEGIBLE) -> int:
+    """Write a label for each row ("y") or column ("x"), of more than `most` every n-th; return n.
+
+    Labels are text: nothing in them is read as mathematics.
+    """
+    every = max(1, math.ceil(len(names) / most))
     places = list(range(0, len(names), every))
     shown = [plain(shortened(names[place])) for place in places]
     size = 8 if len(places) <= 40 else 7
+    upright = all(len(label) <= 2 for label in shown)
     if side == "y":
         axes.set_yticks(places, shown, fontsize=size)
+    elif upright:
+        axes.set_xticks(places, shown, fontsize=size)
     else:
-        upright = all(len(name) <= 2 for name in shown)
-        axes.set_xticks(
-            places, shown, fontsize=size, rotation=0 if upright else 60, ha="center" if upright else "right"
-        )
+        axes.set_xticks(places, shown, fontsize=size, rotation=60, ha="right")
+    return every
 
 
 def curves(
@@ -120,52 +143,54 @@ def curves(
     title: str,
     x_name: str,
     y_name: str,
-    ticks: Sequence[str] | None = None,
+    ticks: Sequence[str],
 ) -> Figure:
-    """Curves over the same places, each with its name; `ticks` are written in place of numbers."""
-    figure = new(6.5, 4.0)
-    axes = figure.add_subplot()
-    for name, values in lines.items():
-        axes.plot(places, values, marker="o", markersize=4, label=plain(name))
-    if ticks is not None:
-        axes.set_xticks(list(places), [plain(tick) for tick in ticks], fontsize=8)
-    axes.set_title(plain(title), fontsize=11)
-    axes.set_xlabel(x_name)
-    axes.set_ylabel(y_name)
-    axes.grid(alpha=0.3)
+    """Return curves over the same places, each with its name; `ticks` are written below the places."""
+    figure, axes = single(6.5, 4.0, title, x_name, y_name, grid="both")
+    for label, values in lines.items():
+        axes.plot(places, values, marker="o", markersize=4, label=plain(label))
+    axes.set_xticks(list(places), [plain(tick) for tick in ticks], fontsize=8)
     if len(lines) > 1:
         axes.legend(fontsize=8)
     return figure
 
 
+def bars(
+    axes: Axes, values: Sequence[float], names: Sequence[str], colours: Any = BLUE, size: float = 8
+) -> None:
+    """Draw horizontal bars with their names, from the top."""
+    places = range(len(values))
+    axes.barh(places, values, color=colours)
+    axes.set_yticks(places, [plain(label) for label in names], fontsize=size)
+    axes.set_ylim(len(values) - 0.5, -0.5)
+
+
+def signed_bars(axes: Axes, values: Sequence[float], names: Sequence[str], above: str, below: str) -> None:
+    """Draw bars on both sides of zero, in the colours `above` and `below`."""
+    bars(axes, values, names, [above if value > 0 else below for value in values])
+    axes.axvline(0, color="black", linewidth=0.8)
+
+
+def write(axes: Axes, row: float, column: float, text: str, size: float = 7, **style: Any) -> None:
+    """Write text into the middle of a cell."""
+    axes.text(column, row, text, ha="center", va="center", fontsize=size, **style)
+
+
 def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str = "{:.2f}") -> None:
-    """Each value in its cell."""
-    for (row, column), value in np.ndenumerate(table):
-        if not np.isnan(value):
-            axes.text(
-                column,
-                row,
-                form.format(value),
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white",
-                path_effects=_outline(),
-            )
-
-
-def _outline() -> list[Any]:
-    """Dark edges that keep white letters legible on any colour."""
+    """Write each value into its cell, with dark edges that keep it legible on any colour."""
     from matplotlib.patheffects import withStroke
 
-    return [withStroke(linewidth=1.5, foreground="black")]
+    edges = [withStroke(linewidth=1.5, foreground="black")]
+    for (row, column), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            write(axes, row, column, form.format(value), color="white", path_effects=edges)
 
 
-def shortened(name: str) -> str:
-    """A label that fits on an axis."""
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+def shortened(text: str, most: int = LONGEST) -> str:
+    """Return a label of at most `most` letters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def plain(text: str) -> str:
-    """Text in which matplotlib finds no mathematics."""
+    """Return text in which matplotlib finds no mathematics."""
     return text.replace("$", r"\$")

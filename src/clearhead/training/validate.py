@@ -20,8 +20,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batches
 from clearhead.errors import InputError
-from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import Counts
+from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
@@ -105,9 +104,7 @@ def validate(
     if task.writes and metric in WRITTEN:
         with evaluating(loaded.model):
             outputs, references = written(loaded, batches)
-        found["exact"] = metrics.exact_match(outputs, references)
-        if metric != "exact":
-            found[metric] = getattr(metrics, metric)(outputs, references).score
+        found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
     return found
 
 

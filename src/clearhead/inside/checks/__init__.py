@@ -1,7 +1,8 @@
 """The equality suite: what must come out equal, on the user's own model and machine.
 
-Each row computes one thing in two ways that must agree, and says what was compared, the largest difference and what is
-allowed. Inputs are random but seeded, and short. A model in half precision is held to what its dtype can tell apart.
+Each row computes one thing in two ways that must agree, and says what was compared, the largest difference
+and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
+dtype can tell apart.
 
     check_forward     kernels, batches, padding, caches, copies on disk
     check_formula     the model against `plainly`, a forward pass that shares no code with it
@@ -13,18 +14,18 @@ allowed. Inputs are random but seeded, and short. A model in half precision is h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import require
 from clearhead.inside.checks.formula import formula_rows
 from clearhead.inside.checks.forward import disk_rows, forward_rows
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.inside import inside_rows, machine_rows
 from clearhead.inside.checks.reference import reference_rows
-from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Row
+from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Comparison
 from clearhead.inside.checks.training import training_rows
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -37,7 +38,7 @@ def check(
     *,
     compile: bool = False,
     large: bool = False,
-    on_row: Callable[[Check | Row], None] = lambda row: None,
+    on_row: Callable[[Check | Comparison], None] = lambda row: None,
 ) -> list[Check]:
     """Run the suite on a model where it is: on a GPU, a row that compares with the CPU comes along.
 
@@ -50,10 +51,8 @@ def check(
     """
     model = m.model if isinstance(m, Model) else m
     dtype = next(model.parameters()).dtype
-    if dtype not in TOLERANCE:
-        raise InputError(
-            f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}"
-        )
+    known = ", ".join(map(str, TOLERANCE))
+    require(dtype in TOLERANCE, f"the suite has no tolerance for {dtype}: check the model in {known}")
     count = sum(weight.numel() for weight in model.parameters())
     done = []
     with torch.no_grad(), evaluating(model):
@@ -69,20 +68,16 @@ def check(
     return done
 
 
-def checks_for(model: Transformer, compile: bool = False) -> Iterator[Row]:
-    """Every row that fits this model."""
+def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
+    """Return every row that makes sense for this model."""
     inputs = Inputs(model)
-    tolerance = TOLERANCE[inputs.dtype]
-    yield from formula_rows(inputs, tolerance)
-    yield from forward_rows(inputs, tolerance)
-    yield from disk_rows(inputs, tolerance)
-    yield from training_rows(inputs, tolerance)
-    yield from inside_rows(inputs, tolerance)
-    yield from machine_rows(inputs, tolerance, compile)
+    rows = [*formula_rows(inputs), *forward_rows(inputs), *disk_rows(inputs), *training_rows(inputs)]
+    rows += [*inside_rows(inputs), *machine_rows(inputs, compile)]
+    return [row for row in rows if row.fits]
 
 
-def _run(row: Row) -> Check:
-    """A row that fails to run has failed; the others go on."""
+def _run(row: Comparison) -> Check:
+    """Run one row; one that raises has failed, and the others go on."""
     start, difference, note = time.perf_counter(), None, ""
     try:
         difference = row.run()

@@ -1,10 +1,10 @@
 """Rows of the equality suite that hold the model against `plainly`, which shares no code with it.
 
-A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too small to show, so
-two copies are made with the same code and other weights:
+A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too
+small to show, so two copies are made with the same code and other weights:
 
     lively    large random weights, norms and biases too, and windows short enough to matter
-    quiet     weights so small that what every norm reads is as small as its eps, which then decides what comes out
+    quiet     weights so small that what every norm reads is as small as its eps, which decides the output
 
 Shapes: B rows, T tokens.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as remembered
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from clearhead.inside.checks.forward import cache_forms, caches, through
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.plainly import plainly
-from clearhead.inside.checks.row import TOLERANCE, Row, gap
+from clearhead.inside.checks.row import TOLERANCE, Comparison, gap
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
@@ -32,81 +33,70 @@ WINDOW = 4  # in the lively copy
 TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
 
 
-def formula_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
-    """The model itself, its lively and its quiet copy."""
-    model, narrow = inputs.model, TOLERANCE[torch.float32]
-    own = inputs.fewer()
-    yield Row(
-        "model = formula",
-        "logits with those of a plain loop in float64 over the same weights",
-        lambda: _own(own),
-        tolerance,
-    )
-    lively_inputs = remembered(lambda: Inputs(lively(model), own.rows, own.length))
-
-    def quiet_inputs() -> Inputs:
-        return Inputs(quiet(lively_inputs().model), own.rows, own.length)
-
-    said = remembered(lambda: _said(lively_inputs()))
-    what = "the same with large random weights: tokens, padding, far positions, short windows"
-    yield Row("model = formula (lively)", what, lambda: _lively(lively_inputs(), said()), narrow, copies=True)
-    what = "the same where everything is as small as norm_eps"
-    yield Row(
-        "model = formula (quiet)",
-        what,
-        lambda: _quiet(Inputs(quiet(lively_inputs().model), own.rows, own.length)),
-        narrow,
-        copies=True,
-    )
-    if caches(inputs):
-        what = "the same through each form of cache, in pieces of 1, 3 and 2 tokens"
-        yield Row(
+def formula_rows(inputs: Inputs) -> list[Comparison]:
+    """Return the rows for the model itself, its lively and its quiet copy."""
+    own, narrow = inputs.of(inputs.model, fewer=1), TOLERANCE[torch.float32]
+    large = remembered(lambda: own.of(lively(inputs.model)))
+    expected = remembered(lambda: _formula(large()))
+    row = partial(own.compare, tolerance=narrow, copies=True)
+    return [
+        own.compare(
+            "model = formula",
+            "logits with those of a plain loop in float64 over the same weights",
+            lambda own: gap(own.run(), _formula(own)),
+        ),
+        row(
+            "model = formula (lively)",
+            "the same with large random weights: tokens, padding, far positions, short windows",
+            lambda _: _lively(large(), expected()),
+        ),
+        row(
+            "model = formula (quiet)",
+            "the same where everything is as small as norm_eps",
+            lambda _: _quiet(own.of(quiet(large().model))),
+        ),
+        row(
             "cached = formula (lively)",
-            what,
-            lambda: _through_caches(lively_inputs(), said()),
-            narrow,
-            copies=True,
-        )
+            "the same through each form of cache, in pieces of 1, 3 and 2 tokens",
+            lambda _: _through_caches(large(), expected()),
+            fits=caches(inputs),
+        ),
+    ]
 
 
-def _said(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
-    """What the formula says."""
-    return plainly(
-        inputs.model.config, inputs.model.state_dict(), **(given or inputs.given()), loudness=loudness
-    )
+def _formula(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
+    """Return the logits of the formula."""
+    model, given = inputs.model, given or inputs.given()
+    return plainly(model.config, model.state_dict(), **given, loudness=loudness)
 
 
-def _own(inputs: Inputs) -> float:
-    return gap(inputs.run(), _said(inputs))
-
-
-def _lively(inputs: Inputs, said: Tensor) -> float:
-    """Plain input; and, where rows can be padded, with gaps, and then with positions beyond the trained length."""
-    gaps = [gap(inputs.run(), said)]
+def _lively(inputs: Inputs, expected: Tensor) -> float:
+    """Compare plain input; where rows can be padded, gaps too, and positions beyond the trained length."""
+    gaps = [gap(inputs.run(), expected)]
     if inputs.sequences:
-        padded, config = inputs.padded("gaps"), inputs.model.config
-        calls: list[dict[str, Any]] = [padded.given]
+        (padded, slots), config = inputs.padded("gaps"), inputs.model.config
+        calls: list[dict[str, Any]] = [padded]
         if config.positions != "learned":
-            count = torch.arange(padded.given["ids"].shape[1], device=inputs.device)
+            count = torch.arange(padded["ids"].shape[1], device=inputs.device)
             far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
-            calls.append({**padded.given, "positions": far.expand(inputs.rows, -1)})
+            calls.append({**padded, "positions": far.expand(inputs.rows, -1)})
         for given in calls:
-            ours, theirs = inputs.model(**given).logits, _said(inputs, **given)
-            slots = padded.slots if ours.ndim == 3 else slice(None)
-            gaps.append(gap(ours[:, slots], theirs[:, slots.cpu() if isinstance(slots, Tensor) else slots]))
+            both = inputs.model(**given).logits.cpu(), _formula(inputs, **given)
+            ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
+            gaps.append(gap(ours, theirs))
     return max(gaps)
 
 
-def _through_caches(inputs: Inputs, said: Tensor) -> float:
+def _through_caches(inputs: Inputs, expected: Tensor) -> float:
     model, rows, length = inputs.model, inputs.rows, inputs.length
     return max(
-        gap(through(inputs, form(model, rows, length), [1, 3, 2]), said)
+        gap(through(inputs, form(model, rows, length), [1, 3, 2]), expected)
         for form in cache_forms(model).values()
     )
 
 
 def _quiet(inputs: Inputs) -> float:
-    """Sinusoids are no weights, and cannot be made small: there the embedding is, on both sides."""
+    """Compare the quiet copy. Sinusoids are not weights: with them, both sides scale the embedding."""
     model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
@@ -114,15 +104,15 @@ def _quiet(inputs: Inputs) -> float:
         f"{stack.spec.prefix}embedding": lambda x: x * loud for stack in stacks
     }
     with edit(model, changes):
-        return gap(inputs.run(), _said(inputs, loud), least=0.0)
+        return gap(inputs.run(), _formula(inputs, loud), least=0.0)
 
 
-# Copies with other weights --------------------------------------------------------------------------------------------
+# Copies with other weights ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
-    """A float32 copy in which nothing is too small to see, and windows are shorter than the inputs."""
+    """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
     made = copy.deepcopy(model).float()
     made.config = config = model.config.replace(window=_shorter(model.config.window))
     for stack, plan in ((made.encoder, config.encoder), (made.decoder, config.decoder)):
@@ -149,10 +139,10 @@ def _shorter(window: Any) -> Any:
 
 @torch.no_grad()
 def quiet(lively: Transformer) -> Transformer:
-    """A copy of a lively model in which all that a norm reads is about as large as the root of its eps.
+    """Return a copy of a lively model in which all that a norm reads is about the root of its eps.
 
-    What enters the residual stream is made small; what a norm before a sublayer has made large again is made small where
-    the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
+    What enters the residual stream is made small; what a norm before a sublayer has made large again is made
+    small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
     """
     made = copy.deepcopy(lively)
     config = made.config

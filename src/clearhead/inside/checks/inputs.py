@@ -5,28 +5,22 @@ Shapes: B rows, T tokens of the stack that feeds the head, S tokens of the encod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clearhead.inside.checks.row import TOLERANCE, Comparison
 from clearhead.model.transformer import Output, Transformer
 
 PADDING = 3
 SLOW = 50_000_000  # parameters
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Inputs with padding of random content among them, and where the real tokens now stand."""
-
-    given: dict[str, Tensor]  # what the model is called with
-    slots: Tensor  # [T] places of the real tokens
-
-
 class Inputs:
-    """`rows` rows, up to `length` tokens long; seeded. Without these numbers, a few, and fewer for a model that takes its time."""
+    """Seeded inputs: `rows` rows of up to `length` tokens; by default a few, and fewer for a large model."""
 
     def __init__(
         self, model: Transformer, rows: int | None = None, length: int | None = None, seed: int = 0
@@ -43,63 +37,75 @@ class Inputs:
         def draw(kind: str, vocab: int, size: int) -> Tensor:
             if kind == "tokens":
                 return torch.randint(vocab, (rows, size), generator=generator).to(self.device)
-            shape = (
-                (rows, config.n_channels, *(config.image_size or ()))
-                if kind == "patches"
-                else (rows, size, config.d_input)
-            )
-            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+            image = (config.n_channels, *(config.image_size or ()))
+            shape = image if kind == "patches" else (size, config.d_input)
+            return torch.randn((rows, *shape), generator=generator).to(self.device, self.dtype)
 
         plan = model.main.spec
         self.kind = plan.input
         self.main = draw(plan.input, plan.vocab_size, self.length)
         self.other = draw(plan.input, plan.vocab_size, self.length)  # for padding and for another future
-        self.types: Tensor | None = None
-        if config.n_types and plan.input == "tokens":
-            self.types = torch.randint(config.n_types, (rows, self.length), generator=generator).to(
-                self.device
-            )
+        typed = config.n_types and plan.input == "tokens"
+        self.types = draw("tokens", config.n_types, self.length) if typed else None
         self.source: Tensor | None = None
         self.other_source: Tensor | None = None
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
-            front = model.encoder.spec
+            front, length = model.encoder.spec, max(self.length - 2, 1)
             self.source_kind = front.input
-            self.source, self.other_source = (
-                draw(front.input, front.vocab_size, max(self.length - 2, 1)) for _ in range(2)
-            )
+            self.source, self.other_source = (draw(front.input, front.vocab_size, length) for _ in range(2))
 
-    def fewer(self) -> Inputs:
-        """With a row less."""
-        return Inputs(self.model, self.rows - 1, self.length)
+    def of(self, model: Transformer, fewer: int = 0) -> Inputs:
+        """Return inputs of the same size for another model, with `fewer` rows less."""
+        return Inputs(model, self.rows - fewer, self.length)
+
+    def compare(
+        self,
+        name: str,
+        compared: str,
+        run: Callable[..., float],
+        *arguments: Any,
+        tolerance: float | None = None,
+        copies: bool = False,
+        fits: bool = True,
+    ) -> Comparison:
+        """Return a row of the suite; `run` takes these inputs and the arguments.
+
+        The usual tolerance is the dtype's.
+        """
+        allowed = TOLERANCE[self.dtype] if tolerance is None else tolerance
+        return Comparison(name, compared, partial(run, self, *arguments), allowed, copies, fits)
 
     @property
     def sequences(self) -> bool:
-        """Does the main stack read rows that can be padded, token by token?"""
+        """Return whether the main stack reads rows of tokens or vectors, which can be padded."""
         return self.kind in ("tokens", "vectors")
 
     def given(self, main: Tensor | None = None, rows: slice = slice(None)) -> dict[str, Tensor]:
-        """What the model is called with."""
+        """Return what the model is called with."""
         values = {"ids": self.main if main is None else main, "source": self.source, "types": self.types}
         return {name: value[rows] for name, value in values.items() if value is not None}
 
     def piece(self, start: int, stop: int) -> dict[str, Tensor]:
-        """What the model is called with for some of the tokens, the earlier ones being in a cache."""
+        """Return what the model is called with for some tokens, when a cache holds the earlier ones."""
         given = self.given()
         source = {"source": given.pop("source")} if "source" in given else {}
         return {**{name: value[:, start:stop] for name, value in given.items()}, **source}
 
     def output(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Output:
-        """What the model says."""
+        """Run the model."""
         output: Output = self.model(**{**self.given(main, rows), **options})
         return output
 
     def run(self, main: Tensor | None = None, rows: slice = slice(None), **options: Any) -> Tensor:
-        """The model's logits."""
+        """Run the model and return its logits."""
         return self.output(main, rows, **options).required_logits
 
-    def padded(self, side: str) -> Padded:
-        """The same inputs with padding left, right or in between ("gaps"), in the source too."""
+    def padded(self, side: str) -> tuple[dict[str, Tensor], Tensor]:
+        """Return what the model is called with when there is padding, and the places [T] of the real tokens.
+
+        Padding of random content stands left, right or in between ("gaps"), in the source too.
+        """
         length = self.length
         slots = _slots(length, side).to(self.device)
         given = {"ids": _with_padding(self.main, self.other, slots), "mask": _mask(self.rows, length, slots)}
@@ -111,11 +117,11 @@ class Inputs:
                 places = _slots(self.source.shape[1], side).to(self.device)
                 given["source"] = _with_padding(self.source, self.other_source, places)
                 given["source_mask"] = _mask(self.rows, self.source.shape[1], places)
-        return Padded(given, slots)
+        return given, slots
 
 
 def _slots(length: int, side: str) -> Tensor:
-    """Where real tokens stand among padding: [T]."""
+    """Return where real tokens stand among padding: [T]."""
     count = torch.arange(length)
     return {
         "left": count + PADDING,
@@ -125,14 +131,14 @@ def _slots(length: int, side: str) -> Tensor:
 
 
 def _mask(rows: int, length: int, slots: Tensor) -> Tensor:
-    """[B, T + P], True where a real token stands."""
+    """Return a mask [B, T + P], True where a real token stands."""
     mask = torch.zeros(rows, length + PADDING, dtype=torch.bool, device=slots.device)
     mask[:, slots] = True
     return mask
 
 
 def _with_padding(x: Tensor, other: Tensor, slots: Tensor) -> Tensor:
-    """`x` [B, T, ...] in its slots, and something of `other` in the rest: [B, T + P, ...]."""
+    """Return `x` [B, T, ...] in its slots, and values of `other` in the rest: [B, T + P, ...]."""
     filled = torch.cat([other] * (1 + PADDING), dim=1)[:, : x.shape[1] + PADDING].clone()
     filled[:, slots] = x
     return filled

@@ -1,4 +1,4 @@
-"""The beginning of `plainly`: weights in float64, linear layers, norms, activations, and what turns an input into vectors.
+"""The beginning of `plainly`: weights in float64, linear layers, norms, activations and embeddings.
 
 Shapes, all of one row: T tokens, D model, C channels.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.inside.checks.plain_positions import sinusoids
 
-BENDS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.clamp(min=0),
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
@@ -25,7 +25,7 @@ BENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PlainTokens:
     """The tokens of one row: which are real, where each stands, how many real ones stand before it."""
 
     real: list[bool]
@@ -41,16 +41,16 @@ class PlainInputs:
         self.config, self.weights, self.loudness = config, weights, loudness
 
     def weight(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor in float64, on the CPU."""
         return self.weights[name].detach().cpu().double()
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """W x + b, where there is a b: [T, in] -> [T, out]."""
+        """Return W x + b, where there is a b: [T, in] -> [T, out]."""
         y = x @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if f"{name}.bias" in self.weights else y
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """Over the last axis."""
+        """Normalise over the last axis."""
         config, gain = self.config, self.weight(f"{name}.weight")
         if config.norm_unit_offset:
             gain = 1 + gain
@@ -61,8 +61,8 @@ class PlainInputs:
 
     def tokens(
         self, plan: StackSpec, x: Tensor, mask: Tensor | None, positions: Tensor | None, longest: int
-    ) -> Tokens:
-        """The tokens that the front makes of one row."""
+    ) -> PlainTokens:
+        """Return the tokens that one row of input becomes."""
         config, T = self.config, x.shape[0]
         if plan.input == "patches":
             T = config.n_patches + config.class_token
@@ -70,10 +70,10 @@ class PlainInputs:
             T, mask = math.ceil(T / config.conv_stride), None if mask is None else mask[:: config.conv_stride]
         real = [True] * T if mask is None else [bool(value) for value in mask]
         order = [max(sum(real[: t + 1]) - 1, 0) for t in range(T)]
-        return Tokens(real, positions.tolist() if positions is not None else order, order, longest or T)
+        return PlainTokens(real, positions.tolist() if positions is not None else order, order, longest or T)
 
     def table(self, stack: str) -> str:
-        """The name of a stack's token table: where the stacks share one, it is the encoder's."""
+        """Return the name of a stack's token table: where the stacks share one, it is the encoder's."""
         config = self.config
         both = config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens"
         return f"{'encoder' if both and config.share_embeddings else stack}.embedding.front.tokens.weight"
@@ -83,11 +83,11 @@ class PlainInputs:
         stack: str,
         plan: StackSpec,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         mask: Tensor | None,
         types: Tensor | None,
     ) -> Tensor:
-        """What a token is, which segment it is in and where it stands, added up: [T, D]."""
+        """Add the embeddings of each token, its segment and its position: [T, D]."""
         config, front = self.config, f"{stack}.embedding.front"
         if plan.input == "tokens":
             table = self.weights[self.table(stack)].detach()
@@ -109,8 +109,8 @@ class PlainInputs:
             silence = (
                 torch.ones(x.shape[0], 1, dtype=torch.float64) if mask is None else mask[:, None].double()
             )
-            e = BENDS["gelu"](self.convolve(f"{front}.first", x.double() * silence, 1))
-            e = BENDS["gelu"](self.convolve(f"{front}.second", e * silence, config.conv_stride))
+            e = ACTIVATIONS["gelu"](self.convolve(f"{front}.first", x.double() * silence, 1))
+            e = ACTIVATIONS["gelu"](self.convolve(f"{front}.second", e * silence, config.conv_stride))
         if config.positions == "learned":
             e = (
                 e
@@ -127,13 +127,13 @@ class PlainInputs:
         return e * self.loudness
 
     def patches(self, pixels: Tensor) -> Tensor:
-        """Squares of an image [C, height, width], row by row, each flattened: [patches, C·patch²]."""
+        """Cut an image [C, height, width] into squares, row by row, each flattened: [patches, C·patch²]."""
         size, (_, height, width) = self.config.patch_size, pixels.shape
         corners = [(y, x) for y in range(0, height, size) for x in range(0, width, size)]
         return torch.stack([pixels[:, y : y + size, x : x + size].flatten() for y, x in corners])
 
     def convolve(self, name: str, x: Tensor, stride: int) -> Tensor:
-        """A convolution over time, with silence before and after: [time, in] -> [time / stride, out]."""
+        """Convolve over time, with zeros before and after: [time, in] -> [time / stride, out]."""
         kernel, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")  # out in width
         reach = kernel.shape[2] // 2
         padded = torch.cat([x.new_zeros(reach, x.shape[1]), x, x.new_zeros(reach, x.shape[1])])

@@ -1,4 +1,4 @@
-"""Positions for `plainly`: sinusoids, rotary angles and score biases, one number at a time, from the config's meaning.
+"""Positions for `plainly`: sinusoids, rotary angles and score biases, one number at a time.
 
 Shapes: T tokens, D width, R rotated columns of a head, H heads.
 """
@@ -14,7 +14,7 @@ from clearhead.config import ModelConfig, RopeScaling
 
 
 def wave(position: int, width: int, config: ModelConfig) -> list[float]:
-    """The sinusoid of one position: `width` numbers."""
+    """Return the sinusoid of one position: `width` numbers."""
     pairs = width // 2 if config.sinusoid_ends else math.ceil(width / 2)
     angles = []
     for pair in range(pairs):
@@ -29,7 +29,7 @@ def wave(position: int, width: int, config: ModelConfig) -> list[float]:
 
 
 def sinusoids(positions: list[int], width: int, config: ModelConfig, patches: bool) -> Tensor:
-    """[T, width]; a patch of an image gets its row in the first half and its column in the second, a class token nothing."""
+    """Return sinusoids [T, width]; a patch has its row in the first half and its column in the second."""
     rows = []
     for position in positions:
         place = position + config.position_offset
@@ -45,7 +45,7 @@ def sinusoids(positions: list[int], width: int, config: ModelConfig, patches: bo
 
 
 def rotated(x: Tensor, positions: list[int], longest: int, config: ModelConfig, window: int | None) -> Tensor:
-    """One head's queries or keys [T, E], each turned pair by pair by an angle that grows with its position.
+    """Rotate one head's queries or keys [T, E], pair by pair, by an angle that grows with the position.
 
     `longest` is the length of the longest row at hand: two kinds of scaling go by it.
     """
@@ -64,7 +64,7 @@ def rotated(x: Tensor, positions: list[int], longest: int, config: ModelConfig, 
 
 
 def _speeds(R: int, longest: int, config: ModelConfig, window: int | None) -> tuple[list[float], float]:
-    """Radians per position of each pair, and a factor on cosine and sine."""
+    """Return the radians per position of each pair, and a factor on cosine and sine."""
     base, scaling = config.rope_base, config.rope_scaling
     if window is not None and config.rope_local_base is not None:
         base, scaling = config.rope_local_base, None
@@ -90,7 +90,7 @@ def _speeds(R: int, longest: int, config: ModelConfig, window: int | None) -> tu
 
 
 def _blended(speed: float, trained: int, scaling: RopeScaling) -> float:
-    """Fast pairs keep their speed, slow ones are slowed down by the factor, those between are mixed."""
+    """Keep the speed of fast pairs, divide that of slow ones by the factor, and mix in between."""
     wavelength = 2 * math.pi / speed
     if wavelength < trained / scaling.high_frequency_factor:
         return speed
@@ -102,7 +102,7 @@ def _blended(speed: float, trained: int, scaling: RopeScaling) -> float:
 
 
 def _yarn(plain: list[float], base: float, trained: int, scaling: RopeScaling) -> list[float]:
-    """Pairs that turn more than beta_fast times over the trained length stay; below beta_slow they are slowed down."""
+    """Keep pairs that turn more than beta_fast times over the trained length; slow those below beta_slow."""
     R = 2 * len(plain)
 
     def pair_of(turns: float) -> float:
@@ -129,7 +129,10 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def slope(head: int, n_heads: int) -> float:
-    """ALiBi's slope: 2^(-8/n), 2^(-16/n), ... for a power of two n; the heads above it take every other one of 2n."""
+    """Return ALiBi's slope: 2^(-8/n), 2^(-16/n), ...
+
+    for a power of two n; the heads above it take every other one of 2n.
+    """
     n = 1
     while 2 * n <= n_heads:
         n *= 2
@@ -137,7 +140,7 @@ def slope(head: int, n_heads: int) -> float:
 
 
 def bucket(distance: int, both_sides: bool, config: ModelConfig) -> int:
-    """The row of the relative table for a key this far to the right of its query (negative: to the left)."""
+    """Return the row of the relative table for a key this far right of its query (negative: left)."""
     count, first = config.relative_buckets, 0
     if both_sides:
         count //= 2

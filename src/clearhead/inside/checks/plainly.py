@@ -1,8 +1,8 @@
-"""The Transformer in one file: a forward pass in float64 from a model's weights and config, with none of its code.
+"""The Transformer in one file: a forward pass in float64 from weights and config, with none of `model/`.
 
-It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice of the config
-is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an equality cannot pass unseen.
-And it says what a config means, from top to bottom: read it beside `model/`.
+It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice
+of the config is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an
+equality cannot pass unseen. And it says what a config means, from top to bottom: read it beside `model/`.
 
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.inside.checks.plain_inputs import BENDS, PlainInputs, Tokens
+from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainTokens
 from clearhead.inside.checks.plain_positions import bucket, rotated, slope
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
@@ -32,9 +32,10 @@ def plainly(
     types: Tensor | None = None,
     loudness: float = 1.0,
 ) -> Tensor:
-    """What `model(ids, ...).logits` must be, in float64 on the CPU; the arguments are those of the model.
+    """Return what `model(ids, ...).logits` must be, in float64 on the CPU, from the same arguments.
 
-    `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap `embedding` does.
+    `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
+    `embedding` does.
     """
     plain = Plain(config, weights, loudness)
     rows = []
@@ -60,33 +61,29 @@ def plainly(
 
 
 def _longest(mask: Tensor | None, positions: Tensor | None) -> int:
-    """Tokens of the longest row; 0: as many as there are."""
-    return (
-        int(positions.max()) + 1
-        if positions is not None
-        else int(mask.sum(1).max())
-        if mask is not None
-        else 0
-    )
+    """Return the number of tokens of the longest row; 0: as many as there are."""
+    if positions is not None:
+        return int(positions.max()) + 1
+    return 0 if mask is None else int(mask.sum(1).max())
 
 
 class Plain(PlainInputs):
-    """A config and its weights; the methods stand in the order of the forward pass, after those of `PlainInputs`."""
+    """A config and its weights; the methods follow the forward pass, after those of `PlainInputs`."""
 
-    # Blocks -----------------------------------------------------------------------------------------------------------
+    # Blocks -------------------------------------------------------------------------------------------------
 
     def stack(
         self,
         stack: str,
         plan: StackSpec,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         mask: Tensor | None,
         types: Tensor | None,
         memory: Tensor | None,
-        behind: Tokens | None,
+        behind: PlainTokens | None,
     ) -> Tensor:
-        """Embedding, blocks, final norm -> [T, D]; `memory` [S, D] and its tokens `behind` are what cross-attention reads."""
+        """Run embedding, blocks, final norm -> [T, D]; cross-attention reads `memory` [S, D] of `behind`."""
         config = self.config
         stream = self.embed(stack, plan, x, tokens, mask, types)
         sets = min(config.layer_groups or plan.n_layers, plan.n_layers)
@@ -102,11 +99,11 @@ class Plain(PlainInputs):
         plan: StackSpec,
         layer: int,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         memory: Tensor | None,
-        behind: Tokens | None,
+        behind: PlainTokens | None,
     ) -> Tensor:
-        """One layer: [T, D] -> [T, D]."""
+        """Run one layer: [T, D] -> [T, D]."""
         config = self.config
         heads = f"{plan.prefix}blocks.{layer}"
 
@@ -150,14 +147,14 @@ class Plain(PlainInputs):
         return self.sublayer(f"{name}.feedforward_residual", x, feedforward)
 
     def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """The stream, with what one part makes of it added: [T, D] -> [T, D]."""
+        """Add to the residual stream what one part computes from it: [T, D] -> [T, D]."""
         place = self.config.norm_position
         y = part(self.norm(f"{name}.before", x) if place in ("pre", "sandwich") else x)
         x = x + self.answer(name, y)
         return self.norm(f"{name}.after", x) if place == "post" else x
 
     def answer(self, name: str, y: Tensor) -> Tensor:
-        """What is added to the stream."""
+        """Return what a part adds to the stream: its output, normalised and scaled by the config."""
         if self.config.norm_position in ("sandwich", "output"):
             y = self.norm(f"{name}.inside", y)
         return y * self.config.residual_scale
@@ -170,12 +167,12 @@ class Plain(PlainInputs):
         plan: StackSpec,
         layer: int,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PlainTokens,
         memory: Tensor,
-        keys: Tokens,
+        keys: PlainTokens,
         cross: bool,
     ) -> Tensor:
-        """Each query [T, D] looks at the keys of `memory` [S, D] that it may see -> [T, D]."""
+        """Attend from each query [T, D] to the keys of `memory` [S, D] that it may see -> [T, D]."""
         config, window = self.config, plan.windows[layer]
         q, k, v = (
             self.linear(f"{name}.q", x),
@@ -202,8 +199,8 @@ class Plain(PlainInputs):
             z.append(_softmax(scores, seen) @ _cut(v, shared, plan.d_value))
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
-    def seen(self, queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> Tensor:
-        """Which key each query may look at: [T, S]."""
+    def seen(self, queries: PlainTokens, keys: PlainTokens, causal: bool, window: int | None) -> Tensor:
+        """Return which key each query may see: [T, S]."""
         rows = []
         for t, here in enumerate(queries.positions):
             allowed = []
@@ -213,8 +210,8 @@ class Plain(PlainInputs):
             rows.append(allowed)
         return torch.tensor(rows)
 
-    def bias(self, stack: str, plan: StackSpec, head: int, queries: Tokens, keys: Tokens) -> Tensor:
-        """What one head adds to its scores, by distance: [T, S]."""
+    def bias(self, stack: str, plan: StackSpec, head: int, queries: PlainTokens, keys: PlainTokens) -> Tensor:
+        """Return what one head adds to its scores, by distance: [T, S]."""
         if self.config.positions == "alibi":
             steep = slope(head, plan.n_heads)
             return torch.tensor(
@@ -228,16 +225,16 @@ class Plain(PlainInputs):
         return table[torch.tensor(rows), head]
 
     def feedforward(self, name: str, x: Tensor) -> Tensor:
-        """Each token by itself: [T, D] -> [T, D]."""
-        bend = BENDS[self.config.activation]
+        """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
+        activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             return self.linear(
-                f"{name}.down", bend(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x)
+                f"{name}.down", activation(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x)
             )
-        return self.linear(f"{name}.down", bend(self.linear(f"{name}.up", x)))
+        return self.linear(f"{name}.down", activation(self.linear(f"{name}.up", x)))
 
     def experts(self, name: str, x: Tensor) -> Tensor:
-        """Each token goes to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
+        """Send each token to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
         config, scores, answers = self.config, self.linear(f"{name}.router", x), []
         for token in range(x.shape[0]):
             chosen = sorted(range(config.n_experts), key=lambda expert: -float(scores[token, expert]))[
@@ -253,10 +250,10 @@ class Plain(PlainInputs):
             answers.append(sum((part * weight for part, weight in zip(parts, share)), torch.zeros_like(x[0])))
         return torch.stack(answers)
 
-    # What comes out ---------------------------------------------------------------------------------------------------
+    # What comes out -----------------------------------------------------------------------------------------
 
-    def head(self, hidden: Tensor, tokens: Tokens) -> Tensor:
-        """What the last states [T, D] are for."""
+    def head(self, hidden: Tensor, tokens: PlainTokens) -> Tensor:
+        """Return the output of the head for the last states [T, D]."""
         kind = self.config.head
         if kind in ("lm", "mlm"):
             return self.language(hidden)
@@ -268,13 +265,13 @@ class Plain(PlainInputs):
         return hidden if kind == "none" else self.linear("head.out", hidden)
 
     def language(self, hidden: Tensor) -> Tensor:
-        """A score for each token of the vocabulary: [T, D] -> [T, V]."""
+        """Return a score for each token of the vocabulary: [T, D] -> [T, V]."""
         config = self.config
         if config.head_transform or config.d_embedding != config.d_model:
             hidden = self.linear("head.transform", hidden)
         if config.head_transform:
             assert config.head_activation is not None
-            hidden = self.norm("head.norm", BENDS[config.head_activation](hidden))
+            hidden = self.norm("head.norm", ACTIVATIONS[config.head_activation](hidden))
         hidden = hidden * config.logit_scale
         name = (
             self.table("decoder" if config.decoder is not None else "encoder")
@@ -289,7 +286,7 @@ class Plain(PlainInputs):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def pooled(self, hidden: Tensor, real: list[int]) -> Tensor:
-        """One vector for the row: [T, D] -> [D]."""
+        """Pool a row into one vector: [T, D] -> [D]."""
         how, dense = self.config.pooling, self.config.pooler
         vector = hidden[real].mean(0) if how == "mean" else hidden[real[0] if how == "cls" else real[-1]]
         if dense == "none":
@@ -299,12 +296,12 @@ class Plain(PlainInputs):
 
 
 def _cut(x: Tensor, head: int, width: int) -> Tensor:
-    """One head's columns: [T, heads·width] -> [T, width]."""
+    """Return one head's columns: [T, heads·width] -> [T, width]."""
     return x[:, head * width : (head + 1) * width]
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Shares of each query's attention, over what it sees; zeros where it sees nothing: [T, S] -> [T, S]."""
+    """Return the attention of each query over the keys it sees, or zeros: [T, S] -> [T, S]."""
     scores = scores.masked_fill(~seen, -torch.inf)
     powers = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
     return powers / powers.sum(-1, keepdim=True).clamp(min=1e-300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -13,31 +12,29 @@ from clearhead.api import Model, load
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.row import Row
+from clearhead.inside.checks.row import Comparison
 from clearhead.model.transformer import Transformer
 
 REFERENCE_TOLERANCE = 1e-4
 NEW_TOKENS = 50
 
 
-def reference_rows(m: Model | Transformer) -> Iterator[Row]:
-    """Logits, or hidden states where there are none, and greedy tokens."""
+def reference_rows(m: Model | Transformer) -> list[Comparison]:
+    """Return the rows about logits, or hidden states where there are none, and about greedy tokens."""
     if not isinstance(m, Model) or m.folder is None:
         raise InputError(
             "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
         )
     pair = _Pair(m)
     kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
-    yield Row(
-        "clearhead = transformers", f"largest difference of a {kind}", pair.difference, REFERENCE_TOLERANCE
-    )
-    if m.config.head == "lm":
-        yield Row(
-            "greedy tokens = transformers",
-            f"of {NEW_TOKENS} greedy tokens, how many differ",
-            pair.wrong_tokens,
-            0.0,
-        )
+    largest, tokens = f"largest difference of a {kind}", f"of {NEW_TOKENS} greedy tokens, how many differ"
+    rows = [
+        Comparison("clearhead = transformers", largest, pair.difference, REFERENCE_TOLERANCE),
+        Comparison(
+            "greedy tokens = transformers", tokens, pair.wrong_tokens, 0.0, fits=m.config.head == "lm"
+        ),
+    ]
+    return [row for row in rows if row.fits]
 
 
 class _Pair:
@@ -70,13 +67,9 @@ class _Pair:
         return Inputs(load(self.folder, dtype=torch.float32).model.eval(), length=40)
 
     def difference(self) -> float:
-        """Absolute, as parity is published."""
+        """Return the largest difference, absolute, as parity is published."""
         inputs = self.inputs
-        out = (
-            inputs.model(inputs.main, source=inputs.source)
-            if inputs.source is not None
-            else inputs.model(inputs.main)
-        )
+        out = inputs.model(inputs.main, source=inputs.source)
         if inputs.source is not None:
             theirs = self.theirs(input_ids=inputs.source, decoder_input_ids=inputs.main)
         else:
@@ -88,35 +81,23 @@ class _Pair:
         return _largest(out.hidden, theirs.last_hidden_state)
 
     def wrong_tokens(self) -> float:
-        """How many greedy tokens are not those that transformers writes."""
+        """Return how many greedy tokens are not those that transformers writes."""
         inputs, model = self.inputs, self.inputs.model
         room = model.config.max_positions - 4 if model.config.positions == "learned" else NEW_TOKENS
         tokens = max(1, min(NEW_TOKENS, room))
-        options = {
-            "max_new_tokens": tokens,
-            "do_sample": False,
-            "num_beams": 1,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
+        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}
+        options |= {"eos_token_id": None, "pad_token_id": 0}
         if inputs.source is not None:
-            begin = inputs.main[:1, :1]
-            options |= {
-                "decoder_start_token_id": int(begin),
-                "forced_bos_token_id": None,
-                "forced_eos_token_id": None,
-            }
-            said = self.theirs.generate(input_ids=inputs.source[:1], decoder_input_ids=begin, **options)[
-                :, 1:
-            ]
-            ours = greedy(model, begin, tokens, source=inputs.source[:1])
+            source, prompt = inputs.source[:1], inputs.main[:1, :1]
+            forced = {"forced_bos_token_id": None, "forced_eos_token_id": None}
+            options |= {"input_ids": source, "decoder_input_ids": prompt, **forced}
+            options["decoder_start_token_id"] = int(prompt)
         else:
-            prompt = inputs.main[:1, :4]
-            said = self.theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)[
-                :, 4:
-            ]
-            ours = greedy(model, prompt, tokens)
-        return float((ours[:, : said.shape[1]] != said).sum())
+            source, prompt = None, inputs.main[:1, :4]
+            options |= {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        theirs = self.theirs.generate(**options)[:, prompt.shape[1] :]
+        ours = greedy(model, prompt, tokens, source=source)
+        return float((ours[:, : theirs.shape[1]] != theirs).sum())
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""One row of the equality suite: what is compared with what, before it is run (`Row`) and after (`Check`)."""
+"""One row of the equality suite, before it is run (`Comparison`) and after (`Check`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Verdict = Literal["equal", "differs", "error", "skipped"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A comparison that can be made: `run` gives the largest difference."""
+class Comparison:
+    """A comparison that can be made: `run` returns the largest difference."""
 
     name: str
     compared: str  # what with what, in words
     run: Callable[[], float]
     tolerance: float
     copies: bool = False  # does it make a copy of the whole model?
+    fits: bool = True  # does it make sense for this model?
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Check:
 
     name: str
     compared: str  # what with what, in words
-    difference: (
-        float | None
-    )  # the largest, relative to the largest value where that is above 1; None: nothing was compared
+    difference: float | None  # the largest, relative to the largest value above 1; None: nothing was compared
     tolerance: float
     seconds: float
     note: str = ""  # why it was left out, or what went wrong
@@ -45,31 +44,27 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Equal within the tolerance, or not; NaN is not. A row that could not be run is an error, unless it was left out."""
+        """Return "equal" within the tolerance, else "differs", as for NaN; without a difference, why."""
         if self.difference is None:
             return "skipped" if self.skipped else "error"
         return "equal" if self.difference <= self.tolerance else "differs"
 
     @property
     def passed(self) -> bool:
-        """Was nothing found? A row that was left out found nothing: see `verdict`."""
+        """Return whether no fault was found; a row that was skipped found none: see `verdict`."""
         return self.verdict in ("equal", "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no word for a difference that is not finite."""
-        finite = self.difference is not None and math.isfinite(self.difference)
-        values = {
-            **asdict(self),
-            "difference": self.difference if finite else None,
-            "verdict": self.verdict,
-            "passed": self.passed,
-        }
+        """Return plain JSON, in which a difference that is not finite is null."""
+        values = asdict(self) | {"verdict": self.verdict, "passed": self.passed}
         del values["skipped"]  # the verdict says it
+        if self.difference is not None and not math.isfinite(self.difference):
+            values["difference"] = None
         return values
 
 
 def gap(ours: Tensor, theirs: Tensor, least: float = 1.0) -> float:
-    """The largest difference; relative to the largest of `theirs` where that is above `least`."""
+    """Return the largest difference, relative to the largest of `theirs` where that is above `least`."""
     if ours.shape != theirs.shape:
         return math.inf
     ours, theirs = precise(ours.detach()).cpu(), precise(theirs.detach()).cpu()

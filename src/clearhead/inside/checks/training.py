@@ -1,4 +1,4 @@
-"""Rows of the equality suite about training: parts of a batch add up, and a run that was stopped goes on as if it had not been.
+"""Rows of the equality suite about training: parts of a batch add up, and a resumed run equals a whole one.
 
 Shapes: B rows, T tokens.
 """
@@ -9,7 +9,6 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.row import Row, gap
+from clearhead.inside.checks.row import Comparison, gap
 from clearhead.model.transformer import Transformer
 from clearhead.training.losses import batch_loss
 from clearhead.training.optim import make_optimizer, set_rate
@@ -37,23 +36,31 @@ PARTS = (slice(0, 1), slice(1, 2), slice(2, 4))  # of a batch of four rows
 STEPS, STOP = 3, 2  # of the run that is stopped
 
 
-def training_rows(inputs: Inputs, tolerance: float) -> Iterator[Row]:
-    """Rows for a model that has a loss and reads tokens or images."""
-    head = inputs.model.config.head
-    if (
-        head in ("embedding", "none")
-        or inputs.kind not in ("tokens", "patches")
-        or inputs.source_kind not in ("", "tokens")
-    ):
-        return
-    what = "gradients of a batch with those of its parts, unequally long, added up"
-    yield Row("accumulated = whole", what, partial(_accumulated, inputs.model), tolerance, copies=True)
-    what = f"weights after {STEPS} steps with those of a run that was stopped after {STOP}, saved and resumed; on the CPU, bit for bit"
-    yield Row("resumed = uninterrupted", what, partial(_resumed, inputs.model), 0.0, copies=True)
+def training_rows(inputs: Inputs) -> list[Comparison]:
+    """Return the rows for a model that has a loss and reads tokens or images."""
+    learns = inputs.model.config.head not in ("embedding", "none")
+    reads = inputs.kind in ("tokens", "patches") and inputs.source_kind in ("", "tokens")
+    return [
+        inputs.compare(
+            "accumulated = whole",
+            "gradients of a batch with those of its parts, unequally long, added up",
+            _accumulated,
+            copies=True,
+            fits=learns and reads,
+        ),
+        inputs.compare(
+            "resumed = uninterrupted",
+            f"weights after {STEPS} steps with those of a run stopped after {STOP} and resumed: bit for bit",
+            _resumed,
+            tolerance=0.0,
+            copies=True,
+            fits=learns and reads,
+        ),
+    ]
 
 
-def _accumulated(model: Transformer) -> float:
-    batch = some_batch(model, 0)
+def _accumulated(inputs: Inputs) -> float:
+    model, batch = inputs.model, some_batch(inputs.model, 0)
     with _learning(model) as trained, torch.enable_grad():
         loss, count = batch_loss(model, batch, chunk=0)
         whole = torch.autograd.grad(loss / count, trained, allow_unused=True)
@@ -67,7 +74,7 @@ def _accumulated(model: Transformer) -> float:
 
 @contextmanager
 def _learning(model: Transformer) -> Iterator[list[Tensor]]:
-    """Let every weight have a gradient, for a while; no weight is changed."""
+    """Give every weight a gradient while the block lasts; no weight is changed."""
     weights = list(model.parameters())
     before = [weight.requires_grad for weight in weights]
     try:
@@ -78,7 +85,7 @@ def _learning(model: Transformer) -> Iterator[list[Tensor]]:
 
 
 def some_batch(model: Transformer, seed: int) -> Batch:
-    """Four rows of unequal lengths, and targets that fit the head."""
+    """Return four rows of unequal lengths, and targets that fit the head."""
     inputs, config = Inputs(model, rows=4, seed=seed), model.config
     generator = torch.Generator().manual_seed(seed)
     rows, length = 4, inputs.length
@@ -97,61 +104,50 @@ def some_batch(model: Transformer, seed: int) -> Batch:
     elif config.head == "span":
         targets = torch.stack([torch.zeros_like(lengths), lengths - 1], dim=1)
     else:
-        targets = draw(
-            config.vocab_size if config.head in ("lm", "mlm") else config.n_classes, rows, length
-        ).masked_fill(~mask, IGNORE)
+        kinds = config.vocab_size if config.head in ("lm", "mlm") else config.n_classes
+        targets = draw(kinds, rows, length).masked_fill(~mask, IGNORE)
     return Batch(inputs.main, targets, mask, inputs.source, types=inputs.types)
 
 
 def part_of(batch: Batch, rows: slice) -> Batch:
-    """Some rows of a batch, cut to the longest of them."""
-    length = batch.ids.shape[1] if batch.mask is None else int(batch.mask[rows].sum(1).max())
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return (
-            None
-            if x is None
-            else x[rows]
-            if batch.mask is None or x.shape[:2] != batch.mask.shape
-            else x[rows, :length]
-        )
-
-    ids, targets = cut(batch.ids), cut(batch.targets)
-    assert ids is not None and targets is not None
+    """Return some rows of a batch, truncated to the longest of them."""
+    if batch.mask is None:
+        return Batch(batch.ids[rows], batch.targets[rows])
+    length, padded = int(batch.mask[rows].sum(1).max()), batch.mask.shape
+    ids, mask = batch.ids[rows, :length], batch.mask[rows, :length]
+    targets = batch.targets[rows, :length] if batch.targets.shape[:2] == padded else batch.targets[rows]
     source = None if batch.source is None else batch.source[rows]
-    return Batch(ids, targets, cut(batch.mask), source, types=cut(batch.types))
+    types = None if batch.types is None else batch.types[rows, :length]
+    return Batch(ids, targets, mask, source, types=types)
 
 
-def _resumed(model: Transformer) -> float:
+def _resumed(inputs: Inputs) -> float:
     plan = TrainPlan(steps=STEPS, warmup=1, lr=1e-3)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), torch.enable_grad():
-        whole = copy.deepcopy(model).to("cpu").float().requires_grad_(True)
+        whole = copy.deepcopy(inputs.model).to("cpu").float().requires_grad_(True)
         optimizer = make_optimizer(whole, plan, torch.device("cpu"))
-        for step in range(1, STOP + 1):
-            _step(whole, optimizer, plan, step)
-        at = save_checkpoint(
-            Path(folder), Model(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
-        )
-        for step in range(STOP + 1, STEPS + 1):
-            _step(whole, optimizer, plan, step)
+        _steps(whole, optimizer, plan, 0, STOP)
+        tensors = optimizer_tensors(optimizer, whole)
+        at = save_checkpoint(Path(folder), Model(whole), tensors, State(step=STOP))
+        _steps(whole, optimizer, plan, STOP, STEPS)
         del optimizer
         resumed = load(at, dtype=torch.float32).model
         tensors, state = load_checkpoint(at)
         optimizer = make_optimizer(resumed, plan, torch.device("cpu"))
         restore_optimizer(optimizer, resumed, tensors)
-        for step in range(state.step + 1, STEPS + 1):
-            _step(resumed, optimizer, plan, step)
+        _steps(resumed, optimizer, plan, state.step, STEPS)
         theirs = dict(whole.named_parameters())
         return max(gap(weight, theirs[name]) for name, weight in resumed.named_parameters())
 
 
-def _step(model: Transformer, optimizer: Any, plan: TrainPlan, step: int) -> None:
-    """One step; its batch, its dropout and its rate follow from its number, as in `train.loop`."""
-    torch.manual_seed(step)
-    model.train()
-    set_rate(optimizer, rate(plan, step, STEPS, model.config.d_model))
-    loss, count = batch_loss(model, some_batch(model, step))
-    (loss / count).backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+def _steps(model: Transformer, optimizer: Any, plan: TrainPlan, done: int, until: int) -> None:
+    """Take steps; the batch, dropout and rate of each follow from its number, as in `training.loop`."""
+    for step in range(done + 1, until + 1):
+        torch.manual_seed(step)
+        model.train()
+        set_rate(optimizer, rate(plan, step, STEPS, model.config.d_model))
+        loss, count = batch_loss(model, some_batch(model, step))
+        (loss / count).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)

@@ -1,12 +1,12 @@
-"""Heads ranked by how well they agree with an alignment that somebody gives: which stretch of a text belongs to which.
+"""Heads ranked by how well they agree with a given alignment: which stretch of a text belongs to which.
 
-    {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}               one stack, or the encoder of two
-    {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}          cross-attention, source span first
-    {"text": "The cat ran", "unit": "tokens", "pairs": [[[1, 2], [3, 4]]]}          spans of tokens, special ones counted
+    {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}        one stack, or the encoder of two
+    {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}   cross-attention, source first
+    {"text": "The cat ran", "unit": "tokens", "pairs": [[[1, 2], [3, 4]]]}   spans of tokens, special included
 
-For each pair and head: does the strongest link from one stretch, among tokens that are neither special nor in it, go
-into the other, and how much attention goes there? Cross-attention is asked twice, as a target token has two queries:
-the one that writes it, from the token before, and the one that reads it.
+For each pair and head: does the strongest link from one stretch, among tokens that are neither special nor in
+it, go into the other, and how much attention goes there? Cross-attention is asked twice, as a target token
+has two queries: the one that writes it, from the token before, and the one that reads it.
 
 Shapes: H heads, N heads that are ranked, T queries, S keys.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 
 from clearhead.api import Model
 from clearhead.data.files import missing, read_lines
+from clearhead.data.treebank import Span
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.inside.heads.words import positions
-from clearhead.inside.inputs import Prepared, Tokens, prepare
-from clearhead.inside.names import Head, all_heads, attentions
-from clearhead.model.transformer import Transformer
+from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
+from clearhead.inside.names import AttentionHead, all_heads, attentions
+from clearhead.inside.results import Result, on_cpu
 
-Span = tuple[int, int]
 WITHIN = ("first to second", "second to first")
 ACROSS = ("written", "read")
 
@@ -48,10 +48,10 @@ class Aligned:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Result):
     """How well each head agrees; shares from 0 to 1."""
 
-    heads: tuple[Head, ...]
+    heads: tuple[AttentionHead, ...]
     directions: tuple[str, str]  # WITHIN or ACROSS
     accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
     mass: NDArray[np.float64]  # [2, N]: the attention that goes there
@@ -60,7 +60,7 @@ class Agreement:
     skipped: int  # pairs with a stretch that has no token
 
     def ranking(self) -> list[dict[str, Any]]:
-        """Heads, best first, each with its better direction."""
+        """Return heads, best first, each with its better direction."""
         better = np.where(self.accuracy[1] > self.accuracy[0], 1, 0)
         rows = [
             {
@@ -75,12 +75,12 @@ class Agreement:
         return sorted(rows, key=lambda row: (-float(str(row["accuracy"])), -float(str(row["attention"]))))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain JSON values."""
         return {"pairs": self.pairs, "skipped": self.skipped, "heads": self.ranking()}
 
 
 def read_alignments(path: Path) -> list[Aligned]:
-    """A JSONL file of aligned texts; see the module for its lines."""
+    """Read a JSONL file of aligned texts; see the module for its lines."""
     if not path.exists():
         raise missing(path)
     found = []
@@ -89,11 +89,8 @@ def read_alignments(path: Path) -> list[Aligned]:
             try:
                 found.append(_aligned(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
-                reason = (
-                    error
-                    if isinstance(error, InputError)
-                    else 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
-                )
+                form = 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
+                reason = error if isinstance(error, InputError) else form
                 raise InputError(f"{path}, line {number}: {reason}") from None
     if not found:
         raise InputError(f"{path} is empty: there is no alignment in it")
@@ -101,9 +98,8 @@ def read_alignments(path: Path) -> list[Aligned]:
 
 
 def _aligned(line: dict[str, Any]) -> Aligned:
-    """One line, checked."""
-    both = "source" in line
-    text, target = (line["source"], line["target"]) if both else (line["text"], None)
+    """Return one line, checked."""
+    text, target = (line["source"], line["target"]) if "source" in line else (line["text"], None)
     unit = line.get("unit", "characters")
     if unit not in ("characters", "tokens"):
         raise InputError(f'unit "{unit}" is not known: choose characters or tokens')
@@ -111,7 +107,7 @@ def _aligned(line: dict[str, Any]) -> Aligned:
         raise InputError("a text must be a string")
     pairs = tuple(((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in line["pairs"])
     for pair in pairs:
-        for (start, end), whole in zip(pair, (text, target if target is not None else text)):
+        for (start, end), whole in zip(pair, (text, text if target is None else target)):
             if not 0 <= start < end or (unit == "characters" and end > len(whole)):
                 raise InputError(
                     f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters"
@@ -119,42 +115,40 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     return Aligned(text, pairs, target, unit)
 
 
-def agreement(m: Model | Transformer, examples: Iterable[Aligned]) -> Agreement:
-    """Judge every head by given alignments: cross-attention where they have a target, else that of the first stack."""
-    m = m if isinstance(m, Model) else Model(m)
+def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
+    """Judge heads by alignments: of cross-attention where there is a target, else of the first stack."""
+    m = as_model(m)
     examples = list(examples)
-    across = [example.target is not None for example in examples]
+    across = {example.target is not None for example in examples}
     if not any(example.pairs for example in examples):
         raise InputError("there is no pair to judge by: give at least one")
-    if any(across) and not all(across):
+    if len(across) > 1:
         raise InputError("some alignments have a target and some have none: give one kind at a time")
-    both = m.config.family == "encoder-decoder"
-    if across[0] and not both:
+    cross, both = across.pop(), m.config.family == "encoder-decoder"
+    if cross and not both:
         raise InputError(
-            'alignments of a source and a target need an encoder-decoder: give {"text": ..., "pairs": ...} for this model'
+            "alignments of a source and a target need an encoder-decoder: "
+            'give {"text": ..., "pairs": ...} for this model'
         )
-    kind = "cross" if across[0] else "encoder" if both else "self"
-    heads = tuple(head for head in all_heads(m.config) if head.kind == kind)
-    names = [f"{Head(kind, layer, 0).part}.pattern" for own, layer, _ in attentions(m.config) if own == kind]
+    kind = ("cross" if cross else "encoder") if both else "self"
+    heads = tuple(all_heads(m.config, kind))
+    names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
     chance, counted, skipped = torch.zeros(2), 0, 0
     for example in examples:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
-        pattern = torch.cat([seen[name][0].float().cpu() for name in names])  # N T S
-        special = torch.tensor(first.special)
+        pattern = torch.cat([on_cpu(seen[name][0]) for name in names])  # N T S
         for pair in example.pairs:
             one, other = _tokens(pair[0], first, example.unit), _tokens(pair[1], second, example.unit)
             if not one or not other:
                 skipped += 1
                 continue
             counted += 1
-            looks = (
-                ((other, one, -1), (other, one, 0)) if kind == "cross" else ((one, other, 0), (other, one, 0))
-            )
+            looks = [(other, one, -1), (other, one, 0)] if cross else [(one, other, 0), (other, one, 0)]
             for direction, (queries, keys, shift) in enumerate(looks):
-                candidates = ~special
-                if kind != "cross":
+                candidates = ~torch.tensor(first.special)
+                if not cross:
                     candidates[queries] = False
                 candidates[keys] = True
                 row = pattern[:, [max(query + shift, 0) for query in queries]].mean(1)  # N S
@@ -165,37 +159,30 @@ def agreement(m: Model | Transformer, examples: Iterable[Aligned]) -> Agreement:
     if not counted:
         raise InputError("no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
-    return Agreement(
-        heads, ACROSS if kind == "cross" else WITHIN, accuracy, attention, random, counted, skipped
-    )
+    return Agreement(heads, ACROSS if cross else WITHIN, accuracy, attention, random, counted, skipped)
 
 
-def _read(m: Model, example: Aligned) -> tuple[Prepared, Tokens, Tokens]:
-    """The inputs, the tokens of the first text and of the second."""
+def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputTokens]:
+    """Return the inputs, the tokens of the first text and of the second."""
     if example.target is None:
-        target = list(m.start_ids) if m.config.family == "encoder-decoder" else None
-        prepared = prepare(m, example.text, target=target)
-        tokens = prepared.source_tokens or prepared.tokens
-        return prepared, tokens, tokens
+        prepared = prepare_first(m, example.text)
+        return prepared, prepared.first_tokens, prepared.first_tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
     start = m.start_ids
-    kept = [place for place, token in enumerate(encoding.ids) if token not in m.stops and token not in start]
-    ids = [*start, *(encoding.ids[place] for place in kept)][: m.config.max_positions]
-    prepared = prepare(m, example.text, target=ids)
-    spans = (((0, 0),) * len(start) + tuple(encoding.offsets[place] for place in kept))[: len(ids)]
-    special = ((True,) * len(start) + (False,) * len(kept))[: len(ids)]
-    written = Tokens(prepared.tokens.labels, prepared.tokens.ids, spans, example.target, special)
-    assert prepared.source_tokens is not None
-    return prepared, prepared.source_tokens, written
+    kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
+    kept = kept[: m.config.max_positions - len(start)]
+    prepared = prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
+    spans = (*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept))
+    special = (*(True for _ in start), *(False for _ in kept))
+    return prepared, prepared.first_tokens, replace(prepared.tokens, spans=spans, special=special)
 
 
-def _tokens(span: Span, tokens: Tokens, unit: str) -> list[int]:
-    """The positions of the tokens in a span."""
+def _tokens(span: Span, tokens: InputTokens, unit: str) -> list[int]:
+    """Return the positions of the tokens in a span."""
     if unit == "tokens":
         if span[1] > len(tokens):
             raise InputError(
                 f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text"
             )
         return list(range(*span))
-    behind = [(0, 0) if mark else own for own, mark in zip(tokens.spans, tokens.special)]
-    return list(positions([span], behind)[0])
+    return list(positions([span], tokens.text_spans)[0])

@@ -1,7 +1,7 @@
-"""What head roles are measured on: rows of inputs, the pattern of every attention over each, and what its mask leaves.
+"""What head roles are measured on: rows of inputs, with every attention's pattern and what its mask allows.
 
-Where nothing is given, the rows are sentences that every machine has; for a model without a tokenizer random tokens, for
-a model of patches random pixels. Induction has rows of its own: random tokens, twice.
+Where nothing is given, the rows are sentences that every machine has; for a model without a tokenizer random
+tokens, for a model of patches random pixels. Induction has rows of its own: random tokens, twice.
 
 Shapes: H heads, T queries, S keys.
 """
@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,75 +22,71 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
-from clearhead.inside.inputs import Prepared, Tokens, prepare
-from clearhead.inside.names import Head, attentions
+from clearhead.inside.inputs import InputTokens, Prepared, prepare
+from clearhead.inside.names import AttentionName, attentions, spec_of
+from clearhead.inside.results import on_cpu
 from clearhead.model.masks import compose, tokens_from
 
 COUNT, LENGTH = 24, 24  # rows made where none are given, and tokens of a random one
 SMALL = 40_000  # bytes of a module that is read for sentences
 REPEATED, SHORTEST, LONGEST = 8, 4, 24  # rows for induction, and the tokens that are repeated in one
+MaybeTokens = TypeVar("MaybeTokens", InputTokens, InputTokens | None)
 
 
 @dataclass(frozen=True)
-class View:
+class AttentionSample:
     """One attention over one row."""
 
-    kind: str
-    layer: int
+    name: AttentionName
     pattern: Tensor  # H T S, float32 on the CPU
-    allowed: Tensor  # T S: what the mask leaves
-    queries: Tokens
-    keys: Tokens
+    allowed: Tensor  # T S: what the mask allows
+    queries: InputTokens
+    keys: InputTokens
 
 
-def views(prepared: Prepared) -> Iterator[View]:
-    """Every attention of the model over one row."""
+def samples(prepared: Prepared) -> Iterator[AttentionSample]:
+    """Yield every attention of the model over one row."""
     _, seen = prepared.record("*.pattern")
-    config = prepared.model.config
-    for kind, layer, _ in attentions(config):
-        pattern = seen[f"{Head(kind, layer, 0).part}.pattern"][0].float().cpu()
-        keys = prepared.tokens_of("encoder." if kind != "self" else "")
-        queries = keys if kind == "encoder" else prepared.tokens
-        yield View(
-            kind, layer, pattern, _allowed(prepared.m, kind, layer, len(queries), len(keys)), queries, keys
-        )
+    for name in attentions(prepared.model.config):
+        keys = prepared.tokens_of("" if name.kind == "self" else "encoder.")
+        queries = keys if name.kind == "encoder" else prepared.tokens
+        pattern = on_cpu(seen[f"{name.part}.pattern"][0])
+        yield AttentionSample(name, pattern, _allowed(prepared.m, name, queries, keys), queries, keys)
 
 
-def _allowed(m: Model, kind: str, layer: int, queries: int, keys: int) -> Tensor:
-    """[T, S], True where a query may look."""
-    if kind == "cross":
-        return torch.ones(queries, keys, dtype=torch.bool)
-    plan = m.config.encoder if kind == "encoder" else m.model.main.spec
-    assert plan is not None
-    tokens = tokens_from(1, keys, torch.device("cpu"))
-    mask, causal = compose(tokens, tokens, causal=plan.causal, window=plan.windows[layer])
-    whole = torch.ones(keys, keys, dtype=torch.bool)
-    return mask[0, 0] if mask is not None else whole.tril() if causal else whole
+def _allowed(m: Model, name: AttentionName, queries: InputTokens, keys: InputTokens) -> Tensor:
+    """Return [T, S], True where a query may look."""
+    whole = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    if name.kind == "cross":
+        return whole
+    spec = spec_of(m.config, name.kind)
+    tokens = tokens_from(1, len(keys), torch.device("cpu"))
+    mask, causal = compose(tokens, tokens, causal=spec.causal, window=spec.windows[name.layer])
+    if mask is not None:
+        return mask[0, 0]
+    return whole.tril() if causal else whole
 
 
 def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
-    """Texts, ids or images, ready to be read; those made here where none are given."""
-    if isinstance(given, str):
-        given = [given]
+    """Return texts, ids or images, ready to be read; those made here where none are given."""
+    given = [given] if isinstance(given, str) else given
     if given is not None and not len(given):
         raise InputError("there is no text to look at: give at least one")
-    first = m.config.encoder if m.config.family == "encoder-decoder" else m.model.main.spec
-    assert first is not None
-    if given is not None or first.input not in ("tokens", "patches"):
-        return [_marked(prepare(m, one)) for one in (given or [""])]
-    if first.input == "tokens" and m.tokenizer is not None:
-        return [_marked(prepare(m, text)) for text in library_sentences(COUNT)]
+    first = m.config.stacks[0]
+    if given is None and first.input == "tokens" and m.tokenizer is not None:
+        given = library_sentences(COUNT)
     draw = torch.Generator().manual_seed(seed)
-    if first.input == "patches":
+    if given is None and first.input == "patches":
         shape = (m.config.n_channels, *(m.config.image_size or ()))
-        return [prepare(m, torch.randn(shape, generator=draw)) for _ in range(COUNT)]
-    length = min(LENGTH, m.max_length)
-    ids = torch.randint(first.vocab_size, (COUNT, length), generator=draw)
+        given = [torch.randn(shape, generator=draw) for _ in range(COUNT)]
+    if given is not None or first.input != "tokens":
+        return [_marked(prepare(m, one)) for one in given or [""]]
+    ids = torch.randint(first.vocab_size, (COUNT, min(LENGTH, m.max_length)), generator=draw)
     return [_marked(_with_target(m, row, row)) for row in ids.tolist()]
 
 
 def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
-    """Ids for either stack; the decoder of two reads its beginning and then `target`."""
+    """Return ids for either stack; the decoder of two reads its start and then `target`."""
     if m.config.family != "encoder-decoder":
         return prepare(m, ids)
     written = [token % m.config.vocab_size for token in [*m.start_ids, *target]]
@@ -98,35 +94,31 @@ def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
 
 
 def _marked(prepared: Prepared) -> Prepared:
-    """With its special tokens known, where ids alone were given: those that have a role of their own in the vocabulary."""
+    """Mark special tokens where ids alone were given: those with a role of their own in the vocabulary."""
     known = set(prepared.m.special.values()) - {prepared.m.special.get("unk")}
 
-    def mark(tokens: Tokens) -> Tokens:
-        return (
-            tokens
-            if tokens.special
-            else replace(tokens, special=tuple(token in known for token in tokens.ids))
-        )
+    def mark(tokens: MaybeTokens) -> MaybeTokens:
+        if tokens is None or tokens.special:
+            return tokens
+        return replace(tokens, special=tuple(token in known for token in tokens.ids))
 
-    source = prepared.source_tokens
-    return replace(
-        prepared, tokens=mark(prepared.tokens), source_tokens=None if source is None else mark(source)
-    )
+    return replace(prepared, tokens=mark(prepared.tokens), source_tokens=mark(prepared.source_tokens))
 
 
 def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
-    """Rows of random tokens, twice: the row, where its first copy begins for each kind of attention, how long a copy is.
+    """Return rows of random tokens, twice, with the start of the first copy by kind, and a copy's length.
 
-    Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a look back at
-    a fixed distance nor one at a fixed place finds what it is after. Empty where the model has no room for them.
+    Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a
+    look back at a fixed distance nor one at a fixed place finds what it is after. Empty where the model has
+    no room for them.
     """
-    plan = m.model.main.spec
-    if plan.input != "tokens" or (m.config.encoder is not None and m.config.encoder.input != "tokens"):
+    specs = m.config.stacks
+    if any(spec.input != "tokens" for spec in specs):
         return []
     before, after = _frame(m)
-    sizes = [plan.vocab_size] + ([m.config.encoder.vocab_size] if m.config.encoder is not None else [])
     special = {*m.special.values(), *before, *after}
-    pool = torch.tensor([token for token in range(min(sizes)) if token not in special])
+    sizes = min(spec.vocab_size for spec in specs)
+    pool = torch.tensor([token for token in range(sizes) if token not in special])
     longest = min(LONGEST, (m.max_length - len(before) - len(after)) // 2, len(pool))
     starts = {"self": len(before)}
     if m.config.family == "encoder-decoder":
@@ -135,33 +127,29 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], i
     if longest < SHORTEST:
         return []
     draw = torch.Generator().manual_seed(seed)
-    lengths = torch.linspace(max(SHORTEST, longest // 2), longest, REPEATED).round().int().tolist()
     found = []
-    for length in lengths:
+    for length in torch.linspace(max(SHORTEST, longest // 2), longest, REPEATED).round().int().tolist():
         copy = pool[torch.randperm(len(pool), generator=draw)[:length]].tolist()
         found.append((_with_target(m, [*before, *copy, *copy, *after], [*copy, *copy]), starts, length))
     return found
 
 
 def _frame(m: Model) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text and behind it."""
+    """Return what the tokenizer puts before a text and behind it."""
     if m.tokenizer is None:
         return [], []
     encoding = framed(m.tokenizer, m.max_length, "a")
-    text = [place for place, mark in enumerate(encoding.special_tokens_mask) if not mark] or [
-        len(encoding.ids)
-    ]
+    text = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+    text = text or [len(encoding.ids)]
     before, after = encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
     return before, [token for token in after if m.config.family != "decoder" or token not in m.stops]
 
 
 def library_sentences(count: int) -> list[str]:
-    """English sentences that every machine has: from the docstrings of modules of Python's standard library."""
+    """Return English sentences that every machine has: from the docstrings of Python's standard library."""
     found: list[str] = []
-    small = (
-        path for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py") if path.stat().st_size < SMALL
-    )
-    for path in sorted(small):
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(path for path in folder.glob("*.py") if path.stat().st_size < SMALL):
         try:
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         except (SyntaxError, ValueError, OSError):

@@ -1,7 +1,7 @@
-"""From tokens to words: which tokens a word is made of, and attention between words from attention between tokens.
+"""From tokens to words: which tokens a word is made of, and attention between words.
 
-Characters decide. A word and a token belong together where their stretches of the text overlap, so that any tokenizer
-will do: a word may have several tokens, several words may share one, and a word may have none.
+Characters decide. A word and a token belong together where their stretches of the text overlap, so that any
+tokenizer will do: a word may have several tokens, several words may share one, and a word may have none.
 
     words = align(m, ["Do", "n't", "go"], "Don't go")    # .words: token positions of each word
     between = word_attention(pattern, *words.matrices())  # [..., T, T] -> [..., W, W]
@@ -12,37 +12,33 @@ Shapes: B batch, H heads, T tokens, W words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.data.treebank import Sentence, locate
+from clearhead.data.treebank import Sentence, Span, locate
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
+from clearhead.inside.inputs import InputTokens
 from clearhead.tokens.labels import labels
 
-Span = tuple[int, int]
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class WordTokens:
+class WordTokens(InputTokens):
     """The words of a text among its tokens."""
 
-    ids: tuple[int, ...]  # T of them, special tokens included, as the model reads the text
     words: tuple[
         tuple[int, ...], ...
-    ]  # W of them: the positions of each word's tokens; none for a word cut off or not spelled
-    spans: tuple[Span, ...]  # T: characters of the text behind each token; (0, 0): none
-    special: tuple[bool, ...]  # T: put there by the tokenizer, not by the text
-    types: tuple[int, ...]  # T: segments
-    labels: tuple[str, ...]  # T: tokens as people read them
+    ] = ()  # W: positions of each word's tokens; none for a word cut off or not spelled
+    types: tuple[int, ...] = ()  # T: segments
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """`sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
+        """Return `sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
         sum_of, mean_of = word_matrices([self.words], len(self.ids))
         return sum_of[0], mean_of[0]
 
@@ -54,10 +50,11 @@ def align(
     spans: Sequence[Span] | None = None,
     max_length: int | None = None,
 ) -> WordTokens:
-    """The tokens of each word of a sentence.
+    """Return the tokens of each word of a sentence.
 
     Args:
-        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends it.
+        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends
+            it.
         words: the words in order, or a sentence of a treebank, which knows its text and spans.
         text: what they are words of; None: the words with a space between each two.
         spans: the characters of each word; None: the words are looked for in the text, one after the other.
@@ -77,31 +74,18 @@ def align(
     tokenizer = m.text_tokenizer if isinstance(m, Model) else m
     room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
     encoding = framed(tokenizer, room, text)
-    ids = list(encoding.ids)
-    if (
-        isinstance(m, Model)
-        and m.config.family == "decoder"
-        and len(ids) > 1
-        and ids[-1] in m.stops
-        and encoding.special_tokens_mask[-1]
-    ):
-        ids = ids[:-1]
-    kept = len(ids)
-    token_spans: tuple[Span, ...] = tuple(encoding.offsets[:kept])
-    special = tuple(bool(mark) for mark in encoding.special_tokens_mask[:kept])
-    behind = [(0, 0) if mark else span for span, mark in zip(token_spans, special)]
-    return WordTokens(
-        tuple(ids),
-        positions(spans, behind),
-        token_spans,
-        special,
-        tuple(encoding.type_ids[:kept]),
-        labels(tokenizer, ids),
-    )
+    ids, special = list(encoding.ids), list(map(bool, encoding.special_tokens_mask))
+    goes_on = isinstance(m, Model) and m.config.family == "decoder" and ids[-1:] and ids[-1] in m.stops
+    if goes_on and len(ids) > 1 and special[-1]:
+        ids, special = ids[:-1], special[:-1]
+    kept = slice(len(ids))
+    token_spans = tuple(encoding.offsets[kept])
+    read = WordTokens(labels(tokenizer, ids), tuple(ids), token_spans, text, tuple(special))
+    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[kept]))
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
-    """For each stretch of characters in `words`, the positions of the tokens that overlap it. A token of no characters overlaps none."""
+    """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
     return tuple(
         tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
         for start, end in words
@@ -109,7 +93,7 @@ def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int,
 
 
 def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """For rows of words, each word its token positions: `sum_of` [B, T, W] of ones, and `mean_of` [B, W, T] whose rows sum to 1.
+    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T]; its rows sum to 1.
 
     Words that rows of a batch do not have, and words without tokens, are zeros.
     """
@@ -123,8 +107,10 @@ def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple
 
 
 def word_attention(pattern: Tensor, sum_of: Tensor, mean_of: Tensor) -> Tensor:
-    """Attention between words: to a word, the sum over its tokens; from a word, the mean over its tokens (Clark et al. 2019).
+    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al.
+    2019).
 
-    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look -> [..., W, W].
+    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look
+    -> [..., W, W].
     """
     return mean_of @ pattern @ sum_of

@@ -1,14 +1,14 @@
-"""The feed-forward as a memory (Geva et al. 2021): what fires each neuron, what it promotes, and whether the two agree.
+"""The feed-forward as a memory (Geva et al. 2021): what fires each neuron, and what it promotes.
 
-    found = memories(m, texts)                           # one pass over the corpus, top contexts of every neuron
+    found = memories(m, texts)                           # one pass over the corpus, for every neuron
     found.ranked("agreement", 5)                         # neurons whose contexts go on as they say
     found.neuron("2.117").contexts                       # the places that fired it most
     found.search("the")                                  # who promotes a token, and whom it fires
 
-A neuron fires where its activation is above zero. A gated neuron can also go below; it then promotes what is listed here
-as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is. Agreement is the share of a
-neuron's `top` contexts whose answer, the token that truly comes next, is among the `depth` tokens it promotes most; chance
-is the share of all places of the corpus whose answer is.
+A neuron fires where its activation is above zero. A gated neuron can also go below; it then promotes what is
+listed here as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is.
+Agreement is the share of a neuron's `top` contexts whose answer, the token that truly comes next, is among
+the `depth` tokens it promotes most; chance is the share of all places of the corpus whose answer is.
 
 Shapes: N neurons of one feed-forward, K contexts kept, P promoted tokens, T tokens of a batch, V vocabulary.
 """
@@ -16,7 +16,7 @@ Shapes: N neurons of one feed-forward, K contexts kept, P promoted tokens, T tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,11 +24,21 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.errors import InputError, nearest
-from clearhead.inside.memories.firing import Running, fired, watch
-from clearhead.inside.memories.neurons import chosen, parse_neuron, stack_of
+from clearhead.inside.inputs import AnyModel, as_model, patch_names
+from clearhead.inside.memories.neurons import (
+    OutputLayer,
+    Shelf,
+    directions,
+    empty_shelves,
+    extremes,
+    output_layer,
+    parse_neuron,
+    read_batch,
+    token_id,
+)
 from clearhead.inside.memories.passages import AROUND, NOTHING, WINDOW, Given, batches
-from clearhead.inside.memories.promoted import Readout, directions, extremes, readout, said, token_id
-from clearhead.model.transformer import Transformer
+from clearhead.inside.results import Result, plain
+from clearhead.tokens.labels import label
 
 Order = Literal["agreement", "activation"]
 DEPTH = 10  # promoted tokens among which the answer must be; of a small vocabulary one in twenty
@@ -48,7 +58,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Neuron(Result):
     """One neuron."""
 
     name: str
@@ -56,18 +66,14 @@ class Memory:
     contexts: tuple[Context, ...]  # highest first
     promoted: tuple[
         tuple[str, float], ...
-    ]  # tokens or classes with their scores, highest first; () where it cannot be read off
+    ]  # tokens or classes with their scores, highest first; () where unknown
     suppressed: tuple[tuple[str, float], ...]  # lowest first
     agreement: float | None
     chance: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Found:
+class Found(Result):
     """Neurons that have to do with one token; best first."""
 
     token: str
@@ -76,151 +82,124 @@ class Found:
         tuple[str, float, float], ...
     ]  # name, share of its contexts at this token, highest activation
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, eq=False)
-class Shelf:
-    """The neurons of one feed-forward, or of one expert."""
-
-    kind: str  # self, encoder
-    layer: int
-    expert: int | None
-    units: Tensor  # [N]
-    activations: Tensor  # [N, K], -inf where there are fewer contexts
-    notes: Tensor  # [N, K, NOTE], see `passages`
-    written: Tensor | None = None  # [N, D], what each neuron says to the head
-    promoted: tuple[Tensor, Tensor, Tensor, Tensor] | None = (
-        None  # [N, P] tokens, scores; suppressed tokens, scores
-    )
-    agreement: Tensor | None = None  # [N]
-    chance: Tensor | None = None  # [N]
-
-    def name(self, row: int) -> str:
-        """Of one neuron, "2.117"; with experts "2.0.117"; "encoder.2.117" in the stack before the head's."""
-        parts = [self.kind, self.layer, self.expert, int(self.units[row])]
-        return ".".join(str(part) for part in parts if part not in (None, "self"))
-
-
-@dataclass(frozen=True, eq=False)
-class Memories:
+class Memories(Result):
     """What a corpus showed of a model's neurons."""
+
+    json_names = ("tokens", "top", "depth", "note")
 
     m: Model = field(repr=False)
     shelves: tuple[Shelf, ...] = field(repr=False)
     top: int
     depth: int
     tokens: int  # read, both stacks together
-    head: Readout | None = field(repr=False)
+    head: OutputLayer | None = field(repr=False)
     note: str  # how to read what neurons promote, or why there is nothing to read
 
-    def neuron(self, name: str) -> Memory:
-        """One neuron by its name."""
-        shelf, row = self._find(name)
-        return self._memory(shelf, row)
+    def neuron(self, name: str) -> Neuron:
+        """Return one neuron by its name."""
+        place, unit = parse_neuron(self.m, name)
+        for shelf in self.shelves:
+            rows = (shelf.units == unit).nonzero()
+            if (shelf.kind, shelf.layer, shelf.expert) == place and len(rows):
+                return self._neuron(shelf, int(rows[0]))
+        raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
 
-    def ranked(self, by: Order | None = None, count: int | None = 10) -> list[Memory]:
-        """The first neurons by agreement beyond chance, or by highest activation, which settles ties too; None: by what is known."""
+    def ranked(self, by: Order | None = None, count: int | None = 10) -> list[Neuron]:
+        """Return the first neurons by agreement beyond chance, or by highest activation.
+
+        Activation settles ties, too. With None, agreement counts where it is known.
+        """
         by = by or ("agreement" if self.agrees else "activation")
         if by == "agreement" and not self.agrees:
             raise InputError(f"no agreement is known ({self.note}): sort by activation")
         places = [(shelf, row) for shelf in self.shelves for row in range(len(shelf.units))]
-        highest = torch.cat([shelf.activations[:, 0] for shelf in self.shelves]).argsort(
-            descending=True, stable=True
-        )
-        scores = torch.cat([self._key(shelf, by) for shelf in self.shelves])[highest]
-        order = highest[scores.argsort(descending=True, stable=True)].tolist()
-        return [self._memory(*places[place]) for place in order[:count]]
+        activations = torch.cat([shelf.activations[:, 0] for shelf in self.shelves])
+        order = activations.argsort(descending=True, stable=True)
+        if by == "agreement":
+            gains = torch.cat([_gain(shelf) for shelf in self.shelves])[order]
+            order = order[gains.argsort(descending=True, stable=True)]
+        return [self._neuron(*places[place]) for place in order[:count].tolist()]
 
     @property
     def agrees(self) -> bool:
         """Is any neuron's agreement known?"""
         return any(shelf.agreement is not None for shelf in self.shelves)
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that neurons promote; none for a vocabulary."""
+        return self.head.names if self.head is not None else ()
+
     def search(self, token: str | int, count: int = 10) -> Found:
-        """The neurons that promote a token (or a class) most, and those that it fires: the token stands in most of their contexts."""
-        number = self._token(token)
+        """Return the neurons that promote a token or class most, and those it fires most often."""
+        number = self._number(token)
         promoting: list[tuple[str, float]] = []
         fired: list[tuple[str, float, float]] = []
-        classes = self.head is not None and bool(self.head.names)
         for shelf in self.shelves:
             if shelf.written is not None and self.head is not None:
                 best = (shelf.written @ self.head.weight[number]).topk(min(count, len(shelf.units)))
                 promoting += [(shelf.name(int(row)), float(score)) for score, row in zip(*best)]
-            if not classes:
-                share = (shelf.notes[:, :, AROUND] == number).float().mean(1)
-                rows = share.topk(min(count, len(share))).indices.tolist()
+            if not self.classes:
+                best = (
+                    (shelf.notes[:, :, AROUND] == number).float().mean(1).topk(min(count, len(shelf.units)))
+                )
                 fired += [
-                    (shelf.name(row), float(share[row]), float(shelf.activations[row, 0]))
-                    for row in rows
-                    if share[row] > 0
+                    (shelf.name(int(row)), float(share), float(shelf.activations[row, 0]))
+                    for share, row in zip(*best)
+                    if share > 0
                 ]
         promoting.sort(key=lambda pair: -pair[1])
         fired.sort(key=lambda triple: (-triple[1], -triple[2]))
-        name = said(self.m, self.head.names if self.head is not None else (), number)
-        return Found(name, tuple(promoting[:count]), tuple(fired[:count]))
+        return Found(self._label(number), tuple(promoting[:count]), tuple(fired[:count]))
 
     def to_dict(self, by: Order | None = None, count: int | None = 10) -> dict[str, Any]:
-        """Plain JSON values: the first `count` neurons, None: all."""
-        neurons = [memory.to_dict() for memory in self.ranked(by, count)]
-        return {
-            "tokens": self.tokens,
-            "top": self.top,
-            "depth": self.depth,
-            "note": self.note,
-            "neurons": neurons,
-        }
+        """Return plain JSON values: the first `count` neurons, None: all."""
+        return super().to_dict() | {"neurons": plain(self.ranked(by, count))}
 
-    def _key(self, shelf: Shelf, by: Order) -> Tensor:
-        if by == "activation":
-            return shelf.activations[:, 0]
-        if shelf.agreement is None or shelf.chance is None:
-            return torch.full((len(shelf.units),), -torch.inf)
-        return shelf.agreement - shelf.chance
+    def _number(self, token: str | int) -> int:
+        names = self.classes
+        if not names:
+            return token_id(self.m, token)
+        if token not in names and token not in range(len(names)):
+            raise InputError(
+                f'no class is called "{token}"{nearest(str(token), names)}: '
+                f"classes are {', '.join(names[:10])}"
+            )
+        return names.index(token) if isinstance(token, str) else token
 
-    def _find(self, name: str) -> tuple[Shelf, int]:
-        kind, layer, expert, unit = parse_neuron(self.m, name)
-        for shelf in self.shelves:
-            if (shelf.kind, shelf.layer, shelf.expert) == (kind, layer, expert):
-                rows = (shelf.units == unit).nonzero()
-                if len(rows):
-                    return shelf, int(rows[0])
-        raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
+    def _label(self, number: int) -> str:
+        """Return a token or a class as people read it."""
+        return self.classes[number] if self.classes else label(self.m.tokenizer, number)
 
-    def _token(self, token: str | int) -> int:
-        names = self.head.names if self.head is not None else ()
-        if names:
-            if token not in names and token not in range(len(names)):
-                raise InputError(
-                    f'no class is called "{token}"{nearest(str(token), names)}: classes are {", ".join(names[:10])}'
-                )
-            return names.index(token) if isinstance(token, str) else token
-        return token_id(self.m, token)
-
-    def _memory(self, shelf: Shelf, row: int) -> Memory:
-        fired = [
-            (float(value), note.tolist())
+    def _neuron(self, shelf: Shelf, row: int) -> Neuron:
+        contexts = tuple(
+            _context(self.m, float(value), note.tolist())
             for value, note in zip(shelf.activations[row], shelf.notes[row])
             if value > 0
-        ]
-        high, low = self._said(shelf, row, 0), self._said(shelf, row, 2)
-        agreement, chance = (
-            None if values is None else float(values[row]) for values in (shelf.agreement, shelf.chance)
         )
-        contexts = tuple(_context(self.m, value, note) for value, note in fired)
-        return Memory(shelf.name(row), fired[0][0] if fired else 0.0, contexts, high, low, agreement, chance)
+        lists = [part[row].tolist() for part in shelf.promoted or ()] or [[]] * 4
+        return Neuron(
+            name=shelf.name(row),
+            activation=contexts[0].activation if contexts else 0.0,
+            contexts=contexts,
+            promoted=tuple(zip(map(self._label, lists[0]), lists[1])),
+            suppressed=tuple(zip(map(self._label, lists[2]), lists[3])),
+            agreement=None if shelf.agreement is None else float(shelf.agreement[row]),
+            chance=None if shelf.chance is None else float(shelf.chance[row]),
+        )
 
-    def _said(self, shelf: Shelf, row: int, which: int) -> tuple[tuple[str, float], ...]:
-        if shelf.promoted is None or self.head is None:
-            return ()
-        tokens, scores = (shelf.promoted[which + part][row].tolist() for part in (0, 1))
-        return tuple((said(self.m, self.head.names, token), score) for token, score in zip(tokens, scores))
+
+def _gain(shelf: Shelf) -> Tensor:
+    """Return agreement beyond chance; -inf where it is not known."""
+    if shelf.agreement is None or shelf.chance is None:
+        return torch.full((len(shelf.units),), -torch.inf)
+    return shelf.agreement - shelf.chance
 
 
 def memories(
-    m: Model | Transformer,
+    m: AnyModel,
     texts: Iterable[Given],
     layer: int | str | None = None,
     top: int = 10,
@@ -231,95 +210,71 @@ def memories(
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches. May be a stream.
+        texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
+            May be a stream.
         layer: a layer of the stack that feeds the head, or "encoder.1"; None: all of both stacks.
         top: contexts that are kept for each neuron, and tokens listed as promoted and suppressed.
         neurons: names such as "2.117"; None: every neuron of the layers.
         limit: stop after so many tokens.
     """
-    m = m if isinstance(m, Model) else Model(m)
+    m = as_model(m)
     if top < 1:
         raise InputError(f"top {top} must be 1 or more")
-    shelves = [Running(shelf, top) for shelf in chosen(m, layer, neurons)]
+    shelves = empty_shelves(m, layer, neurons, top)
     try:
-        head, note = readout(m), ""
+        head, note = output_layer(m), ""
     except InputError as error:
         head, note = None, str(error)
-    vocabulary = head is not None and not head.names
-    counts = torch.zeros(m.config.vocab_size if vocabulary else 0, dtype=torch.long)
-    tokens = 0
+    vocabulary = m.config.vocab_size if head is not None and not head.names else 0
+    counts, tokens = torch.zeros(vocabulary, dtype=torch.long), 0
     for batch in batches(m, texts, limit):
-        seen = watch(m, batch, shelves)
-        notes = {stack: batch.places(stack) for stack in {shelf.stack for shelf in shelves}}
-        for shelf in shelves:
-            shelf.take(*fired(m, shelf, seen, batch, notes[shelf.stack]))
-        answers = torch.tensor(
-            [answer for passage in batch.passages for answer in passage.answers if answer != NOTHING],
-            dtype=torch.long,
-        )
-        counts += answers.bincount(minlength=len(counts)) if vocabulary else 0
+        read_batch(m, batch, shelves)
         tokens += sum(passage.size for passage in batch.passages)
-    depth = min(DEPTH, max(1, m.config.vocab_size // 20)) if vocabulary else 0
-    known = counts / counts.sum().clamp(min=1)
-    found = tuple(_judged(m, shelf, head, top, depth, known) for shelf in shelves)
+        if vocabulary:
+            answers = torch.tensor([answer for passage in batch.passages for answer in passage.answers])
+            counts += answers[answers != NOTHING].bincount(minlength=vocabulary)
+    depth = min(DEPTH, max(1, vocabulary // 20)) if vocabulary else 0
     if head is not None:
-        only = (
-            ""
-            if any(shelf.promoted for shelf in found)
-            else "the encoder speaks to cross-attention, not to the head; "
-        )
+        for shelf in shelves:
+            if shelf.kind != "encoder":
+                _judge(m, shelf, head, depth, counts / counts.sum().clamp(min=1))
+        reached = any(shelf.promoted is not None for shelf in shelves)
+        only = "" if reached else "the encoder speaks to cross-attention, not to the head; "
         note = only + head.note
-    return Memories(m, found, top, depth, tokens, head, note)
+    return Memories(m, tuple(shelves), top, depth, tokens, head, note)
 
 
-def _judged(m: Model, run: Running, head: Readout | None, top: int, depth: int, known: Tensor) -> Shelf:
-    """A shelf with what its neurons promote, and how far that agrees with what fires them."""
-    shelf = Shelf(run.kind, run.layer, run.expert, run.units, run.values, run.notes)
-    if head is None or run.kind == "encoder":
-        return shelf
-    written = directions(m, stack_of(m, run.kind), run.layer, run.expert)[run.units]
-    promoted = extremes(written, head.weight, max(top, depth))
-    agreement = chance = None
+def _judge(m: Model, shelf: Shelf, head: OutputLayer, depth: int, frequency: Tensor) -> None:
+    """Add to a shelf what its neurons promote, and how far that agrees with what fires them."""
+    shelf.written = directions(m, shelf.kind, shelf.layer, shelf.expert)[shelf.units]
+    promoted = extremes(shelf.written, head.weight, max(shelf.top, depth))
+    shelf.promoted = tuple(part[:, : shelf.top] for part in promoted)
     if depth:
-        said_most = promoted[0][:, :depth]
-        answers = run.notes[:, :, WINDOW]  # N K
-        agreement = (answers[:, :, None] == said_most[:, None]).any(-1).float().mean(1)
-        chance = known[said_most].sum(1)
-    firsts, seconds, thirds, fourths = (part[:, :top] for part in promoted)
-    listed = (firsts, seconds, thirds, fourths)
-    return Shelf(
-        run.kind, run.layer, run.expert, run.units, run.values, run.notes, written, listed, agreement, chance
-    )
+        best = promoted[0][:, :depth]
+        answers = shelf.notes[:, :, WINDOW]  # N K
+        shelf.agreement = (answers[:, :, None] == best[:, None]).any(-1).float().mean(1)
+        shelf.chance = frequency[best].sum(1)
 
 
 def _context(m: Model, value: float, note: list[int]) -> Context:
-    """A note in words."""
+    """Return a note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
+    here = window[AROUND]
     if m.model.main.spec.input != "tokens":
-        return Context(f"image {text} ", _patch(m, window[AROUND]), "", value, None, text, place)
+        return Context(f"image {text} ", patch_names(m.config)[here], "", value, None, text, place)
     left, right = (
         [token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :])
     )
-    here = [*left, window[AROUND]]
-    before, upto, whole = (_text(m, ids) for ids in (left, here, [*here, *right]))
-    token = upto[len(before) :] if upto.startswith(before) else said(m, (), window[AROUND])
+    before, upto, whole = (_text(m, ids) for ids in (left, [*left, here], [*left, here, *right]))
+    token = upto[len(before) :] if upto.startswith(before) else label(m.tokenizer, here)
     if token.strip(" "):  # the space before a word belongs to what comes before
         before, token = before + " " * (len(token) - len(token.lstrip(" "))), token.lstrip(" ")
     after = whole[len(upto) :] if whole.startswith(upto) else _text(m, right)
-    return Context(
-        before, token, after, value, None if answer == NOTHING else said(m, (), answer), text, place
-    )
+    following = None if answer == NOTHING else label(m.tokenizer, answer)
+    return Context(before, token, after, value, following, text, place)
 
 
 def _text(m: Model, ids: list[int]) -> str:
     if m.tokenizer is None:
         return "".join(f" {token}" for token in ids)
     return str(m.tokenizer.decode(ids, skip_special_tokens=False))
-
-
-def _patch(m: Model, number: int) -> str:
-    """A patch by its row and column."""
-    assert m.config.image_size is not None
-    columns = m.config.image_size[1] // m.config.patch_size
-    number -= int(m.config.class_token)
-    return "[CLS]" if number < 0 else f"{number // columns},{number % columns}"

@@ -1,10 +1,11 @@
-"""A corpus as batches for one model: texts cut to what it reads, padded, each place with its surroundings and its answer.
+"""A corpus as batches for one model: texts cut and padded, each place with its surroundings and its answer.
 
-    for batch in batches(m, texts):                      # texts, pairs for two stacks, images for a model of patches
-        model(batch.main, **batch.given)
-        batch.places("")                                 # [N, NOTE]: what is worth keeping of each of the N real tokens
+    for batch in batches(m, texts):                      # texts, pairs for two stacks, or images
+        model(**batch.arguments)
+        batch.places("")                                 # [N, NOTE]: a note on each of the N real tokens
 
-The answer at a place is what the head is there to say: the next token, or, for a masked model, the token itself.
+The answer at a place is what the head is there to say: the next token, or, for a masked model, the token
+itself.
 
 Shapes: B batch, T tokens, N real tokens of a batch, W tokens of a window.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.inputs import Prepared, grouped, padded, prepare
 
 Given = str | Sequence[int] | tuple[str, str] | Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -51,47 +51,34 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PassageBatch:
     """Passages side by side."""
 
-    passages: tuple[Passage, ...]
+    passages: list[Passage]
     pad: int
 
     @property
-    def main(self) -> Tensor:
-        """Ids [B, T], or pixels [B, C, H, W]."""
-        rows = [passage.prepared.main[0] for passage in self.passages]
-        return filled_up(rows, self.pad) if rows[0].ndim == 1 else torch.stack(rows)
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What the model is called with beside `main`: masks, and the source where there are two stacks."""
+    def arguments(self) -> dict[str, Tensor]:
+        """What the model is called with: ids or pixels, masks, and the source where there are two stacks."""
         first = self.passages[0].prepared
-        if first.main.ndim != 2:
-            return {}
-        more: dict[str, Any] = {"mask": self.real("").to(first.main.device)}
-        sources = [
-            passage.prepared.source[0] for passage in self.passages if passage.prepared.source is not None
-        ]
-        if sources:
-            more |= {
-                "source": filled_up(sources, self.pad),
-                "source_mask": self.real("encoder.").to(first.main.device),
-            }
-        return more
+        if not first.tokens.ids:
+            return {"ids": torch.cat([passage.prepared.main for passage in self.passages])}
+        ids, mask = self._padded("")
+        if first.source is None:
+            return {"ids": ids, "mask": mask}
+        source, source_mask = self._padded("encoder.")
+        return {"ids": ids, "mask": mask, "source": source, "source_mask": source_mask}
+
+    def _padded(self, stack: str) -> tuple[Tensor, Tensor]:
+        rows = [passage.prepared.tokens_of(stack).ids for passage in self.passages]
+        return padded(rows, self.pad, self.passages[0].prepared.main.device)
 
     def real(self, stack: str) -> Tensor:
-        """Which tokens of a stack are no padding: [B, T]."""
-        return filled_up(
-            [
-                torch.ones(len(passage.prepared.tokens_of(stack)), dtype=torch.bool)
-                for passage in self.passages
-            ],
-            0,
-        )
+        """Return which tokens of a stack are not padding: [B, T]."""
+        return padded([range(len(passage.prepared.tokens_of(stack))) for passage in self.passages], 0)[1]
 
     def places(self, stack: str) -> Tensor:
-        """A note on each real token, row by row: [N, NOTE]."""
+        """Return a note on each real token, row by row: [N, NOTE]."""
         return torch.cat([self._notes(passage, stack) for passage in self.passages])
 
     def _notes(self, passage: Passage, stack: str) -> Tensor:
@@ -100,84 +87,67 @@ class Batch:
         around = nnf.pad(ids, (AROUND, AROUND), value=NOTHING).unfold(0, WINDOW, 1)  # T W
         answers = torch.tensor(passage.answers if stack == "" else [NOTHING] * len(tokens))
         where = passage.start + torch.arange(len(tokens))
-        return torch.cat(
-            [around, torch.stack([answers, torch.full_like(where, passage.number), where], 1)], 1
-        ).int()
+        about = torch.stack([answers, torch.full_like(where, passage.number), where], 1)
+        return torch.cat([around, about], 1).int()
 
 
-def filled_up(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Rows of unequal length, filled up on the right: [B, T]."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[Batch]:
-    """The passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
+def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[PassageBatch]:
+    """Yield the passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
 
     Args:
         m: the model.
         texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
         limit: tokens, padding not counted, after which no further passage is read.
     """
-    waiting: list[Passage] = []
-    longest = read = 0
-    for passage in passages(m, texts):
-        if waiting and (len(waiting) + 1) * max(longest, passage.size) > BATCH:
-            yield Batch(tuple(waiting), m.special.get("pad", 0))
-            waiting, longest = [], 0
-        waiting.append(passage)
-        longest, read = max(longest, passage.size), read + passage.size
-        if limit is not None and read >= limit:
-            break
-    if waiting:
-        yield Batch(tuple(waiting), m.special.get("pad", 0))
+    read = 0
+
+    def counted() -> Iterator[Passage]:
+        nonlocal read
+        for passage in passages(m, texts):
+            read += passage.size
+            yield passage
+            if limit is not None and read >= limit:
+                return
+
+    for group in grouped(counted(), lambda passage: passage.size, BATCH):
+        yield PassageBatch(group, m.special.get("pad", 0))
     if not read:
         raise InputError("the corpus is empty: give at least one text with a token in it")
 
 
-def passages(m: Model, texts: Iterable[Given]) -> Iterator[Passage]:
-    """The stretches of each text that the model reads at once; texts without a token are left out."""
-    return chain.from_iterable(_passages(m, number, given) for number, given in enumerate(texts))
-
-
-def _passages(m: Model, number: int, given: Any) -> Iterator[Passage]:
-    if m.config.family == "encoder-decoder":
-        source, target = given if isinstance(given, tuple) else (given, None)
-        if len(source):
-            yield _pair(m, number, source, target)
-    elif m.model.main.spec.input != "tokens":
-        prepared = prepare(m, given)
-        yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
-    elif isinstance(given, tuple):
-        raise InputError(
-            "a pair was given to a model of one stack: give texts, or a model with an encoder and a decoder"
-        )
-    else:
-        for start, ids, following in _stretches(m, given):
-            yield Passage(prepare(m, ids), number, start, tuple(following))
+def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
+    """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
+    for number, given in enumerate(texts):
+        if m.config.family == "encoder-decoder":
+            source, target = given if isinstance(given, tuple) else (given, None)
+            if len(source):
+                prepared = prepare(m, source, target)
+                if len(prepared.tokens) > m.max_length:
+                    prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
+                ends = m.stops[0] if m.stops else NOTHING  # after its last token, the target ends
+                yield Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
+        elif m.model.main.spec.input != "tokens":
+            prepared = prepare(m, given)
+            yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
+        elif isinstance(given, tuple):
+            raise InputError(
+                "a pair was given to a model of one stack: "
+                "give texts, or a model with an encoder and a decoder"
+            )
+        else:
+            for start, ids, following in _stretches(m, given):
+                yield Passage(prepare(m, ids), number, start, tuple(following))
 
 
 def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Where each stretch begins, its ids, and the answer at each."""
+    """Yield where each stretch begins, its ids, and the answer at each."""
     length = min(m.max_length, LONGEST)
-    if m.config.family == "encoder" and isinstance(given, str):
+    masked = m.config.family == "encoder"
+    if masked and isinstance(given, str):
         for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
     ids = m.prompt_ids(given) if len(given) else []
+    answers = ids if masked else [*ids[1:], NOTHING]
     for start in range(0, len(ids), length):
-        stretch = ids[start : start + length]
-        following = (
-            stretch
-            if m.config.family == "encoder"
-            else [*ids[start + 1 : start + length + 1], NOTHING][: len(stretch)]
-        )
-        yield start, stretch, following
-
-
-def _pair(m: Model, number: int, source: Any, target: Any) -> Passage:
-    """Source and target; after its last token, the target ends."""
-    prepared = prepare(m, source, target)
-    if len(prepared.tokens) > m.max_length:
-        prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
-    ends = m.stops[0] if m.stops else NOTHING
-    return Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
+        yield start, ids[start : start + length], answers[start : start + length]

@@ -1,6 +1,6 @@
-"""Examples with right answers, as batches in memory: what loss and accuracy are measured on while parts of a model are off.
+"""Examples with right answers, as batches in memory: what loss and accuracy are measured on.
 
-    examples = examples_from(m, "reviews.tsv")      # files, folders, an embedded corpus; read as `clearhead eval` reads them
+    examples = examples_from(m, "reviews.tsv")      # read as `clearhead eval` reads files, folders, corpora
     examples = examples_from(m, ["One text.", "Another."], texts=True)
     judge(m.model, examples).loss
 
@@ -26,6 +26,8 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
+from clearhead.inside.inputs import AnyModel, as_model, device_of, padded
+from clearhead.inside.results import Result
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
@@ -41,7 +43,7 @@ class Examples:
 
     task: str
     batches: tuple[Batch, ...]
-    said: tuple[str, ...] = ()  # what was guessed or cut, a short sentence each
+    notes: tuple[str, ...] = ()  # what was guessed or cut, a short sentence each
 
     @property
     def rows(self) -> int:
@@ -55,22 +57,18 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Quality:
+class Quality(Result):
     """How good a model is on some examples."""
 
     loss: float  # the mean over all targets
     accuracy: float  # share of targets that the model puts first; answer: both ends right
-
-    def to_dict(self) -> dict[str, float]:
-        """For JSON."""
-        return dataclasses.asdict(self)
 
 
 Data: TypeAlias = Examples | Corpus | Files
 
 
 def examples_from(
-    m: Model | Transformer,
+    m: AnyModel,
     data: Any,
     plan: DataPlan | None = None,
     *,
@@ -79,12 +77,13 @@ def examples_from(
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Examples:
-    """The examples of some data, as the model at hand reads them.
+    """Return the examples of some data, as the model reads them.
 
     Args:
         m: what `load` gave; a bare model takes `Examples`, or texts as lists of token ids.
-        data: files, folders, globs or an embedded corpus, of which all is taken; a `Corpus`, of which its validation side is;
-            with `texts`, the texts themselves, of an encoder-decoder pairs of source and target. `Examples` stay as they are.
+        data: files, folders, globs or an embedded corpus, of which all is taken; a `Corpus`, of which its
+            validation side is; with `texts`, the texts themselves, of an encoder-decoder pairs of source and
+            target. `Examples` stay as they are.
         plan: how files are to be read; None: as the run that made the model read its own, else as they look.
         texts: are `data` texts and not names of files?
         most: rows that are read at most; of running text, whole batches up to about so many.
@@ -93,65 +92,57 @@ def examples_from(
     """
     if isinstance(data, Examples):
         return data
-    m = m if isinstance(m, Model) else Model(m)
+    m = as_model(m)
     if most is not None and most < 1:
         raise InputError(f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    named = (
-        (data,) if isinstance(data, str | Path) else () if texts or isinstance(data, Corpus) else tuple(data)
-    )
+    named: tuple[Any, ...] = ()
+    if not texts and not isinstance(data, Corpus):
+        named = (data,) if isinstance(data, str | Path) else tuple(data)
     plan = data_plan(m.folder, named) if plan is None else plan
     task = task_for(m, plan.task)
-    sizes: dict[str, Any] = {
-        "batch_size": batch_size or PICTURES,
-        "batch_tokens": None if batch_size else BATCH_TOKENS,
-    }
     plan = dataclasses.replace(
-        plan, task=task, validation=(), max_examples=None if TASKS[task].shape is TEXT else most, **sizes
+        plan,
+        task=task,
+        paths=tuple(map(str, named)) or plan.paths,
+        validation=(),
+        max_examples=None if TASKS[task].shape is TEXT else most,
+        batch_size=batch_size or PICTURES,
+        batch_tokens=None if batch_size else BATCH_TOKENS,
     )
     if texts:
         corpus = _corpus(task, list(data))
-    elif isinstance(data, Corpus):
-        corpus = data
     else:
-        corpus, _ = open_examples(
-            dataclasses.replace(plan, paths=tuple(map(str, named)) or plan.paths), split=False
-        )
-    said = list(corpus.notes)
+        corpus = data if isinstance(data, Corpus) else open_examples(plan, split=False)[0]
+    notes = list(corpus.notes)
     if TASKS[task].classes:
-        corpus = renamed(corpus, m, plan, said)
+        corpus = renamed(corpus, m, plan, notes)
     with tempfile.TemporaryDirectory() as folder:
-        batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, said)
+        batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, notes)
         taken: list[Batch] = []
         for batch in batches.all():
             if most is not None and sum(map(len, taken)) >= most:
                 break
             taken.append(batch if m.config.n_types > 1 else dataclasses.replace(batch, types=None))
-    return Examples(task, tuple(taken), tuple(said))
+    return Examples(task, tuple(taken), tuple(notes))
 
 
 def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
-    """Every token of each text but the first, to be guessed from those before it; texts of like length share a batch."""
+    """Return texts whose tokens are guessed from those before them; texts of like length share a batch."""
     rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
-    short = next((row for row in rows if len(row) < 2), None)
-    if not rows or short is not None:
+    if not rows or len(rows[0]) < 2:
         raise InputError("a text of fewer than two tokens leaves nothing to guess: give longer texts")
     made = []
     for start in range(0, len(rows), PICTURES):
-        some = rows[start : start + PICTURES]
-        length = len(some[-1])
-        pad = m.special.get("pad", 0)
-        ids = torch.tensor([row + [pad] * (length - len(row)) for row in some])  # B T+1
-        mask = torch.tensor([[slot < len(row) for slot in range(length)] for row in some])
-        made.append(
-            Batch(ids[:, :-1], ids.masked_fill(~mask, IGNORE)[:, 1:], None if mask.all() else mask[:, 1:])
-        )
+        ids, mask = padded(rows[start : start + PICTURES], m.special.get("pad", 0))  # B T+1
+        targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
+        made.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
     return Examples("lm", tuple(made))
 
 
 def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
-    """Texts as a corpus to validate on."""
+    """Return texts as a corpus to validate on."""
     shape = TASKS[task].shape
     if shape is PAIRS:
         if not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts):
@@ -168,31 +159,31 @@ def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
 
 @torch.no_grad()
 def judge(model: Transformer, examples: Examples) -> Quality:
-    """Loss and accuracy over all targets; dropout is off."""
-    device, total, right = next(model.parameters()).device, 0.0, 0
+    """Measure loss and accuracy over all targets; dropout is off."""
+    total, right = 0.0, 0
     for batch in examples.batches:
-        batch = batch.to(device)
+        batch = batch.to(device_of(model))
+        arguments = arguments_for(model, batch)
         with evaluating(model):
             if isinstance(model.head, LanguageHead):
-                loss, hits = _vocabulary(
-                    model.head, model(**arguments_for(model, batch), logits="none").hidden, batch.targets
-                )
+                hidden = model(**arguments, logits="none").hidden
+                loss, hits = _vocabulary(model.head, hidden, batch.targets)
             else:
-                logits = model(**arguments_for(model, batch)).logits
+                logits = model(**arguments).logits
                 objective = TASKS[examples.task].objective or objective_of(model.config.head)
                 loss = objective.loss(logits, batch, 0.0)
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits
     count = examples.targets
     if not count:
-        raise InputError("the data asks for nothing, as when every word of it is unknown: give other data")
+        raise InputError("the data has no targets: every token is unknown to the tokenizer; give other data")
     return Quality(total / count, right / count)
 
 
 def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first; some positions at a time."""
-    asked = (targets.reshape(-1) != IGNORE).nonzero()[:, 0]
-    rows, wanted = hidden.reshape(-1, hidden.shape[-1])[asked], targets.reshape(-1)[asked]  # N D, N
+    """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
+    asked = targets != IGNORE
+    rows, wanted = hidden[asked], targets[asked]  # N D, N
     total, hits = torch.zeros((), dtype=torch.float64), 0
     chunk = default_chunk(head.out.out_features, hidden.device)
     for start in range(0, len(rows), chunk):
@@ -202,8 +193,8 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Te
     return total, hits
 
 
-def _right(said: Sequence[Any], meant: Sequence[Any], whole: bool) -> int:
+def _right(answers: Sequence[Any], targets: Sequence[Any], whole: bool) -> int:
     """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
     if whole:
-        return sum(one == other for one, other in zip(said, meant))
-    return sum(one == other for row, right in zip(said, meant) for one, other in zip(row, right))
+        return sum(one == other for one, other in zip(answers, targets))
+    return sum(one == other for row, right in zip(answers, targets) for one, other in zip(row, right))

@@ -1,11 +1,13 @@
-"""Importance of heads and feed-forwards by gradient: how much the loss would change if each were turned down a little.
+"""Importance of heads and feed-forwards: how much the loss changes as each is turned down a little.
 
-Each head's `z` is multiplied by a mask that is one, so nothing changes, and the gradient with respect to that mask is
-taken (Michel et al., 2019). One backward pass gives all heads at once, where ablating each takes a pass for each.
+Each head's `z` is multiplied by a mask that is one, so nothing changes, and the gradient with respect to that
+mask is taken (Michel et al., 2019). One backward pass gives all heads at once, where ablating each takes a
+pass for each.
 
     importance(m, "test.txt").heads.values                # layer x head
 
-The mask has one entry for each row of a batch, so that rows whose gradients have opposite signs do not cancel:
+The mask has one entry for each row of a batch, so that rows whose gradients have opposite signs do not
+cancel:
 
     importance = (sum over rows of |d loss of the row / d mask|) / number of targets
 
@@ -24,10 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.inside.names import Head, attentions
-from clearhead.inside.parts.ablate import HeadMap, OnProgress, find_blocks, opened
+from clearhead.inside.inputs import AnyModel, device_of
+from clearhead.inside.names import AttentionHead, attentions, layer_names
+from clearhead.inside.parts.ablate import HeadTable, OnProgress, opened
 from clearhead.inside.parts.examples import Data
+from clearhead.inside.results import Result
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.table import TASKS
@@ -35,25 +38,21 @@ from clearhead.training.losses import batch_loss
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(Result):
     """How much the loss depends on each head and each feed-forward."""
 
-    heads: HeadMap
+    heads: HeadTable
     feedforwards: Mapping[str, float]  # by layer: "0", "1", ..., "encoder.0", ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"heads": self.heads.to_dict(), "feedforwards": dict(self.feedforwards)}
 
 
 def importance(
-    m: Model | Transformer,
+    m: AnyModel,
     data: Data,
     normalise: bool = False,
     on_progress: OnProgress = lambda stage, done, total: None,
     **options: Any,
 ) -> Importance:
-    """|d loss / d mask| of every head and feed-forward, averaged over the rows of some data.
+    """Return |d loss / d mask| of every head and feed-forward, averaged over the rows of some data.
 
     Args:
         m: what `load` gave; or a bare model, with `Examples`.
@@ -62,42 +61,34 @@ def importance(
         on_progress: told how many batches are done.
     """
     model, examples = opened(m, data, options)
-    device = next(model.parameters()).device
     sums: dict[str, Tensor] = {}
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), _masked(model) as masks:
-            loss, _ = batch_loss(model, batch.to(device), objective=TASKS[examples.task].objective)
-            found = torch.autograd.grad(loss, list(masks.values()))
-        for name, gradient in zip(masks, found):
+            loss, _ = batch_loss(model, batch.to(device_of(model)), objective=TASKS[examples.task].objective)
+            gradients = torch.autograd.grad(loss, list(masks.values()))
+        for name, gradient in zip(masks, gradients):
             total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward
             sums[name] = sums.get(name, torch.zeros_like(total)) + total
         on_progress("gradients", done, len(examples.batches))
     means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
-    numbers: dict[Head, float] = {}
-    for kind, layer, count in attentions(model.config):
-        row = means[f"{Head(kind, layer, 0).part}.z"]
-        length = float(np.linalg.norm(row)) if normalise else 1.0
-        numbers |= {
-            Head(kind, layer, number): float(row[number]) / (length or 1.0) for number in range(count)
-        }
-    quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
+    numbers: dict[AttentionHead, float] = {}
+    for one in attentions(model.config):
+        row = means[f"{one.part}.z"]
+        length = (float(np.linalg.norm(row)) or 1.0) if normalise else 1.0
+        numbers |= {head: float(value) / length for head, value in zip(one.heads, row)}
     inner = {
-        name.removesuffix(".feedforward.out").replace("blocks.", ""): float(row[0])
-        for name, row in means.items()
-        if "feed" in name
+        name: float(means[f"{block}.feedforward.out"][0]) for name, block in layer_names(model.config).items()
     }
-    return Importance(HeadMap.of(model.config, quantity, numbers), inner)
+    quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
+    return Importance(HeadTable.of(model.config, quantity, numbers), inner)
 
 
 @contextmanager
 def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
-    """Ones on every head's z [B, H, 1, 1] and every feed-forward's answer [B, 1, 1], made when a forward pass comes by."""
+    """Multiply every head's z by ones [B, H, 1, 1] and every feed-forward's output by ones [B, 1, 1]."""
     masks: dict[str, Tensor] = {}
-    config = model.config
-    plans = [plan for plan in (config.encoder, config.decoder) if plan is not None]
-    layers = [f"{plan.prefix}{layer}" for plan in plans for layer in range(plan.n_layers)]
-    names = [f"{Head(kind, layer, 0).part}.z" for kind, layer, _ in attentions(config)]
-    names += [f"{block}.feedforward.out" for block in find_blocks(config, layers)]
+    names = [f"{one.part}.z" for one in attentions(model.config)]
+    names += [f"{block}.feedforward.out" for block in layer_names(model.config).values()]
 
     def multiplied(x: Tensor, name: str) -> Tensor:
         shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]

@@ -1,17 +1,21 @@
-"""Pruning: heads taken out of the weights. What is left is a smaller model that computes what the whole one does without them.
+"""Pruning: heads taken out of the weights; the smaller model computes what the whole one does without them.
 
     smaller = prune(m, ["0.1", "3.2", "cross.1.0"])        # a copy; `m` stays as it is
     smaller.save("smaller")
 
-The rows of q, k and v and the columns of out that belong to a head go. Names count the heads that a layer has *now*: after
-"0.1" is gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers, since a bias by head (ALiBi,
-relative) goes by those. What is refused, because the smaller model would not be the same or could not be built:
+The rows of q, k and v and the columns of out that belong to a head go. Names count the heads that a layer has
+*now*: after "0.1" is gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers,
+since a bias by head (ALiBi, relative) goes by those. What is refused, because the smaller model would not be
+the same or could not be built:
 
-    part of a key/value group      heads that share keys and values go together: `whole_groups=True` takes the rest along
-    one of several depths that     the weights are the same, so a head goes at all of them: `whole_groups=True` does that
-    share their weights
+    part of a key/value group      heads that share keys and values go together: `whole_groups=True`
+    one of several depths with     a head goes at all of them: `whole_groups=True`
+    the same weights
     all heads of a layer           one must stay
     qk_norm "full"                 its norm is taken over all heads
+
+`prune_curve` measures quality against heads removed, those that count least first. There heads are masked,
+not cut out, so that a layer may lose all of its own.
 
 Shapes: H heads, K key/value heads, E head width, D model.
 """
@@ -20,131 +24,141 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.config import ModelConfig, StackSpec
+from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
-from clearhead.inside.names import Head, attentions
-from clearhead.inside.parts.ablate import Heads, as_heads
+from clearhead.inside.inputs import AnyModel, as_model
+from clearhead.inside.names import AttentionHead, all_heads, attentions, spec_of
+from clearhead.inside.parts.ablate import (
+    Heads,
+    HeadTable,
+    OnProgress,
+    ablate_each,
+    ablating,
+    as_heads,
+    opened,
+)
+from clearhead.inside.parts.examples import Data, judge
+from clearhead.inside.parts.importance import importance
+from clearhead.inside.results import Result
+from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
 
-Unit = tuple[Head, ...]  # heads that can only go together
+By = Literal["importance", "ablation", "random"]
+WAYS = ("importance", "ablation", "random")
+Unit = tuple[AttentionHead, ...]  # heads that can only go together
 
 
-def prune(m: Model | Transformer, heads: Heads, whole_groups: bool = False) -> Model:
-    """A smaller copy of a model, without some heads.
+def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
+    """Return a smaller copy of a model, without some heads.
 
-    Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is that: a model with
-    fewer heads and no word of pruning. Otherwise `config.pruned_heads` says what is gone, in clearhead's own section of config.json.
+    Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is
+    that: a model with fewer heads and no word of pruning. Otherwise `config.pruned_heads` says what is gone,
+    in clearhead's own section of config.json.
 
     Args:
         m: what `load` gave, or a bare model; it stays as it is.
         heads: by their names, such as "3.2", "encoder.0.5", "cross.1.2".
-        whole_groups: where heads can only go together with others, let those go too; otherwise say which they are.
+        whole_groups: where heads can only go together with others, let those go too; otherwise say which they
+            are.
     """
-    loaded = m if isinstance(m, Model) else Model(m)
-    config = loaded.config
-    gone = _together(config, as_heads(config, heads), whole_groups)
-    _check(config, gone)
-    config = _without(config, gone)
-    even = _evened(config)
+    whole = as_model(m)
+    gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
+    _check(whole.config, gone)
+    model = empty_model(_without(whole.config, gone))
+    weights, even = _weights(whole.model, model), _evened(model.config)
     if even is not None and not nearest_to(even)[1]:
-        config = even
-    model = empty_model(config)
-    model.load_state_dict(_weights(loaded.model, gone), assign=True)
+        model = empty_model(even)
+    model.load_state_dict(weights, assign=True)
     model.tie()
-    model.train(loaded.model.training)
-    return dataclasses.replace(loaded, model=model, folder=None)
+    model.train(whole.model.training)
+    return dataclasses.replace(whole, model=model, folder=None)
 
 
-# Which heads go -------------------------------------------------------------------------------------------------------
+# Which heads go ---------------------------------------------------------------------------------------------
 
 
 def units(config: ModelConfig) -> list[Unit]:
-    """Every head of a model among those it can only go with: its key/value group, at all depths that share the weights."""
-    found: dict[tuple[str, int, int], list[Head]] = {}
-    for kind, layer, count in attentions(config):
-        plan = plan_of(config, kind)
-        first, size = plan.block_of.index(plan.block_of[layer]), plan.n_heads // plan.n_kv_heads
-        for number in range(count):
-            found.setdefault((kind, first, number // size), []).append(Head(kind, layer, number))
+    """Return heads in units that go together: a key/value group, at all depths that share the weights."""
+    found: dict[tuple[str, int, int], list[AttentionHead]] = {}
+    for one in attentions(config):
+        spec = spec_of(config, one.kind)
+        first, size = spec.block_of.index(spec.block_of[one.layer]), spec.n_heads // spec.n_kv_heads
+        for head in one.heads:
+            found.setdefault((one.kind, first, head.number // size), []).append(head)
     return [tuple(unit) for unit in found.values()]
 
 
-def plan_of(config: ModelConfig, kind: str) -> StackSpec:
-    """The stack that heads of this kind belong to."""
-    plan = config.encoder if kind == "encoder" or config.decoder is None else config.decoder
-    assert plan is not None
-    return plan
+def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: float) -> list[AttentionHead]:
+    """Return the heads to remove so that about a share of `keep` stays: those that count least.
 
-
-def least(config: ModelConfig, numbers: Mapping[Head, float], keep: float) -> list[Head]:
-    """The heads to remove so that about a share of `keep` stays: those that count least, one unit at least left to each layer."""
+    One unit at least is left to each layer.
+    """
     if not 0 < keep <= 1:
         raise InputError(f"keep {keep} is no share of the heads: choose above 0, up to 1")
-    total = sum(count for _, _, count in attentions(config))
-    left = {(kind, layer): count for kind, layer, count in attentions(config)}
-    gone: list[Head] = []
+    left = {one.part: one.n_heads for one in attentions(config)}
+    total = sum(left.values())
+    gone: list[AttentionHead] = []
     for unit in ordered(config, numbers):
-        here = {(head.kind, head.layer) for head in unit}
+        here = {head.part for head in unit}
         size = len(unit) // len(here)
-        if total - len(gone) - len(unit) < keep * total - 1e-9 or any(left[place] <= size for place in here):
-            continue
-        gone += unit
-        for place in here:
-            left[place] -= size
+        if total - len(gone) - len(unit) >= keep * total - 1e-9 and all(left[part] > size for part in here):
+            gone += unit
+            left |= {part: left[part] - size for part in here}
     return sorted(gone)
 
 
-def ordered(config: ModelConfig, numbers: Mapping[Head, float]) -> list[Unit]:
-    """Heads in the order in which they are to go: the least first, units by the sum over their heads."""
+def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list[Unit]:
+    """Return heads in the order in which they go: the least first, units by the sum over their heads."""
     return sorted(units(config), key=lambda unit: sum(numbers[head] for head in unit))
 
 
-def _together(config: ModelConfig, heads: list[Head], whole: bool) -> list[Head]:
-    """The heads, with those they can only go with."""
-    chosen = set(heads)
-    if not chosen:
+def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
+    """Return the heads, with those they can only go with."""
+    if not heads:
         raise InputError("no head is named: name those to remove, such as 0.1")
+    chosen = set(heads)
     for unit in units(config):
-        missing = [head for head in unit if head not in chosen]
-        if missing and len(missing) < len(unit) and not whole:
-            named = next(head for head in unit if head in chosen)
-            listed = ", ".join(map(str, missing))
+        named = [head for head in unit if head in chosen]
+        if named and not whole and len(named) < len(unit):
+            others = ", ".join(str(head) for head in unit if head not in chosen)
             raise InputError(
-                f"head {named} shares weights with {listed}: name those too, or let whole groups go (whole_groups)"
+                f"head {named[0]} shares weights with {others}: "
+                "name those too, or let whole groups go (whole_groups)"
             )
-        if len(missing) < len(unit):
+        if named:
             chosen |= set(unit)
     return sorted(chosen)
 
 
-def _check(config: ModelConfig, gone: Iterable[Head]) -> None:
+def _check(config: ModelConfig, gone: Iterable[AttentionHead]) -> None:
     if config.qk_norm == "full":
         raise InputError(
-            "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: ablate instead"
+            "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
+            "ablate instead"
         )
-    chosen = set(gone)
-    for kind, layer, count in attentions(config):
-        if all(Head(kind, layer, number) in chosen for number in range(count)):
-            place = Head(kind, layer, 0).part
-            raise InputError(f"all {count} heads of {place} would go: keep one at least")
+    for one in attentions(config):
+        if set(one.heads) <= set(gone):
+            raise InputError(f"all {one.n_heads} heads of {one.part} would go: keep one at least")
 
 
-# What is left ---------------------------------------------------------------------------------------------------------
+# What is left -----------------------------------------------------------------------------------------------
 
 
-def _without(config: ModelConfig, gone: Iterable[Head]) -> ModelConfig:
-    """The config of the smaller model; numbers in it are those that heads had at first."""
+def _without(config: ModelConfig, gone: Iterable[AttentionHead]) -> ModelConfig:
+    """Return the config of the smaller model; numbers in it are those that heads had at first."""
     pruned = {name: set(heads) for name, heads in config.pruned_heads.items()}
     for head in gone:
-        kept = plan_of(config, head.kind).heads_of(head.part)
+        kept = spec_of(config, head.kind).heads_of(head.part)
         pruned.setdefault(head.part, set()).add(kept[head.number])
     return dataclasses.replace(
         config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
@@ -152,64 +166,135 @@ def _without(config: ModelConfig, gone: Iterable[Head]) -> ModelConfig:
 
 
 def _evened(config: ModelConfig) -> ModelConfig | None:
-    """The same model with fewer heads in all layers in place of pruned ones; None where layers differ, or a bias tells heads apart."""
-    counts: dict[bool, set[int]] = {}
-    for kind, _, count in attentions(config):
-        counts.setdefault(kind == "encoder", set()).add(count)
-    grouped = config.n_kv_heads != config.n_heads
-    if (
-        config.positions in ("alibi", "relative")
-        or any(len(sizes) > 1 for sizes in counts.values())
-        or (grouped and len(counts) > 1)
-    ):
+    """Return a config with pruned heads as one with fewer heads in all layers.
+
+    None where layers differ, or a bias tells heads apart.
+    """
+    sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}  # heads; True: of an encoder
+    for one in attentions(config):
+        n_kv_heads = spec_of(config, one.kind).kv_heads_of(one.part)
+        sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
+    grouped = config.n_kv_heads != config.n_heads and len(sizes[True]) > 0
+    differ = any(len(several) > 1 for several in sizes.values())
+    if config.positions in ("alibi", "relative") or differ or grouped:
         return None
-    main = plan_of(config, "self")
-    heads = counts[False].pop()
-    changes: dict[str, Any] = {"n_heads": heads, "n_kv_heads": heads * main.n_kv_heads // main.n_heads}
-    if True in counts:
-        changes["n_encoder_heads"] = counts[True].pop()
-    return dataclasses.replace(
-        config, pruned_heads={}, **changes
-    )  # widths stay as they are: they are numbers by now
+    ((n_heads, n_kv_heads),) = sizes[False]
+    changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}
+    if sizes[True]:
+        changes["n_encoder_heads"] = sizes[True].pop()[0]
+    return dataclasses.replace(config, **changes)  # widths stay as they are: they are numbers by now
 
 
-def _weights(model: Transformer, gone: list[Head]) -> dict[str, Tensor]:
-    """Every weight of the smaller model, under its name: a copy."""
-    made = {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
-    lost = dict[str, list[int]]()
-    for head in gone:
-        lost.setdefault(head.part, []).append(head.number)
-    for stack, part in (("encoder", model.encoder), ("decoder", model.decoder)):
-        if part is None:
+def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
+    """Return a copy of every weight by name, with rows of q, k, v and columns of out cut."""
+    made = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
+    for name, part in smaller.named_modules(remove_duplicate=False):
+        if not isinstance(part, Attention):
             continue
-        plan = part.spec
-        own = sorted({plan.block_of.index(block) for block in plan.block_of})
-        for place, layer in enumerate(own):
-            for kind in ("attention", "cross"):
-                numbers = lost.get(f"{plan.prefix}blocks.{layer}.{kind}")
-                if numbers:
-                    _cut(made, f"{stack}.blocks.{place}.{kind}", numbers, plan)
+        own = whole.get_submodule(name)
+        assert isinstance(own, Attention)
+        kept = [own.heads.index(head) for head in part.heads]
+        shared = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
+        for linear, heads, width in (
+            ("q", kept, own.d_head),
+            ("k", shared, own.d_head),
+            ("v", shared, own.d_value),
+        ):
+            for weight in (f"{name}.{linear}.weight", f"{name}.{linear}.bias"):
+                if weight in made:
+                    made[weight] = _taken(made[weight], heads, width)
+        made[f"{name}.out.weight"] = _taken(made[f"{name}.out.weight"].T, kept, own.d_value).T.contiguous()
     return made
 
 
-def _cut(weights: dict[str, Tensor], name: str, gone: list[int], plan: StackSpec) -> None:
-    """Take heads out of the attention of this name: rows of q, k, v and columns of out."""
-    size = plan.n_heads // plan.n_kv_heads
-    shared = sorted({number // size for number in gone})
-    for part, numbers, width, side in (
-        ("q.weight", gone, plan.d_head, 0),
-        ("q.bias", gone, plan.d_head, 0),
-        ("k.weight", shared, plan.d_head, 0),
-        ("k.bias", shared, plan.d_head, 0),
-        ("v.weight", shared, plan.d_value, 0),
-        ("v.bias", shared, plan.d_value, 0),
-        ("out.weight", gone, plan.d_value, 1),
-    ):
-        weight = weights.get(f"{name}.{part}")
-        if weight is not None:
-            heads = weight.shape[side] // width
-            kept = torch.tensor(
-                [head for head in range(heads) if head not in set(numbers)], device=weight.device
-            )
-            place = (kept[:, None] * width + torch.arange(width, device=weight.device)).flatten()
-            weights[f"{name}.{part}"] = weight.index_select(side, place)
+def _taken(weight: Tensor, heads: list[int], width: int) -> Tensor:
+    """Return the rows of some heads, `width` each: [heads·width, ...]."""
+    places = torch.arange(weight.shape[0], device=weight.device).view(-1, width)[heads].flatten()
+    return weight.index_select(0, places)
+
+
+# The curve --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PruneCurve(Result):
+    """Loss and accuracy after so many heads are gone."""
+
+    by: By
+    heads: int  # of the whole model
+    removed: tuple[int, ...]  # heads gone at each point, from 0
+    loss: tuple[float, ...]
+    accuracy: tuple[float, ...]
+    order: tuple[str, ...]  # names of the heads, first gone first
+
+
+def scores(
+    m: AnyModel,
+    data: Data,
+    by: By = "importance",
+    seed: int = 0,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> HeadTable:
+    """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
+    if by not in WAYS:
+        raise InputError(f'by "{by}" is not known: choose {", ".join(WAYS)}')
+    if by == "importance":
+        return importance(m, data, on_progress=on_progress, **options).heads
+    if by == "ablation":
+        return ablate_each(m, data, on_progress=on_progress, **options)
+    heads = all_heads(m.config)
+    drawn = np.random.default_rng(seed).random(len(heads)).tolist()
+    return HeadTable.of(m.config, "drawn at random", dict(zip(heads, drawn)))
+
+
+def prune_curve(
+    m: AnyModel,
+    data: Data,
+    steps: int | None = None,
+    by: By = "importance",
+    seed: int = 0,
+    recompute: bool = False,
+    ranked_on: Data | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> PruneCurve:
+    """Mask heads in the order in which they count, and measure loss and accuracy on the way.
+
+    Args:
+        m: what `load` gave; or a bare model, with `Examples`.
+        data: what quality is measured on, and `options`, as for `examples_from`.
+        steps: points after the first; None: one for each head, or for each group of heads that go together.
+        by: what decides the order: importance (by gradient), ablation (of each alone), random.
+        seed: of the random order.
+        recompute: rank the heads that are left anew at each point.
+        ranked_on: other data to rank the heads on; None: the same.
+        on_progress: told how many points are done.
+    """
+    model, examples = opened(m, data, options)
+    ranking = examples if ranked_on is None else opened(m, ranked_on, options)[1]
+    if steps is not None and steps < 1:
+        raise InputError(f"steps {steps} must be 1 or more")
+
+    def ranked() -> list[Unit]:
+        return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))
+
+    waiting, gone = ranked(), list[AttentionHead]()
+    count = len(waiting)
+    shares = np.linspace(0, count, min(steps or count, count) + 1)
+    points = sorted({round(share) for share in shares})
+    removed, losses, accuracies = [], [], []
+    for done, end in enumerate(points, start=1):
+        going = end - (count - len(waiting))
+        gone += [head for unit in waiting[:going] for head in unit]
+        waiting = waiting[going:]
+        with ablating(model, gone):
+            found = judge(model, examples)
+            if recompute and by != "random" and waiting:
+                left = set(waiting)
+                waiting = [unit for unit in ranked() if unit in left]
+        removed.append(len(gone))
+        losses.append(found.loss)
+        accuracies.append(found.accuracy)
+        on_progress("heads", done, len(points))
+    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(accuracies), tuple(map(str, gone)))

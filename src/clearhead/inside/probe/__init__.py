@@ -3,14 +3,14 @@
     found = probe(m, "en_ewt-ud-train.conllu.gz", "upos", test="en_ewt-ud-dev.conllu.gz")
     found.layers[3].accuracy, found.layers[3].selectivity
 
-A probe that is accurate may have learned the words by heart. So beside each stands a probe of a control task (Hewitt &
-Liang 2019): every type of word has one label, drawn at random from the labels of the training words. That can only be
-learned by heart; `selectivity` is the accuracy less the control's. Two baselines need no model: the label that is most
-frequent of all, and the one that is most frequent for the type of word.
+A probe that is accurate may have learned the words by heart. So beside each stands a probe of a control task
+(Hewitt & Liang 2019): every type of word has one label, drawn at random from the labels of the training
+words. That can only be learned by heart; `selectivity` is the accuracy less the control's. Two baselines need
+no model: the label that is most frequent of all, and the one that is most frequent for the type of word.
 
-A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an L2 penalty on the weights, at most
-`iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for the same steps,
-20,000 words and 17 classes, and gave the same loss.
+A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an L2 penalty on the weights, at
+most `iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for
+the same steps, 20,000 words and 17 classes, and gave the same loss.
 
 Shapes: L depths (the embedding and every block), N words, D model, C classes.
 """
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from clearhead.api import Model
 from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError
-from clearhead.inside.probe.data import Data, Item, apart, choose_items, read_items, split_items
+from clearhead.inside.inputs import AnyModel, as_model
+from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
 from clearhead.inside.probe.fit import (
     baselines,
     check_library,
@@ -36,7 +36,7 @@ from clearhead.inside.probe.fit import (
     standardised,
 )
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
-from clearhead.model.transformer import Transformer
+from clearhead.inside.results import Result
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
 TEST_SHARE = 0.2
@@ -46,8 +46,10 @@ ITERATIONS = 100
 
 
 @dataclass(frozen=True)
-class LayerProbe:
+class LayerProbe(Result):
     """What can be read off one depth."""
+
+    json_names = ("name as layer", "accuracy", "interval", "control", "selectivity")
 
     name: str  # "embedding", or the block's number
     accuracy: float
@@ -59,20 +61,15 @@ class LayerProbe:
         """Accuracy beyond what learning words by heart gives."""
         return self.accuracy - self.control
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        figures = {
-            "accuracy": self.accuracy,
-            "interval": list(self.interval),
-            "control": self.control,
-            "selectivity": self.selectivity,
-        }
-        return {"layer": self.name, **figures}
-
 
 @dataclass(frozen=True)
-class Probes:
+class Probes(Result):
     """A property by depth."""
+
+    json_names = (
+        "column", "unit", "stack", "pool", "train", "test", "seed", "majority", "by_type", "seen",
+        "labels", "layers", "said",
+    )  # fmt: skip
 
     layers: tuple[LayerProbe, ...]  # L of them, from the embedding up
     column: str
@@ -81,10 +78,8 @@ class Probes:
     pool: str
     labels: tuple[str, ...]  # C of them
     majority: float  # accuracy of always saying the most frequent label
-    by_type: float  # accuracy of saying each type's most frequent label, and for an unseen type the most frequent of all
-    seen: (
-        float  # share of the test words whose type is in the training words: no more can be learned by heart
-    )
+    by_type: float  # accuracy of saying each type's most frequent label; for an unseen type, that of all
+    seen: float  # share of the test words whose type is in the training words
     train: int  # words
     test: int
     seed: int
@@ -95,19 +90,9 @@ class Probes:
         """The depth with the highest accuracy."""
         return max(self.layers, key=lambda layer: layer.accuracy)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("column", "unit", "stack", "pool", "train", "test", "seed", "majority", "by_type", "seen")
-        lists = {
-            "labels": list(self.labels),
-            "layers": [layer.to_dict() for layer in self.layers],
-            "said": list(self.said),
-        }
-        return {name: getattr(self, name) for name in names} | lists
-
 
 def probe(
-    m: Model | Transformer,
+    m: AnyModel,
     data: Data,
     column: str | None = None,
     test: Data | None = None,
@@ -126,12 +111,13 @@ def probe(
 
     Args:
         m: the model.
-        data: a treebank, tagged words, or texts or images with labels: a file, a folder or examples in memory (see `read_items`).
+        data: a treebank, tagged words, or texts or images with labels: a file, a folder or examples in memory
+            (see `read_items`).
         column: of a treebank: upos (if None), xpos, deprel, relation, arc, lemma or feats.NAME.
         test: data of the same kind to test on; None: a share of the sentences is set apart.
         stack: "encoder" or "decoder", of a model that has both; None: the encoder.
-        pool: vector of a word with several tokens: their "mean" (if None), the "first" or the "last". Of a text, None: as the
-            model pools texts by itself, else the mean.
+        pool: vector of a word with several tokens: their "mean" (if None), the "first" or the "last". Of a
+            text, None: as the model pools texts by itself, else the mean.
         words: how many to train on, and how many to test on, at most; whole sentences are drawn.
         test_share: of the sentences, where there is no `test`.
         classes: a column with more labels is refused.
@@ -140,7 +126,7 @@ def probe(
         seed: of the split, the choice of sentences, the control task and the intervals.
         on_progress: told what is being done, and how much of how much is.
     """
-    m = m if isinstance(m, Model) else Model(m)
+    m = as_model(m)
     check_library()
     stack, prefix = stack_of(m, stack)
     _check(pool, penalty, iterations)
@@ -150,11 +136,10 @@ def probe(
     )
     unit = train_items[0].unit
     pool = pool or ("mean" if unit == "words" else _own_pooling(m))
-    both = len(train_items) + len(test_items)
-    left = vectors_of(m, train_items, stack, prefix, pool, lambda done: on_progress("reading", done, both))
-    right = vectors_of(
-        m, test_items, stack, prefix, pool, lambda done: on_progress("reading", len(train_items) + done, both)
-    )
+    first, both = len(train_items), len(train_items) + len(test_items)
+    where = (stack, prefix, pool)
+    left = vectors_of(m, train_items, *where, lambda done: on_progress("reading", done, both))
+    right = vectors_of(m, test_items, *where, lambda done: on_progress("reading", first + done, both))
     for side, vectors in (("train", left), ("test", right)):
         if not vectors.labels:
             raise InputError(
@@ -165,9 +150,7 @@ def probe(
     _check_labels(set(left.labels), column, classes)
     names = sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
-    types, test_types = (
-        _types(m, vectors.forms) if unit == "words" else vectors.forms for vectors in (left, right)
-    )
+    types, test_types = (_types(m, vectors.forms, unit) for vectors in (left, right))
     control, control_test = control_labels(types, test_types, y, seed)
     layers = []
     for depth, name in enumerate(("embedding", *map(str, range(len(left.layers) - 1)))):
@@ -178,11 +161,8 @@ def probe(
             LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean()))
         )
         on_progress("fitting", depth + 1, len(left.layers))
-    majority, by_type, seen = baselines(types, test_types, y, y_test)
-    counts = (len(left.labels), len(right.labels))
-    return Probes(
-        tuple(layers), column, unit, stack, pool, names, majority, by_type, seen, *counts, seed, tuple(said)
-    )
+    counts = (*baselines(types, test_types, y, y_test), len(left.labels), len(right.labels))
+    return Probes(tuple(layers), column, unit, stack, pool, names, *counts, seed, tuple(said))
 
 
 def _check(pool: str | None, penalty: float, iterations: int) -> None:
@@ -198,50 +178,50 @@ def _check_labels(labels: set[str], column: str, most: int) -> None:
     """Refuse what cannot be told apart, or is too much to tell apart."""
     if len(labels) < 2:
         raise InputError(
-            f'every label of "{column}" to train on is {listed(labels)}: there is nothing to tell apart; choose another column'
+            f'every label of "{column}" to train on is {listed(labels)}: '
+            "there is nothing to tell apart; choose another column"
         )
     if len(labels) > most:
         raise InputError(
-            f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: choose another column, or allow more (classes)'
+            f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: '
+            "choose another column, or allow more (classes)"
         )
 
 
 def _sides(
     data: Data, test: Data | None, column: str | None, words: int, share: float, seed: int
-) -> tuple[list[Item], list[Item], str, list[str]]:
-    """Items to train on and to test on, the column they are labelled by, and what was left out."""
-    said: list[str] = []
+) -> tuple[list[ProbeItem], list[ProbeItem], str, list[str]]:
+    """Return items to train on and to test on, the column they are labelled by, and what was left out."""
+    notes: list[str | None] = []
     items, name = read_items(data, column)
     if test is None:
-        train, held = split_items(items, share, seed)
+        train, testing = split_items(items, share, seed)
     else:
-        held, _ = read_items(test, column)
-        if held[0].unit != items[0].unit:
+        testing, _ = read_items(test, column)
+        if testing[0].unit != items[0].unit:
             raise InputError(
-                f"the data has labels for {items[0].unit} and the test data for {held[0].unit}: both must be of one kind"
+                f"the data has labels for {items[0].unit} and the test data for {testing[0].unit}: "
+                "both must be of one kind"
             )
-        train, repeated = apart(items, held)
+        train, repeated = apart(items, testing)
         if repeated:
-            said.append(f"to train on: {repeated:,} that are among those to test on left out")
-    sides = []
-    for side, some in (("train", train), ("test", held)):
-        chosen, sentence = choose_items(some, words, seed, side)
-        sides.append(chosen)
-        said += [sentence] if sentence else []
-    return sides[0], sides[1], name, said
+            notes.append(f"to train on: {repeated:,} that are among those to test on left out")
+    train, left_out = choose_items(train, words, seed, "train")
+    testing, left_out_too = choose_items(testing, words, seed, "test")
+    return train, testing, name, [note for note in (*notes, left_out, left_out_too) if note]
 
 
 def _own_pooling(m: Model) -> str:
-    """How the model makes one vector of a text, in the words of `pool`."""
-    pools = m.config.pooling if m.config.head in ("classifier", "embedding") else "mean"
-    own = m.sentences.pooling if m.sentences is not None else pools
+    """Return how the model makes one vector of a text, in the words of `pool`."""
+    pooled = m.config.head in ("classifier", "embedding")
+    own = m.sentences.pooling if m.sentences is not None else (m.config.pooling if pooled else None)
     return {"cls": "first", "last": "last"}.get(own or "mean", "mean")
 
 
-def _types(m: Model, forms: Sequence[str]) -> list[str]:
-    """Words as the tokenizer normalises them: what a model without capitals reads alike is one type."""
-    normalizer = m.text_tokenizer.normalizer
+def _types(m: Model, forms: Sequence[str], unit: str) -> Sequence[str]:
+    """Return words as the tokenizer normalises them: words that a model reads alike are one type."""
+    normalizer = m.text_tokenizer.normalizer if unit == "words" else None
     if normalizer is None:
-        return list(forms)
+        return forms
     normal = {form: str(normalizer.normalize_str(form)) for form in set(forms)}
     return [normal[form] for form in forms]

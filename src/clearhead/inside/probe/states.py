@@ -1,7 +1,7 @@
 """Vectors of words, texts and images at every depth: what probes read.
 
-The states of all layers are recorded batch by batch, pooled at once, and only the pooled vectors are kept: as float32
-numbers in memory, or, where they are many, in a temporary file that memory is mapped to.
+The states of all layers are recorded batch by batch, pooled at once, and only the pooled vectors are kept: as
+float32 numbers in memory, or, where they are many, in a temporary file that memory is mapped to.
 
 Shapes: B batch, T tokens, D model, L depths (the embedding and every block), N things probed.
 """
@@ -22,12 +22,11 @@ from clearhead.api import Model
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
-from clearhead.inside.inputs import prepare
-from clearhead.inside.probe.data import Item
-from clearhead.model.taps import record
-from clearhead.model.transformer import evaluating
+from clearhead.inside.inputs import device_of, grouped, padded, patch_names, prepare_first, recorded
+from clearhead.inside.names import spec_of, states
+from clearhead.inside.probe.data import ProbeItem
+from clearhead.inside.results import Floats, on_cpu
 
-Floats = NDArray[np.float32]
 OnProgress = Callable[[str, int, int], None]
 BATCH_TOKENS = 4096  # of a batch, padding included
 BATCH_NUMBERS = 1 << 26  # in the states of a batch, all depths together
@@ -36,7 +35,7 @@ POOLS = ("mean", "first", "last")
 
 
 @dataclass(frozen=True)
-class Row:
+class ProbeInput:
     """What the model reads of one item, and where the things to probe are in it."""
 
     ids: tuple[int, ...]  # of the stack that is probed; () for an image
@@ -46,7 +45,7 @@ class Row:
     image: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
-        return max(len(self.ids), len(self.source))
+        return max(len(self.ids), len(self.source)) if self.image is None else len(self.places[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,43 +60,40 @@ class Vectors:
 
 
 def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
-    """The stack that is probed, "encoder" or "decoder", and the prefix of its activations."""
-    both = m.model.encoder is not None and m.model.decoder is not None
-    there = [name for name in ("encoder", "decoder") if getattr(m.model, name) is not None]
+    """Return the stack that is probed, "encoder" or "decoder", and the prefix of its activations."""
+    specs = m.config.stacks
+    there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
     if stack not in there:
         raise InputError(f'stack "{stack}" is not there: this model has {" and ".join(there)}')
-    plan = m.config.encoder if stack == "encoder" else m.config.decoder
-    first = m.config.encoder or m.config.decoder
-    assert plan is not None and first is not None
-    if first.input not in ("tokens", "patches") or (both and first.input != "tokens"):
+    if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
         raise InputError(
-            f"this model reads {first.input}, and probes take a model of text, or one of images without a decoder"
+            f"this model reads {specs[0].input}, "
+            "and probes take a model of text, or one of images without a decoder"
         )
-    return stack, plan.prefix
+    return stack, specs[there.index(stack)].prefix
 
 
 def depths(m: Model, prefix: str) -> list[str]:
-    """The activations that are probed, from the embedding up."""
-    plan = m.config.encoder if prefix else (m.config.decoder or m.config.encoder)
-    assert plan is not None
-    return [f"{prefix}embedding", *(f"{prefix}blocks.{layer}.resid_post" for layer in range(plan.n_layers))]
+    """Return the activations that are probed, from the embedding up."""
+    return states(spec_of(m.config, "encoder" if prefix else "self"))
 
 
 def vectors_of(
     m: Model,
-    items: Sequence[Item],
+    items: Sequence[ProbeItem],
     stack: str,
     prefix: str,
     pool: str,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Vectors:
-    """The vectors of every labelled thing of some items, in their order.
+    """Return the vectors of every labelled thing of some items, in their order.
 
     Args:
         m: the model.
         items: whose words, or which themselves, are probed.
-        stack: "encoder" or "decoder". While the decoder of two stacks is probed, the encoder reads the same text.
+        stack: "encoder" or "decoder". While the decoder of two stacks is probed, the encoder reads the same
+            text.
         prefix: of the activations of that stack.
         pool: the vector of a thing with several tokens: their mean, the first or the last.
         on_progress: told how many items are done.
@@ -108,21 +104,17 @@ def vectors_of(
         for item, row in zip(items, rows)
     ]
     first = np.cumsum([0, *map(len, kept)])
-    taps = depths(m, prefix)
-    width = m.model.config.d_model
+    taps, width, done = depths(m, prefix), m.config.d_model, 0
     layers = _room((len(taps), int(first[-1]), width))
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-    done = 0
-    for some in _batches(
-        order, [_size(m, row) for row in rows], min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))
-    ):
-        states = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
+    most = min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))
+    for some in grouped(order, lambda row: len(rows[row]), most):
+        found = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
         for place, row in enumerate(some):
             if kept[row]:
-                own = torch.stack([state[place] for state in states])  # L T D
-                layers[:, first[row] : first[row + 1]] = _pooled(
-                    own, [rows[row].places[word] for word in kept[row]], pool
-                )
+                own = torch.stack([state[place] for state in found])  # L T D
+                places = [rows[row].places[word] for word in kept[row]]
+                layers[:, first[row] : first[row + 1]] = _pooled(own, places, pool)
         done += len(some)
         on_progress(done)
     things = [(item, place) for item, places in zip(items, kept) for place in places]
@@ -135,103 +127,65 @@ def vectors_of(
     )
 
 
-def _row(m: Model, item: Item, stack: str) -> Row:
-    """The tokens of one item."""
-    patches = m.model.main.spec.input == "patches"
-    if patches != (item.image is not None):
-        raise InputError(
-            f"this model reads {'images' if patches else 'text'}, and the data holds {'text' if patches else 'images'}"
-        )
+def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
+    """Return the tokens of one item."""
+    kinds = ("images", "text") if m.model.main.spec.input == "patches" else ("text", "images")
+    if kinds[0] != ("text" if item.image is None else "images"):
+        raise InputError(f"this model reads {kinds[0]}, and the data holds {kinds[1]}")
     if item.image is not None:
-        tokens = m.config.n_patches + m.config.class_token
-        return Row((), (tuple(range(tokens)),), image=item.image)
+        return ProbeInput((), (tuple(range(len(patch_names(m.config)))),), image=item.image)
     if item.spans is not None:
         words = align(m, item.forms, item.text, item.spans)
-        row = Row(words.ids, words.words, words.types)
-        special = words.special
+        row, special = ProbeInput(words.ids, words.words, words.types), words.special
     else:
-        start = m.start_ids if m.config.family == "encoder-decoder" else None
-        prepared = prepare(m, item.text, target=start, pair=item.pair)
-        tokens_read = prepared.source_tokens or prepared.tokens
+        prepared = prepare_first(m, item.text, item.pair)
+        tokens = prepared.first_tokens
         types = () if prepared.types is None else tuple(prepared.types[0].tolist())
-        row, special = Row(tokens_read.ids, (tuple(range(len(tokens_read))),), types), tokens_read.special
-    return _written(m, row, special) if stack == "decoder" and m.model.encoder is not None else row
-
-
-def _written(m: Model, row: Row, special: Sequence[bool]) -> Row:
-    """The same text as the decoder of two stacks reads it: after its beginning, without the special tokens."""
+        row, special = ProbeInput(tokens.ids, (tuple(range(len(tokens))),), types), tokens.special
+    if stack == "encoder" or m.model.encoder is None:
+        return row
+    # The decoder of two stacks reads the same text after its start, without the special tokens.
     start = m.start_ids
     own = [place for place, mark in enumerate(special) if not mark][: m.max_length - len(start)]
     moved = {place: number for number, place in enumerate(own, len(start))}
     places = tuple(tuple(moved[place] for place in places if place in moved) for places in row.places)
-    return Row((*start, *(row.ids[place] for place in own)), places, source=row.ids)
+    return ProbeInput((*start, *(row.ids[place] for place in own)), places, source=row.ids)
 
 
-def _size(m: Model, row: Row) -> int:
-    return len(row) or m.config.n_patches + m.config.class_token
-
-
-def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Rows of like length together, so many that their tokens are `most` with padding; a longer row is alone."""
-    made: list[list[int]] = []
-    for row in order:  # shortest first, so a row is as long as any before it
-        if made and (len(made[-1]) + 1) * sizes[row] <= most:
-            made[-1].append(row)
-        else:
-            made.append([row])
-    return made
-
-
-@torch.inference_mode()
-def _recorded(m: Model, rows: Sequence[Row], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
-    """The states [B, T, D] of each depth, on the model's device. `feeds`: the probed stack is an encoder before a decoder."""
-    weight = next(m.model.parameters())
-    given: dict[str, Any] = {"logits": "none"}
+def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
+    """Return the states [B, T, D] of each depth; `feeds`: the probed stack is an encoder before a decoder."""
+    pad, device = m.special.get("pad", 0), device_of(m.model)
+    given: dict[str, Any] = {}
     if rows[0].image is not None:
-        main = torch.stack(
-            [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
-        ).to(weight)
+        pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
+        main = torch.stack(pixels).to(next(m.model.parameters()))
     else:
-        pad, device = m.special.get("pad", 0), weight.device
-        main, given["mask"] = _padded([row.ids for row in rows], pad, device)
+        main, given["mask"] = padded([row.ids for row in rows], pad, device)
         if feeds:
-            given |= {"source": main, "source_mask": given.pop("mask")}
+            given = {"source": main, "source_mask": given["mask"]}
             main = torch.tensor([m.start_ids] * len(rows), device=device)
         elif rows[0].source:
-            given["source"], given["source_mask"] = _padded([row.source for row in rows], pad, device)
-        if m.config.n_types > 1 and rows[0].types and "source" not in given:
-            given["types"] = _padded([row.types for row in rows], 0, device)[0]
-    with evaluating(m.model), record(m.model, *taps) as seen:
-        m.model(main, **given)
+            given["source"], given["source_mask"] = padded([row.source for row in rows], pad, device)
+        elif m.config.n_types > 1 and rows[0].types:
+            given["types"], _ = padded([row.types for row in rows], 0, device)
+    seen = recorded(m.model, taps, main, **given)
     return [seen[tap] for tap in taps]
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, T], padded on the right; a row without tokens gets one of padding."""
-    length = max(1, *map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[slot < max(1, len(row)) for slot in range(length)] for row in rows], device=device)
-    return ids, mask
-
-
 def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Floats:
-    """States [L, T, D] and the tokens of N things -> [L, N, D]."""
+    """Pool states [L, T, D] over the tokens of N things: [L, N, D]."""
     if pool != "mean":
         end = 0 if pool == "first" else -1
-        return _numpy(states[:, [tokens[end] for tokens in places]])
+        return on_cpu(states[:, [tokens[end] for tokens in places]]).numpy()
     last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
     mean = torch.zeros(len(places), last, device=states.device)  # N T
     for number, tokens in enumerate(places):
         mean[number, list(tokens)] = 1 / len(tokens)
-    return _numpy(mean @ states[:, :last].float())
-
-
-def _numpy(x: Tensor) -> Floats:
-    return x.float().cpu().numpy()
+    return on_cpu(mean @ states[:, :last].float()).numpy()
 
 
 def _room(shape: tuple[int, int, int]) -> Floats:
-    """An array of zeros; a large one lies in a temporary file, which is gone when the array is."""
+    """Return an array of zeros; a large one lies in a temporary file, which is gone when the array is."""
     if 4 * int(np.prod(shape)) <= IN_MEMORY or not shape[1]:
         return np.zeros(shape, np.float32)
     with tempfile.TemporaryFile() as file:

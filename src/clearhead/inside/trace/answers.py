@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.inside.inputs import Tokens
+from clearhead.inside.inputs import InputTokens
 from clearhead.inside.trace.steps import Recorder
 from clearhead.model.dtypes import wide
 from clearhead.tokens.labels import label
@@ -65,7 +65,7 @@ def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
 
 
 def answer_steps(
-    recorder: Recorder, m: Model, tokens: Tokens, logits: Tensor, top: int
+    recorder: Recorder, m: Model, tokens: InputTokens, logits: Tensor, top: int
 ) -> tuple[Prediction, ...]:
     """Record probabilities and candidates as steps, and return them as predictions."""
     head = m.config.head
@@ -101,7 +101,7 @@ def answer_steps(
     return tuple(made)
 
 
-def _names(m: Model, tokens: Tokens) -> Callable[[int], str]:
+def _names(m: Model, tokens: InputTokens) -> Callable[[int], str]:
     """Return the function that names an answer: a token, a class, or the token at a place."""
     if m.config.head in ("lm", "mlm"):
         return lambda number: label(m.tokenizer, number)

@@ -16,7 +16,7 @@ from clearhead.config import ModelConfig
 from clearhead.errors import InputError
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import to_pixels
-from clearhead.inside.inputs import Prepared, Tokens, prepare
+from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.trace.steps import Recorder
 from clearhead.tokens.labels import labels
 
@@ -44,7 +44,7 @@ def trace_inputs(m: Model, given: Any, target: str | Sequence[int] | None, pair:
             f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
         )
     ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target)
-    tokens = Tokens(labels(m.tokenizer, ids), tuple(ids))
+    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), tokens, rows, _numbered(m.config, rows))
 
 
@@ -67,13 +67,13 @@ def _numbers(m: Model, given: Any) -> Tensor:
     return rows
 
 
-def _numbered(config: ModelConfig, rows: Tensor) -> Tokens:
+def _numbered(config: ModelConfig, rows: Tensor) -> InputTokens:
     """Label the tokens that the front makes of the inputs by their numbers."""
-    return Tokens(tuple(str(number) for number in range(config.stacks[0].n_tokens(rows.shape[1]))))
+    return InputTokens(tuple(str(number) for number in range(config.stacks[0].n_tokens(rows.shape[1]))))
 
 
 def input_steps(
-    recorder: Recorder, m: Model, inputs: Tensor, tokens: Tokens, prefix: str, pair: str | None = None
+    recorder: Recorder, m: Model, inputs: Tensor, tokens: InputTokens, prefix: str, pair: str | None = None
 ) -> None:
     """Record how the input became numbers."""
     if inputs.ndim > 2:

@@ -1,0 +1,224 @@
+"""Weights on disk: safetensors, mapped into memory; pickles that hold only tensors; shards and their index.
+
+Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong
+with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clearhead.errors import CheckpointError
+from clearhead.hub.files import (
+    INDEX,
+    PICKLED,
+    PICKLED_INDEX,
+    WEIGHTS,
+    first_line,
+    read_json,
+    reading,
+    require,
+    write_json,
+)
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+Shape = tuple[int, ...]
+MAX_HEADER = 100_000_000  # bytes: the format's own limit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: shape and dtype are known without reading it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[], Tensor]  # the file's own bytes, mapped: writing to them changes no file
+    release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
+
+
+def open_weights(folder: Path) -> dict[str, Entry]:
+    """Return every tensor of a model directory, by name: from safetensors, or else from a pickle."""
+    known = ((WEIGHTS, INDEX, open_safetensors), (PICKLED, PICKLED_INDEX, open_pickle))
+    for name, index, opener in known:
+        if (folder / name).exists():
+            return opener(_inside(folder, name))
+        if (folder / index).exists():
+            return _open_shards(folder, index, opener)
+    raise CheckpointError(
+        f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}"
+    )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return `folder / name`, provided that it stays in the folder, through symbolic links too.
+
+    A hub cache keeps each file as a link from `snapshots/X/` into `blobs/`, both under one model's folder:
+    such links are followed.
+    """
+    path = folder / name
+    leaves = os.path.isabs(name) or ".." in Path(name).parts
+    require(not leaves, f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory")
+    real, root = path.resolve(), folder.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    within = any(real.is_relative_to(place) for place in allowed)
+    require(within, f"{path} is a link out of the model's directory: copy the file itself into it")
+    return path
+
+
+def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, Entry]]) -> dict[str, Entry]:
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{folder / index} has no weight_map of tensor names to files")
+    shards: dict[str, dict[str, Entry]] = {}
+    for name in sorted(set(weight_map.values())):
+        path = _inside(folder, name)
+        missing = f"{folder / index} names the shard {name}, which is missing: fetch it again"
+        require(path.exists(), missing)
+        shards[name] = opener(path)
+    for tensor, name in weight_map.items():
+        stray = f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete"
+        require(tensor in shards[name], stray)
+    return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
+
+
+# Safetensors ------------------------------------------------------------------------------------------------
+
+
+def open_safetensors(path: Path) -> dict[str, Entry]:
+    """Return the tensors of one safetensors file. The whole header is checked before any tensor is read."""
+    with reading(path, "is no safetensors file: its header is not JSON"):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            claim = f"its header claims {length:,} bytes and the file has {size:,}"
+            require(length <= min(MAX_HEADER, size - 8), f"{path} is no whole safetensors file: {claim}")
+            header = json.loads(file.read(length).decode("utf-8"))
+    require(isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors")
+    header.pop("__metadata__", None)
+    body, room = 8 + length, size - 8 - length
+    spans = {name: _span(path, name, stated, room) for name, stated in header.items()}
+    end = 0
+    for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
+        require(start >= end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
+        unused = f"leaves {start - end} bytes before it unused"
+        require(start == end, f"{path}: tensor {name} {unused}; the file is damaged")
+        end = stop
+    require(end == room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
+    mapped = None
+    if room:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _entry(mapped, body, *span) for name, span in spans.items()}
+
+
+def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, Shape, int, int]:
+    """Return dtype, shape, first byte and end of a tensor; bytes count from the end of the header."""
+    with reading(path, f"has a header whose entry for {name} lacks dtype, shape or data_offsets"):
+        kind, shape, (start, stop) = stated["dtype"], stated["shape"], stated["data_offsets"]
+    wrong = f"{path}: tensor {name}"
+    known = isinstance(kind, str) and kind in DTYPES
+    require(known, f"{wrong} has dtype {kind!r}; known are {', '.join(DTYPES)}")
+    whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
+    numbers = f"has shape {shape!r} and offsets {start!r}, {stop!r}"
+    require(whole, f"{wrong} {numbers}: they must be whole numbers")
+    place = f"lies at bytes {start} to {stop} of {room}"
+    require(start <= stop <= room, f"{wrong} {place}: the file is cut short or damaged")
+    filled = stop - start == math.prod(shape) * DTYPES[kind].itemsize
+    require(filled, f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}")
+    return DTYPES[kind], tuple(shape), start, stop
+
+
+def _entry(
+    mapped: mmap.mmap | None, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
+) -> Entry:
+    """Return how to read a tensor of a mapped file, whose header ends at `body`, and to free its pages."""
+    if mapped is None or start == stop:
+        return Entry(shape, dtype, lambda: torch.empty(shape, dtype=dtype))
+
+    def read() -> Tensor:
+        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
+
+    def release() -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            page = (body + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, page, body + stop - page)
+
+    return Entry(shape, dtype, read, release)
+
+
+# Pickles ----------------------------------------------------------------------------------------------------
+
+
+def open_pickle(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a PyTorch file, read with `weights_only=True`: code in a pickle is refused."""
+    try:
+        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read whole
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
+        ) from None
+    require(isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
+
+    def entry(tensor: Tensor) -> Entry:
+        return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    return {
+        name: entry(value)
+        for name, value in state.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def write_weights(
+    folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int
+) -> None:
+    """Write safetensors files of at most `shard_size` bytes each.
+
+    `sizes` are bytes by name; `make` returns a tensor when its turn comes.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [WEIGHTS]
+    for file, tensors in zip(names, shards):
+        save_file(
+            {name: make(name).contiguous() for name in tensors}, folder / file, metadata={"format": "pt"}
+        )
+    if len(shards) > 1:
+        weight_map = {name: file for file, tensors in zip(names, shards) for name in tensors}
+        total = {"total_size": sum(sizes.values())}
+        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})

@@ -1,0 +1,76 @@
+"""What looking inside gives back: values with named fields, which `to_dict` writes as plain JSON values.
+
+    @dataclass(frozen=True)
+    class Contributions(Result):
+        json_names = ("logit", "sum_of_terms as total")
+
+`json_names` lists fields, properties and methods in the order of the JSON object; without it, every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+Floats = NDArray[np.float32]
+
+
+class Result:
+    """The base of every result."""
+
+    json_names: ClassVar[tuple[str, ...]] = ()  # "name", or "name as key"; (): every field of the dataclass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values by name."""
+        found = {}
+        for entry in self.json_names or vars(self):
+            name, _, key = entry.partition(" as ")
+            value = getattr(self, name)
+            found[key or name] = plain(value() if callable(value) else value)
+        return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: lists for arrays, None for NaN, dictionaries for dataclasses."""
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, Tensor):
+        return plain(value.detach().cpu().numpy())
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind != "f" or not np.isnan(value).any():
+            return value.tolist()
+        numbers = np.asarray(value, dtype=object)
+        numbers[np.isnan(value)] = None
+        return numbers.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(one) for name, one in vars(value).items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def on_cpu(x: Tensor) -> Tensor:
+    """Return a tensor in float32, on the CPU, without gradients."""
+    return x.detach().float().cpu()
+
+
+def entropy_bits(p: Tensor) -> Tensor:
+    """Return the entropy of distributions in bits: [..., N] -> [...]."""
+    bits: Tensor = torch.special.entr(p).sum(-1) / math.log(2)
+    return bits
+
+
+def filled(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Return rows of unequal length as one table, NaN where a row is shorter."""
+    width = max(map(len, rows), default=0)
+    return np.array([[*row, *[math.nan] * (width - len(row))] for row in rows]).reshape(len(rows), width)
