@@ -38,7 +38,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.fast.training import join_projections
 from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
-from clearhead.training.loop import Run, learn
+from clearhead.training.loop import TrainingRun, learn
 from clearhead.training.losses import batch_loss
 from clearhead.training.machine import quick_attention
 from clearhead.training.optim import make_optimizer
@@ -163,10 +163,12 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
         optimizer = make_optimizer(model, plan, device)
         join_projections(model)
         model.compile()
-        run = Run(
+        run = TrainingRun(
             folder=Path(folder),
             task=TASKS["lm"],
             plan=plan,
+            steps=plan.steps,
+            metric="loss",
             loaded=ch.Model(model),
             train=Drawn(),
             validation=Drawn(),

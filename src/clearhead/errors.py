@@ -1,7 +1,7 @@
 """The exceptions clearhead raises for mistakes a user can mend.
 
-Each carries one line: what was wrong, the value, what is allowed, and the way out. The command line prints that line
-and exits with code 2; library users catch `ClearheadError`.
+Each carries one line: what was wrong, the value, what is allowed, and the way out. The command line prints
+that line and exits with code 2; library users catch `ClearheadError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CheckpointError(ClearheadError, ValueError):
 
 
 class TrainingError(ClearheadError, RuntimeError):
-    """A run that cannot go on: its loss is not finite, its data has changed."""
+    """A run that cannot continue: its loss is not finite, or its data has changed."""
 
 
 class MissingExtraError(ClearheadError, ImportError):

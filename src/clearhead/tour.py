@@ -1,9 +1,10 @@
-"""`clearhead demo`: a tour in the terminal, from a file to a model that one can see through, in about two minutes."""
+"""`clearhead demo`: a tour of two minutes in the terminal, from data to a model and a look inside it."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,47 +19,42 @@ from clearhead.costs import cost
 from clearhead.inside.checks import check
 from clearhead.model.taps import record
 from clearhead.report import attention_map, check_table, cost_table
-from clearhead.training.events import Event, Said, Started, Stepped, Validated
+from clearhead.training.events import Event, Stepped, Validated
 from clearhead.training.run import train
 
-PROSE = ["data.batch_size=16", "data.max_examples=200", "train.lr=3e-3"]
-DATES = ["data.max_examples=4000", "generate.max_new_tokens=12"]
+PROSE = {"data.batch_size": 16, "data.max_examples": 200, "train.lr": 3e-3}
+DATES = {"data.max_examples": 4000, "generate.max_new_tokens": 12}
 PROMPT, DATE = "Return the ", "the 3rd of May 2011"
+NEXT = """\
+clearhead generate {writer} 'Return the ' --temperature 0.7 --stream
+clearhead translate {reader} '24 December 1999'
+clearhead explore {reader} --text '3 May 2011' --export page.html    see it think
+clearhead trace {reader} '3 May 2011' --depth 3    the forward pass, step by step
+clearhead train my.txt                     your own text, pairs, labels, tags or images
+clearhead tokens 'any text'                the stages of tokenization
+clearhead check DIR --reference            against transformers"""
 
 
 def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
-    """Train on prose, on dates; see where a model looks; read a cost table; run the checks.
+    """Train on prose and on dates, show an attention map and a cost table, and run the equality checks.
 
     Args:
         seed: of both models.
         steps: of the first model; the second takes half as many again.
-        folder: where the models stay; None: in a temporary folder.
+        folder: where the models are written; None: a temporary folder.
     """
     console = Console(highlight=False)
     place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
-    longer = steps * 3 // 2
-    prose = [
-        *PROSE,
-        f"train.steps={steps}",
-        f"train.validate_every={max(1, steps // 2)}",
-        f"train.seed={seed}",
-    ]
-    dates = [
-        *DATES,
-        f"train.steps={longer}",
-        f"train.validate_every={max(1, longer // 2)}",
-        f"train.seed={seed}",
-    ]
     console.rule("1. A small GPT learns the prose of Python's own documentation")
-    writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", prose)
+    writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", PROSE, steps, seed)
     made: Any = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
     console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text), sep="")
     console.rule("2. An encoder-decoder learns to read dates")
-    reader = _train(console, "dates", "seq2seq-dates", place / "reader", dates)
-    said: Any = reader.generate(DATE, 12)
-    console.print(f"\n{DATE}  becomes  {said.text}\n")
+    reader = _train(console, "dates", "seq2seq-dates", place / "reader", DATES, steps * 3 // 2, seed)
+    answer: Any = reader.generate(DATE, 12)
+    console.print(f"\n{DATE}  becomes  {answer.text}\n")
     console.rule("3. Where it looks while it writes")
-    _show_attention(console, reader, DATE, said.ids)
+    _show_attention(console, reader, DATE, answer.ids)
     console.rule("4. What a model takes, before it is built")
     console.print(cost_table(cost("gpt2"), "gpt2"))
     console.rule("5. The equality checks, on the model just trained")
@@ -67,26 +63,16 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     failed = sum(not row.passed for row in rows)
     console.print(f"{len(rows) - failed} of {len(rows)} equal.\n")
     console.rule("Next")
-    console.print(
-        f"clearhead generate {place / 'writer'} 'Return the ' --temperature 0.7 --stream", soft_wrap=True
-    )
-    console.print(f"clearhead translate {place / 'reader'} '24 December 1999'", soft_wrap=True)
-    console.print(
-        f"clearhead explore {place / 'reader'} --text '3 May 2011' --export page.html    see it think",
-        soft_wrap=True,
-    )
-    console.print(
-        f"clearhead trace {place / 'reader'} '3 May 2011' --depth 3    the forward pass, step by step",
-        soft_wrap=True,
-    )
-    console.print("clearhead train my.txt                     your own text, pairs, labels, tags or images")
-    console.print("clearhead tokens 'any text'                the stages of tokenization")
-    console.print("clearhead check DIR --reference            against transformers")
+    console.print(NEXT.format(writer=place / "writer", reader=place / "reader"), soft_wrap=True)
 
 
-def _train(console: Console, data: str, recipe: str, out: Path, settings: list[str]) -> Model:
-    """A run with one live line, or, without a terminal, a line at each validation."""
+def _train(
+    console: Console, data: str, recipe: str, out: Path, settings: Mapping[str, Any], steps: int, seed: int
+) -> Model:
+    """Train with one live line or, without a terminal, with a line at each validation."""
     start = time.perf_counter()
+    length = {"train.steps": steps, "train.validate_every": max(1, steps // 2), "train.seed": seed}
+    settings = {**settings, **length}
     live = (
         Live(Text("reading"), console=console, refresh_per_second=8, transient=True)
         if console.is_terminal
@@ -95,15 +81,10 @@ def _train(console: Console, data: str, recipe: str, out: Path, settings: list[s
 
     def show(event: Event) -> None:
         took = f"{time.perf_counter() - start:4.0f} s"
-        if isinstance(event, Said | Started):
-            return
         if isinstance(event, Stepped) and live is not None:
             bar = "█" * round(30 * event.step / event.steps)
-            live.update(
-                Text(
-                    f"step {event.step:>4}/{event.steps}  loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s  {bar:<30} {took}"
-                )
-            )
+            figures = f"loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s"
+            live.update(Text(f"step {event.step:>4}/{event.steps}  {figures}  {bar:<30} {took}"))
         if isinstance(event, Validated):
             figures = "  ".join(f"{name} {value:.3f}" for name, value in event.metrics.items())
             console.print(f"step {event.step:>4}  validation  {figures}  {took}")
@@ -115,7 +96,7 @@ def _train(console: Console, data: str, recipe: str, out: Path, settings: list[s
 
 
 def _show_attention(console: Console, reader: Model, source: str, answer: list[int]) -> None:
-    """The cross-attention head that looks most sharply, as a picture of characters."""
+    """Show the sharpest cross-attention head as a picture of characters."""
     assert reader.tokenizer is not None
     read = reader.encode([source])[0]
     fed = [reader.special["decoder_start"], *answer[:-1]]
@@ -128,9 +109,8 @@ def _show_attention(console: Console, reader: Model, source: str, answer: list[i
     written, letters = (
         [reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read)
     )
-    console.print(
-        f"{name}, head {head}. A row for each character it writes, a column for each it has read; darker is more.\n"
-    )
+    legend = "A row for each character written, a column for each character read; darker is more."
+    console.print(f"{name}, head {head}. {legend}\n")
     console.print(
         attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters])
     )

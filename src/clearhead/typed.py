@@ -1,6 +1,7 @@
-"""Dataclasses as typed tables: plain values in and out, each held against its annotation.
+"""Dataclasses as typed tables: read from and written to plain values, each checked against its annotation.
 
-`ModelConfig` and the sections of a recipe are such dataclasses; what is wrong is named in one line before it is used.
+`ModelConfig` and the sections of a recipe are such dataclasses. A wrong name or value is an error of one
+line.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from clearhead.errors import ConfigError, nearest
 
 Table = TypeVar("Table")
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and TOML know it; fields of a nested dataclass that are at their default are left out."""
+    """Convert a value for JSON and TOML; a nested dataclass leaves out fields at their default."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f.name: plain(getattr(value, f.name))
@@ -34,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config") -> Table:
-    """A dataclass from plain values; an unknown name is an error that suggests the nearest known one."""
+    """Build a dataclass from plain values; the error for an unknown name suggests the nearest known one."""
     check_names(cls, values, table)
     hints = hints_of(cls)
     try:
@@ -44,7 +46,7 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config
 
 
 def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> None:
-    """Every name must be a field's."""
+    """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:
         if name not in known:
@@ -54,7 +56,7 @@ def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> 
 
 
 def shaped(value: Any, hint: Any) -> Any:
-    """Lists as tuples, tables as the dataclass that the annotation names."""
+    """Convert lists to tuples, and tables to the dataclass that the annotation names."""
     if isinstance(value, list):
         return tuple(shaped(item, hint) for item in value)
     if isinstance(value, Mapping):
@@ -66,13 +68,13 @@ def shaped(value: Any, hint: Any) -> Any:
 
 
 def check_types(table: Any) -> None:
-    """Hold every field against its annotation, so that a wrong value is named before it is used."""
+    """Check every field of a dataclass against its annotation."""
     for name, hint in hints_of(type(table)).items():
         check_type(name, getattr(table, name), hint)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Hold one value against an annotation."""
+    """Check one value against an annotation."""
     if not _fits(value, hint):
         raise ConfigError(
             f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}"
@@ -82,15 +84,20 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def check_least(table: Any, least: int, *names: str) -> None:
-    """Numbers that must be `least` or more, where they are set."""
+    """Check that these fields, where they are set, are `least` or more."""
+    check_values(table, names, lambda value: bool(value >= least), f"must be {least} or more")
+
+
+def check_values(table: Any, names: Iterable[str], allowed: Callable[[Any], bool], rule: str) -> None:
+    """Check that these fields, where they are set, have an `allowed` value; `rule` ends the error's line."""
     for name in names:
         value = getattr(table, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} {value} must be {least} or more")
+        if value is not None and not allowed(value):
+            raise ConfigError(f"{name} {value} {rule}")
 
 
 def hints_of(cls: type) -> dict[str, Any]:
-    """The annotation of each field."""
+    """Return the annotation of each field."""
     return _hints(cls)
 
 
@@ -104,21 +111,15 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in arguments)
     if origin is tuple:
-        kinds = (
-            arguments[:1] * len(value)
-            if isinstance(value, tuple) and arguments[-1] is Ellipsis
-            else arguments
-        )
+        several = arguments[-1] is Ellipsis and isinstance(value, tuple)
+        kinds = arguments[:1] * len(value) if several else arguments
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
-        )
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return value is None if hint is type(None) else isinstance(value, hint)
+        key, item = arguments
+        return isinstance(value, Mapping) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def _describe(hint: Any) -> str:
@@ -130,19 +131,10 @@ def _describe(hint: Any) -> str:
     if origin is tuple:
         inner = [_describe(argument) for argument in arguments if argument is not Ellipsis]
         return f"a list of {inner[0]}" if Ellipsis in arguments else f"{len(inner)} values of {inner[0]}"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "unset",
-    }
-    return names.get(hint, "a table" if origin is Mapping else str(getattr(hint, "__name__", hint)))
+    return NAMES.get(hint, "a table" if origin is Mapping else str(getattr(hint, "__name__", hint)))
 
 
 def _suggest(value: Any, hint: Any) -> str:
-    options = [hint, *get_args(hint)]
-    choices = [
-        str(choice) for option in options if get_origin(option) is Literal for choice in get_args(option)
-    ]
+    literals = [option for option in (hint, *get_args(hint)) if get_origin(option) is Literal]
+    choices = [str(choice) for literal in literals for choice in get_args(literal)]
     return nearest(value, choices) if isinstance(value, str) else ""

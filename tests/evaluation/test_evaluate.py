@@ -281,7 +281,7 @@ def test_figures_of_texts_by_hand():
     letters.texts(["abc"], [["abd"]], None, False)
     assert (
         letters.metrics["token_error"] == pytest.approx(1 / 3)
-        and "characters" in letters.said[0]
+        and "characters" in letters.notes[0]
         and not letters.intervals
     )
 

@@ -15,7 +15,7 @@ from sklearn.metrics import accuracy_score, f1_score
 
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import answer_counts, bootstrap, edit_distance, spans
+from clearhead.evaluation.metrics import METRICS, Metric, answer_counts, bootstrap, edit_distance, spans
 
 HYPOTHESES = ["the cat sat on the mat", "a dog", "there is nothing here at all to see", "", "the cat"]
 REFERENCES = [
@@ -35,8 +35,10 @@ def drawn(n: int, classes: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("seed", range(5))
 def test_accuracy_and_macro_f1_are_scikit_learns(seed):
     predicted, wanted = drawn(40, 3 + seed % 2, seed), drawn(40, 5, seed + 100)
-    assert metrics.accuracy(predicted, wanted) == pytest.approx(accuracy_score(wanted, predicted), abs=1e-12)
-    assert metrics.macro_f1(predicted, wanted) == pytest.approx(
+    assert METRICS["accuracy"](predicted, wanted) == pytest.approx(
+        accuracy_score(wanted, predicted), abs=1e-12
+    )
+    assert METRICS["macro_f1"](predicted, wanted) == pytest.approx(
         f1_score(wanted, predicted, average="macro", zero_division=0), abs=1e-12
     )
 
@@ -83,16 +85,18 @@ def test_spans_and_their_f1_by_brute_force():
         hits, n_said, n_meant = (
             sum(counts) for counts in zip(*((len(a & b), len(a), len(b)) for a, b in pairs))
         )
-        found = metrics.span_f1(predicted, wanted)
-        assert found.precision == pytest.approx(hits / n_said if n_said else 0)
-        assert found.recall == pytest.approx(hits / n_meant if n_meant else 0)
-        total = found.precision + found.recall
-        assert found.f1 == pytest.approx(2 * found.precision * found.recall / total if total else 0)
-    assert metrics.span_f1([["O"]], [["O"]]).f1 == 0
+        precision, recall, f1 = (
+            METRICS[name](predicted, wanted) for name in ("span_precision", "span_recall", "span_f1")
+        )
+        assert precision == pytest.approx(hits / n_said if n_said else 0)
+        assert recall == pytest.approx(hits / n_meant if n_meant else 0)
+        total = precision + recall
+        assert f1 == pytest.approx(2 * precision * recall / total if total else 0)
+    assert METRICS["span_f1"]([["O"]], [["O"]]) == 0
 
 
 def test_exact_match_with_several_references():
-    assert metrics.exact_match(["a b", "c", "d "], ["a b", ["x", "c"], ["e", "f"]]) == pytest.approx(2 / 3)
+    assert METRICS["exact"](["a b", "c", "d "], ["a b", ["x", "c"], ["e", "f"]]) == pytest.approx(2 / 3)
 
 
 @functools.cache
@@ -117,11 +121,11 @@ def test_edit_distance_is_the_recursive_definition():
 
 
 def test_error_rates():
-    assert metrics.word_error_rate(["the cat sat"], ["the cat sat down"]) == pytest.approx(1 / 4)
-    assert metrics.word_error_rate(["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx(
+    assert METRICS["word_error"](["the cat sat"], ["the cat sat down"]) == pytest.approx(1 / 4)
+    assert METRICS["word_error"](["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx(
         (1 + 1) / (3 + 2)
     )  # the better reference
-    assert metrics.token_error_rate([[1, 2, 3]], [[[1, 3], [9]]]) == pytest.approx(1 / 2)
+    assert METRICS["token_error"]([[1, 2, 3]], [[[1, 3], [9]]]) == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -134,29 +138,30 @@ def test_bleu_and_chrf_are_sacrebleus(several):
     streams = (
         [REFERENCES, ["the dog" if place % 2 else None for place in range(5)]] if several else [REFERENCES]
     )
-    bleu, chrf = metrics.bleu(HYPOTHESES, references), metrics.chrf(HYPOTHESES, references)
+    bleu, chrf = (METRICS[name].measure(HYPOTHESES, references) for name in ("bleu", "chrf"))
     assert (
-        bleu.score == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, streams).score) and 5 < bleu.score < 95
+        bleu.value == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, streams).score) and 5 < bleu.value < 95
     )
-    assert chrf.score == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, streams).score)
+    assert chrf.value == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, streams).score)
     assert (
         "tok:13a" in bleu.signature
         and f"version:{sacrebleu.__version__}" in bleu.signature
         and "nc:6" in chrf.signature
     )
-    assert metrics.bleu_of(metrics.bleu_counts(HYPOTHESES, references).sum(0)) == pytest.approx(bleu.score)
+    assert METRICS["bleu"](HYPOTHESES, references) == bleu.value
+    assert bleu.interval[0] < bleu.value < bleu.interval[1]
 
 
 def test_without_sacrebleu_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'clearhead\[train\]'"):
-        metrics.bleu(["a"], ["a"])
+        METRICS["bleu"](["a"], ["a"])
 
 
 def test_perplexity():
     assert metrics.perplexity(10 * math.log(7), 10) == pytest.approx(7)
     assert metrics.perplexity(1e9, 1) == math.inf
-    assert metrics.perplexity_of(np.array([3 * math.log(2), 3])) == pytest.approx(2)
+    assert metrics.perplexity(3 * math.log(2), 3) == pytest.approx(2)
 
 
 def test_bootstrap_of_a_share_is_the_binomial_interval():
@@ -174,7 +179,8 @@ def test_bootstrap_of_a_share_is_the_binomial_interval():
 
 def test_bootstrap_of_f1_is_that_of_sets_drawn_anew():
     predicted, wanted = drawn(60, 3, 1), drawn(60, 3, 2)
-    found = bootstrap(metrics.class_counts(predicted, wanted), metrics.macro_f1_of, seed=3, resamples=200)
+    counts, macro = metrics.class_numbers(predicted, wanted), METRICS["macro_f1"]
+    found = bootstrap(counts, macro.of, seed=3, resamples=200, total=macro.total)
     generator, figures = np.random.default_rng(3), []
     for _ in range(200):
         rows = generator.integers(60, size=60)
@@ -191,13 +197,13 @@ def test_bootstrap_of_f1_is_that_of_sets_drawn_anew():
 
 def test_nothing_to_measure_and_counts_that_differ():
     with pytest.raises(InputError, match="no examples"):
-        metrics.accuracy([], [])
+        METRICS["accuracy"]([], [])
     with pytest.raises(InputError, match="no examples"):
         bootstrap([], metrics.ratio_of)
     with pytest.raises(InputError, match="2 predictions and 1"):
-        metrics.macro_f1([1, 2], [1])
+        METRICS["macro_f1"]([1, 2], [1])
     with pytest.raises(InputError, match="2 tags and 1"):
-        metrics.span_f1([["O", "O"]], [["O"]])
+        METRICS["span_f1"]([["O", "O"]], [["O"]])
 
 
 @pytest.mark.parametrize(
@@ -212,3 +218,27 @@ def test_nothing_to_measure_and_counts_that_differ():
 def test_articles_are_left_aside_as_squads_own_script_does(said, meant, f1):
     """Its rule is a boundary of words, which a typographic quotation mark is too."""
     assert answer_counts([said], [meant])[0].tolist() == [float(f1 == 1), pytest.approx(f1), 1]
+
+
+def correlation(sums: np.ndarray) -> float:
+    """Pearson's r from n and the sums of x, y, x², y² and x·y."""
+    n, x, y, xx, yy, xy = sums
+    return float((n * xy - x * y) / math.sqrt((n * xx - x * x) * (n * yy - y * y)))
+
+
+def test_a_new_metric_is_two_small_functions():
+    """Pearson's correlation of numbers, which no metric that comes along is like: value and interval follow."""
+    pearson = Metric(
+        lambda said, meant: np.array([(1, a, b, a * a, b * b, a * b) for a, b in zip(said, meant)]),
+        correlation,
+    )
+    random_ = np.random.default_rng(0)
+    wanted = random_.normal(size=80)
+    predicted = wanted + random_.normal(size=80)
+    found = pearson.measure(predicted, wanted, seed=3)
+    assert found.value == pytest.approx(np.corrcoef(predicted, wanted)[0, 1])
+    draws, values = np.random.default_rng(3), []
+    for _ in range(1000):
+        rows = draws.integers(80, size=80)
+        values.append(np.corrcoef(predicted[rows], wanted[rows])[0, 1])
+    assert found.interval == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.training.events import Said
+from clearhead.training.events import Note
 from clearhead.training.log import read_log
 from clearhead.training.recipe import read_recipe
 
@@ -63,7 +63,7 @@ def test_the_task_decides_the_head_of_a_base(place, tmp_path, setting):
         on_event=events.append,
     )
     assert (done.model.config.head, done.model.labels) == ("classifier", ("no", "yes"))
-    assert any("by the data" in event.line for event in events if isinstance(event, Said))
+    assert any("by the data" in event.line for event in events if isinstance(event, Note))
 
 
 @pytest.mark.ledger("H9")
@@ -122,7 +122,7 @@ def test_an_epoch_is_a_pass_however_many_batches_make_a_step(place, tmp_path, si
     rows = next(
         int(event.line.split()[0])
         for event in events
-        if isinstance(event, Said) and "to train on" in event.line
+        if isinstance(event, Note) and "to train on" in event.line
     )
     batches = -(-rows // size)
     assert done.step == round(8 * batches / accumulate)
@@ -160,7 +160,7 @@ def test_a_recipe_that_was_changed_is_not_gone_on_with(place, tmp_path, key, old
         text.replace(f"\n{key} = {old}", f"\n{key} = {new}").replace("\nsteps = 2", "\nsteps = 4")
     )
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
-    with pytest.raises(ch.CheckpointError, match=f"train.{key} is another than when .* put it back"):
+    with pytest.raises(ch.CheckpointError, match=f"train.{key} has changed since .* began: put it back"):
         ch.train(resume=run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
@@ -173,7 +173,7 @@ def test_the_first_stage_learns_all_layers_alike_and_its_tokens_are_those_asked_
     recipes = [read_recipe(tmp_path / "run" / name) for name in ("pretrain/train.toml", "train.toml")]
     assert [recipe.train.layer_decay for recipe in recipes] == [1.0, 0.5]
     assert recipes[0].tokens.kind == "char"
-    assert not any("no effect" in event.line for event in events if isinstance(event, Said))
+    assert not any("no effect" in event.line for event in events if isinstance(event, Note))
 
 
 @pytest.mark.parametrize("base", ["", "bart"])

@@ -10,7 +10,7 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.fast.prepare import prepared
-from clearhead.training.lora import LoraLinear, add_lora, lora_state, merge, merged, unmerge
+from clearhead.training.lora import LoraLinear, add_lora, merge, merged, unmerge
 from clearhead.training.optim import make_optimizer
 from clearhead.training.plan import TrainPlan
 from tests.harness import build, config, some_ids, worst
@@ -32,6 +32,14 @@ def updated(changes: dict, targets: tuple[str, ...], rank: int = 3) -> tuple[ch.
         for name, tensor in lora_state(model).items():
             tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return plain, model
+
+
+def lora_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The update matrices alone, by name."""
+    updated = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    return {
+        f"{name}.{end}": getattr(part, end).detach() for name, part in updated.items() for end in ("a", "b")
+    }
 
 
 def inputs(model: ch.Transformer) -> dict:

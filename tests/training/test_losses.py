@@ -113,7 +113,7 @@ def test_pieces_without_gradients(monkeypatch):
         loss, count = batch_loss(model, batch, 0.1, 4)
         assert worst(loss / count, all_at_once(model, batch, 0.1) / count) < 1e-6
     assert 2**25 < default_chunk(50_000, torch.device("cpu")) * 50_000 * 4 <= 2**26  # bytes
-    monkeypatch.setattr(losses, "PIECE", 3 * V)
+    monkeypatch.setattr(losses, "CPU_LOGITS", 3 * V)
     rows = []
     model.head.register_forward_hook(lambda module, given, out: rows.append(out.shape[0]))
     batch_loss(model, batch)

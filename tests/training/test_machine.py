@@ -133,4 +133,6 @@ def test_projections_with_low_rank_updates_are_not_joined():
 
 def test_nothing_is_done_for_a_gpu_on_a_cpu():
     cpu, plan = torch.device("cpu"), TrainPlan(steps=10**6)
-    assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext and not pays(TASKS["lm"], DataPlan(), plan, cpu)
+    assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext and not pays(
+        TASKS["lm"], DataPlan(), plan, cpu
+    )

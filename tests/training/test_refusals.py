@@ -15,6 +15,7 @@ from clearhead.api import Model
 from clearhead.batches.batch import Batch
 from clearhead.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
+from clearhead.evaluation.evaluate import data_plan
 from clearhead.tasks.table import TASKS
 from clearhead.training.build import base_of, build
 from clearhead.training.losses import batch_loss
@@ -119,6 +120,73 @@ def test_the_size_of_a_batch_that_was_set_last_counts():
     both = ["data.batch_size=2", "data.batch_tokens=50"]
     assert read_recipe("original-transformer", both).data.batch_tokens == 50
     assert read_recipe("original-transformer", both[::-1]).data.batch_tokens is None
+
+
+def test_settings_are_a_dictionary_or_strings():
+    table = {
+        "train.steps": 30,
+        "train.betas": (0.9, 0.98),
+        "train.compile": False,
+        "train.freeze": ["head.*"],
+        "data.columns": {"text": "review"},
+        "model.base": Path("my-model"),
+        "model.d_model": 16,
+        "train.lr": 1,
+    }
+    strings = [
+        "train.steps=30",
+        "train.betas=0.9,0.98",
+        "train.compile=false",
+        "train.freeze=head.*",
+        'data.columns={text = "review"}',
+        "model.base=my-model",
+        "model.d_model=16",
+        "train.lr=1",
+    ]
+    assert read_recipe(None, table) == read_recipe(None, strings)
+    assert read_recipe("original-transformer", {"data.batch_size": 2}).data.batch_tokens is None
+    changed = read_recipe(read_recipe(None, {"train.epochs": 2.0, "train.seed": 5}), {"train.steps": 7})
+    assert (changed.train.steps, changed.train.epochs, changed.train.seed) == (7, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"train.stepz": 3}, 'unknown [train] key "stepz" (did you mean "steps"?)'),
+        ({"trane.steps": 3}, 'unknown section "trane" (did you mean "train"?)'),
+        ({"model.d_modl": 3}, 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
+        ({"train.steps": "30"}, "steps '30' is not allowed: it must be a whole number"),
+        ({"train.steps": 30.0}, "steps 30.0 is not allowed"),
+        ({"train.freeze": "head.*"}, "freeze 'head.*' is not allowed: it must be a list of text"),
+        ({"train.steps": 0}, "steps 0 must be 1 or more"),
+        ({"steps": 3}, 'setting "steps" is not understood: write section.key=value'),
+        ({5: 3}, 'setting "5" is not understood'),
+    ],
+)
+def test_a_wrong_setting_of_a_dictionary_is_one_line(settings, line):
+    with pytest.raises(ClearheadError) as caught:
+        read_recipe(None, settings)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_train_and_evaluate_take_a_dictionary(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    size = {"model.d_model": 16, "model.n_layers": 1, "model.n_heads": 2, "model.max_positions": 16}
+    run = {"train.steps": 2, "train.samples": 0, "data.batch_size": 4}
+    done = ch.train(tmp_path / "text.txt", out=tmp_path / "run", settings={**size, **run})
+    assert done.step == 2 and done.model.config.d_model == 16
+    again = ch.train(
+        tmp_path / "text.txt",
+        recipe=ch.read_recipe(done.folder / "train.toml"),
+        out=tmp_path / "again",
+        settings={"train.steps": 1},
+    )
+    assert again.step == 1 and again.model.config.d_model == 16
+    plan = data_plan(done.folder, [tmp_path / "text.txt"], settings={"data.max_length": 8})
+    assert plan == data_plan(done.folder, [tmp_path / "text.txt"], settings=["data.max_length=8"])
+    assert plan.max_length == 8 and ch.evaluate(done.model, tmp_path / "text.txt", plan).metrics["loss"] > 0
+    with pytest.raises(InputError, match="leave data, recipe, settings, out and overwrite out"):
+        ch.train(resume=done.folder, settings={"train.steps": 4})
 
 
 def test_a_section_that_is_a_value_is_named(tmp_path):

@@ -160,11 +160,10 @@ class TagBatches(Bucketed):
 
 
 class AnswerBatches(Bucketed):
-    """A question and a window of its context, framed; the targets are the answer's first and last token, or 0
-    and 0.
+    """A question and a window of its context, framed; the targets are the answer's first and last token.
 
-    A long context makes several windows, which overlap by the plan's stride. `numbers` of a batch are those
-    of windows; `found` says what they mean.
+    Both are 0 where the window has no answer. A long context makes several windows, which overlap by the
+    plan's stride. `numbers` of a batch are those of windows; `found` says what they mean.
     """
 
     example: Ints
@@ -214,10 +213,9 @@ class AnswerBatches(Bucketed):
         return Batch(tensor(ids), tensor(self.targets[numbers]), numbers=tensor(numbers), **more)
 
     def found(self, window: int, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
-        """Return the example of a window, and the characters of its context from token `first` to `last` of
-        the row.
+        """Return the example of a window, and the characters of its context under some tokens of the row.
 
-        None stands for tokens that are not in the context.
+        The tokens go from `first` to `last`. None stands for tokens that are not in the context.
         """
         example, begin = int(self.example[window]), int(self.text_begin[window])
         if not begin <= first <= last < begin + int(self.count[window]):

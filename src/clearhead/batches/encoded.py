@@ -127,9 +127,7 @@ def _encode(rows: Any, batching: Batching, encoder: Encoder, files: _Files, key:
 
 
 def _images(task: str, train: Images, images: Images) -> Encoded:
-    """Return pictures as they are, with the mean and deviation of each channel of the training side, scaled
-    to 0-1.
-    """
+    """Return pictures as they are, with mean and deviation of each channel of the training side."""
     levels = np.arange(256) / 255
     channels = np.moveaxis(train.pixels, -1, 0).reshape(train.pixels.shape[-1], -1)
     counts = np.stack([np.bincount(channel, minlength=256) for channel in channels])

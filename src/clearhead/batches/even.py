@@ -70,8 +70,10 @@ class TextWindows(EvenRows):
     Training: the windows of an epoch lie side by side from a random offset below one window, in random order.
     So every token is a target about once an epoch: those before the offset not at all, and those under the
     last window, which is moved back to end with the text, perhaps twice. Windows drawn with replacement would
-    miss more than a third. Validation: side by side from the first token on. Every token but the first is a
-    target once. The last row is padded.
+    miss more than a third.
+
+    Validation: side by side from the first token on. Every token but the first is a target once. The last row
+    is padded.
     """
 
     overlap = 1  # tokens that a window shares with the next
@@ -218,11 +220,10 @@ class NoisyWindows(TextWindows):
 
 
 class PackedDocuments(EvenRows):
-    """Whole documents packed into rows of T tokens, none of which sees another; longer ones are cut into
-    windows.
+    """Whole documents packed into rows of T tokens, none of which sees another.
 
-    Each document begins with the bos token, so that its first token is a target too. No target crosses
-    documents.
+    Longer ones are cut into windows. Each document begins with the bos token, so that its first token is a
+    target too. No target crosses documents.
     """
 
     def __init__(self, setting: Setting) -> None:

@@ -48,10 +48,10 @@ def erase(pixels: Pixels, random: np.random.Generator) -> Pixels:
 
 
 def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) -> tuple[Pixels, Pixels]:
-    """Paste a rectangle of another picture over half of them, each side a fifth to nine tenths of the
-    picture's.
+    """Paste a rectangle of another picture over half of the pictures.
 
-    Labels [B] become shares of classes [B, K]: the class of the pasted picture gets the share that it covers.
+    Each side is a fifth to nine tenths of the picture's. Labels [B] become shares of classes [B, K]: the
+    class of the pasted picture gets the share that it covers.
     """
     n = len(pixels)
     other = random.permutation(n)
@@ -64,10 +64,7 @@ def mix(pixels: Pixels, labels: NDArray[np.int64], random: np.random.Generator) 
 
 
 def _rectangles(pixels: Pixels, largest: float, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Return a rectangle in each picture, each side a fifth to `largest` of the picture's.
-
-    B H W, True inside.
-    """
+    """Return a rectangle in each picture, [B, H, W], True inside; sides are 0.2 to `largest` of its own."""
     n, _, height, width = pixels.shape
 
     def stretch(size: int) -> NDArray[np.bool_]:

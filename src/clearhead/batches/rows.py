@@ -128,8 +128,9 @@ class Buckets:
         return len(self.cuts) - 1
 
     def order(self, random: np.random.Generator | None) -> tuple[Ints, Ints]:
-        """Return the examples in the order of their batches, and the order of the batches, shuffled by
-        `random`.
+        """Return the examples in the order of their batches, and the order of the batches.
+
+        Both are shuffled by `random`, where it is given.
         """
         if random is None:
             return np.argsort(self.class_of, kind="stable"), np.arange(len(self))

@@ -150,7 +150,7 @@ class Watcher:
         from clearhead.training import events
 
         match event:
-            case events.Said(line):
+            case events.Note(line):
                 self.say(line)
             case events.Started():
                 all_trained = event.trainable == event.parameters

@@ -102,8 +102,7 @@ def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool
 
 
 def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Return True if a column holds labels that all repeat, except its first cell, and the first text is
-    unlike the rest.
+    """Return True if a column of repeated labels has another first cell, beside an unusual first text.
 
     A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
     half as long as usual.

@@ -106,10 +106,7 @@ def find_source(
 
 
 def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["binary"]:
-    """Return the format of a file by its name, else by its first bytes.
-
-    `wanted` text speaks for plain text.
-    """
+    """Return the format of a file by its name, else by its first bytes; plain text where text is `wanted`."""
     name = bare(path).name.lower()
     suffix = Path(name).suffix
     if IDX.fullmatch(name):
@@ -171,10 +168,7 @@ def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
 
 
 def way_of(files: Sequence[Path]) -> dict[str, str]:
-    """Return the languages of two parallel files by their names, such as source en, target de.
-
-    {} for other files.
-    """
+    """Return the languages of two parallel files by their names, {source: en, target: de}, or {}."""
     names = [bare(path) for path in files]
     ends = [name.suffix for name in names]
     if len(names) != 2 or ends[0] == ends[1] or names[0].stem != names[1].stem:
@@ -184,9 +178,7 @@ def way_of(files: Sequence[Path]) -> dict[str, str]:
 
 @listing()
 def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
-    """Return the languages of two example files if `files`, or the names that begin with it, are in the same
-    ones.
-    """
+    """Return the languages of two example files, if `files` or files that begin so are in the same ones."""
     way = way_of(example)
     there = _languages(files[0]) if len(files) == 1 and not files[0].exists() else way_of(files).values()
     return way if set(way.values()) <= set(there) else {}

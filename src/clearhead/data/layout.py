@@ -83,9 +83,7 @@ class Layout:
                 yield record
 
     def unlike(self, path: Path) -> bool:
-        """Return True if a table surely has no header where the first has one, or has one where the first has
-        none.
-        """
+        """Return True if a table surely differs from the first in having a header, or in having none."""
         if not self.names:
             return False
         rows = _sample(path, self.format, 1 if self.header else SAMPLE)

@@ -51,9 +51,7 @@ Parts = tuple[Pictures, Pictures | None, list[str]]
 
 
 def read_pictures(source: Source, limit: int | None) -> Parts:
-    """Read pictures -> those to train on, those to validate on if the files hold such a part, and notes on
-    guesses.
-    """
+    """Return pictures to train on, those to validate on where the files have such a part, and notes."""
     readers = {"folders": _read_folders, "idx": _read_idx, "npz": _read_npz}
     return readers[source.format](source.files, limit)
 

@@ -127,9 +127,7 @@ def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ())
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield the objects of a JSONL file, or of a JSON file with a list of objects or with questions as in
-    SQuAD.
-    """
+    """Yield the objects of JSON lines, of a JSON list, or of questions laid out as in SQuAD."""
     if bare(path).suffix.lower() == ".json":
         text = "".join(read_pieces(path))
         try:

@@ -160,10 +160,7 @@ def _closed(path: Path, now: _Open) -> Sentence:
 
 
 def locate(words: Iterable[str], text: str) -> tuple[Span, ...] | None:
-    """Return the characters of each word in a text made of these words and white space.
-
-    None for another text.
-    """
+    """Return the characters of each word in a text of these words and white space; None for other texts."""
     spans, start = [], 0
     for word in words:
         while start < len(text) and text[start].isspace() and not text.startswith(word, start):

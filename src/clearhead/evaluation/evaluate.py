@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +23,13 @@ from clearhead.errors import InputError
 from clearhead.evaluation.examples import SeenPictures, begun, examples, led, renamed, summed_by
 from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.judgement import Judgement, OnProgress, Options
-from clearhead.evaluation.metrics import Counts, bleu
+from clearhead.evaluation.metrics import Counts, sacrebleu_metric
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.run import fitting
 from clearhead.tasks.spec import TaskSpec
 from clearhead.tasks.table import TASKS, task_named
 from clearhead.training.plan import GeneratePlan
-from clearhead.training.recipe import read_recipe
+from clearhead.training.recipe import Settings, read_recipe
 from clearhead.training.validate import examine
 from clearhead.typed import hints_of
 
@@ -109,7 +109,7 @@ def evaluate(
     plan = dataclasses.replace(plan, task=task, paths=paths, validation=(), **batch_sizes(batch_size))
     corpus, _ = open_examples(plan, split=False)
     options = Options(tokenize, lowercase, generation, on_progress)
-    return _evaluation(loaded, spec, plan, corpus, Figures(seed, said=list(corpus.notes)), options)
+    return _evaluation(loaded, spec, plan, corpus, Figures(seed, notes=list(corpus.notes)), options)
 
 
 def batch_sizes(rows: int | None) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def data_plan(
     folder: Path | None,
     data: Sequence[str | Path] = (),
     recipe: str | Path | None = None,
-    settings: Iterable[str] = (),
+    settings: Settings = (),
 ) -> DataPlan:
     """Return how data is read: by a recipe, else by that of the run in this folder, else by its looks.
 
     `settings` change it. Parallel files are read in the direction of the recipe's.
     """
-    settings = list(settings)
+    settings = settings if isinstance(settings, Mapping) else list(settings)
     if recipe is None and folder is not None:
         places = (
             folder / RECIPE,
@@ -177,7 +177,7 @@ def _check_tokenize(tokenize: str | None) -> None:
     if tokenize is None:
         return
     try:
-        bleu(["a"], ["a"], tokenize)
+        sacrebleu_metric("BLEU", tokenize=tokenize)(["a"], ["a"])
     except ImportError:
         return  # a note says so later, in place of BLEU
     except Exception as error:
@@ -221,7 +221,7 @@ def _evaluation(
 ) -> Evaluation:
     """Measure the loss, then what the task is about."""
     if task.classes:
-        corpus = renamed(corpus, loaded, plan, figures.said)
+        corpus = renamed(corpus, loaded, plan, figures.notes)
     judgement = Judgement(loaded, loaded.class_names, plan, corpus.validation, figures, options)
     rows, places = judgement.rows, dict[tuple[str, ...], int]()
     if task.shape.row is not None and task.shape.row.ASKED:
@@ -231,24 +231,24 @@ def _evaluation(
         judgement.written = judgement.write()
     with tempfile.TemporaryDirectory() as folder:
         batches, judgement.tokens, judgement.unknown = judged_batches(
-            loaded, task.name, plan, corpus, folder, figures.seed, figures.said
+            loaded, task.name, plan, corpus, folder, figures.seed, figures.notes
         )
         losses = _examined(judgement, task, batches)
     if places:
         example = np.arange(len(losses)) if batches.example is None else batches.example
         losses = summed_by(losses, np.array([places[row.asked()] for row in rows])[example], len(places))
-    figures.loss(losses, perplexity=task.objective is None)
+    figures.loss(losses, with_perplexity=task.objective is None)
     outputs = task.figures(judgement)
     found = (figures.metrics, figures.intervals, figures.signatures)
     return Evaluation(
-        task.name, len(losses), int(losses[:, 1].sum()), *found, tuple(figures.said), tuple(outputs)
+        task.name, len(losses), int(losses[:, 1].sum()), *found, tuple(figures.notes), tuple(outputs)
     )
 
 
 def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
-    Keep what the model said of each.
+    What the model said of each row is kept in `judgement`.
     """
     model, seen = judgement.loaded.model, []
     device = next(model.parameters()).device

@@ -78,9 +78,7 @@ def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:
-    """Return the distinct questions with their places, in the order of the data, and all right answers to
-    each.
-    """
+    """Return the distinct questions with their places, and all right answers to each."""
     places: dict[tuple[str, ...], int] = {}
     references: list[list[str]] = []
     for row in rows:

@@ -1,6 +1,6 @@
 """Toy tasks that a Transformer learns from scratch in seconds: copy, reverse, sort, add and majority.
 
-They prove that learning works end to end: a model that is wrong anywhere does not reach 99 % on inputs it never saw.
+They prove that learning works end to end: a model with a fault does not reach 99 % on inputs it never saw.
 Inputs are split by a checksum, so that no held-out input is ever trained on.
 
 Shapes: B batch, S source length, T target length.
@@ -27,64 +27,54 @@ VOCABULARY = [*map(str, range(N_SYMBOLS)), "<", ">", "+"]
 
 
 @dataclass(frozen=True)
-class Task:
-    """`draw` makes a batch: sources [B, S] and what should come out, [B, T] (or [B] for one label)."""
+class Toy:
+    """A toy task: how sources [B, S] are drawn, and what should come out, [B, T] (or [B] for one label)."""
 
     name: str
-    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
-    lengths: str  # in words, for people
+    source: Callable[[int, torch.Generator], Tensor]
+    target: Callable[[Tensor], Tensor]
     labels: int = 0  # 0: sequence to sequence
 
 
-def _digits(n: int, generator: torch.Generator, low: int, high: int, symbols: int = N_SYMBOLS) -> Tensor:
-    length = int(torch.randint(low, high + 1, (), generator=generator))
-    return torch.randint(symbols, (n, length), generator=generator)
+def _digits(n: int, generator: torch.Generator) -> Tensor:
+    """Draw 3 to 6 digits."""
+    length = int(torch.randint(3, 7, (), generator=generator))
+    return torch.randint(N_SYMBOLS, (n, length), generator=generator)
 
 
-def _copy(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 6)
-    return source, source
+def _sums(n: int, generator: torch.Generator) -> Tensor:
+    """Draw two numbers below 100 and a plus, least digit first: a carry travels as one writes."""
+    numbers = torch.randint(100, (2, n), generator=generator)
+    a, b = numbers[..., None] // torch.tensor([1, 10]) % 10
+    return torch.cat([a, torch.full((n, 1), PLUS), b], dim=1)
 
 
-def _reverse(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 6)
-    return source, source.flip(1)
+def _added(source: Tensor) -> Tensor:
+    places = torch.tensor([1, 10, 100])
+    total = (source[:, :2] + source[:, 3:]) @ places[:2]
+    return total[:, None] // places % 10
 
 
-def _sort(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    source = _digits(n, generator, 3, 6)
-    return source, source.sort(1).values
-
-
-def _add(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two numbers of two digits, least digit first, so that a carry travels the way the answer is written."""
-    a, b = torch.randint(100, (2, n), generator=generator)
-    spread = torch.tensor([1, 10, 100])
-    plus = torch.full((n, 1), PLUS)
-    written = [number[:, None] // spread % 10 for number in (a, b, a + b)]
-    return torch.cat([written[0][:, :2], plus, written[1][:, :2]], dim=1), written[2]
-
-
-def _majority(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _bits(n: int, generator: torch.Generator) -> Tensor:
+    """Draw 11 to 19 bits, an odd number of them."""
     half = int(torch.randint(5, 10, (), generator=generator))
-    source = torch.randint(2, (n, 2 * half + 1), generator=generator)
-    return source, (source.sum(1) > half).long()
+    return torch.randint(2, (n, 2 * half + 1), generator=generator)
 
 
 TASKS = {
-    task.name: task
-    for task in (
-        Task("copy", _copy, "3 to 6 digits"),
-        Task("reverse", _reverse, "3 to 6 digits"),
-        Task("sort", _sort, "3 to 6 digits"),
-        Task("add", _add, "two numbers below 100"),
-        Task("majority", _majority, "11 to 19 bits", labels=2),
+    toy.name: toy
+    for toy in (
+        Toy("copy", _digits, lambda source: source),
+        Toy("reverse", _digits, lambda source: source.flip(1)),
+        Toy("sort", _digits, lambda source: source.sort(1).values),
+        Toy("add", _sums, _added),
+        Toy("majority", _bits, lambda source: (2 * source.sum(1) > source.shape[1]).long(), labels=2),
     )
 }
 
 
-def task_named(name: str) -> Task:
-    """The task of this name."""
+def task_named(name: str) -> Toy:
+    """Return the toy task of this name."""
     if name not in TASKS:
         raise ConfigError(
             f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}'
@@ -92,17 +82,18 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-def draw(task: Task, n: int, generator: torch.Generator, held_out: bool) -> tuple[Tensor, Tensor]:
-    """Up to `n` examples from one side of the split; a tenth of all inputs is held out, by checksum."""
-    source, target = task.draw(n * 12 if held_out else n + n // 4, generator)
+def draw(task: Toy, n: int, generator: torch.Generator, held_out: bool) -> tuple[Tensor, Tensor]:
+    """Draw up to `n` examples from one side of the split; a tenth of all inputs is held out, by checksum."""
+    source = task.source(n * 12 if held_out else n + n // 4, generator)
     powers = torch.tensor([pow(31, place, 1_000_003) for place in range(source.shape[1])])
     chosen = ((source + 1) * powers).sum(1) % 1_000_003 % 10 == 0
     keep = chosen if held_out else ~chosen
-    return source[keep][:n], target[keep][:n]
+    source = source[keep][:n]
+    return source, task.target(source)
 
 
-def toy_config(task: Task, family: Family) -> ModelConfig:
-    """A model large enough for the task and no larger."""
+def toy_config(task: Toy, family: Family) -> ModelConfig:
+    """Return the config of a model just large enough for the task."""
     if (family == "encoder") != bool(task.labels):
         fitting = "encoder" if task.labels else "decoder or encoder-decoder"
         raise ConfigError(f"the toy task {task.name} is for family {fitting}, not {family}")
@@ -121,8 +112,8 @@ def toy_config(task: Task, family: Family) -> ModelConfig:
     )
 
 
-def loss_of(model: Transformer, task: Task, source: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy of the answer, given the question."""
+def loss_of(model: Transformer, task: Toy, source: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the answer, given the question."""
     if task.labels:
         return nnf.cross_entropy(model(source).logits, target)
     fed, wanted = frame(target)
@@ -134,13 +125,13 @@ def loss_of(model: Transformer, task: Task, source: Tensor, target: Tensor) -> T
 
 
 def frame(target: Tensor) -> tuple[Tensor, Tensor]:
-    """What the decoder is fed, `<` and the target, and what it should say, the target and `>`: [B, T + 1] twice."""
+    """Return the decoder's input, `<` and the target, and what is wanted, the target and `>`: [B, T + 1]."""
     edge = torch.full((target.shape[0], 1), BEGIN)
     return torch.cat([edge, target], dim=1), torch.cat([target, torch.full_like(edge, END)], dim=1)
 
 
-def answer(model: Transformer, task: Task, source: Tensor, length: int) -> Tensor:
-    """What the model says: labels [B], or ids [B, length] with `>` at the end."""
+def answer(model: Transformer, task: Toy, source: Tensor, length: int) -> Tensor:
+    """Return the model's answer: labels [B], or ids [B, length] with `>` at the end."""
     if task.labels:
         with torch.inference_mode():
             out: Output = model(source)
@@ -152,23 +143,22 @@ def answer(model: Transformer, task: Task, source: Tensor, length: int) -> Tenso
 
 
 def accuracy(
-    model: Transformer, task: Task, generator: torch.Generator, batches: int = 8, n: int = 64
+    model: Transformer, task: Toy, generator: torch.Generator, batches: int = 8, n: int = 64
 ) -> float:
-    """Share of held-out inputs answered exactly."""
+    """Return the share of held-out inputs answered exactly."""
     model.eval()
     right, total = 0, 0
     for _ in range(batches):
         source, target = draw(task, n, generator, held_out=True)
         wanted = target if task.labels else frame(target)[1]
-        said = answer(model, task, source, wanted.shape[-1])
-        hits = (said == wanted) if task.labels else (said == wanted).all(1)
+        hits = (answer(model, task, source, wanted.shape[-1]) == wanted).view(len(wanted), -1).all(1)
         right, total = right + int(hits.sum()), total + len(hits)
     return right / max(total, 1)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands: handed to `on_step` at each evaluation."""
+    """The figures of one evaluation during training."""
 
     step: int
     loss: float
@@ -179,14 +169,9 @@ class Progress:
 class Learned:
     """A trained toy model and how it got there."""
 
-    task: Task
+    task: Toy
     model: Transformer
     history: tuple[Progress, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Exact match on held-out inputs at the end."""
-        return self.history[-1].accuracy
 
 
 def learn(
@@ -197,7 +182,6 @@ def learn(
     seed: int = 0,
     every: int = 100,
     enough: float = 0.998,
-    on_step: Callable[[Progress], None] = lambda progress: None,
 ) -> Learned:
     """Train from scratch until `enough` of the held-out inputs come out exactly, or `steps` are done."""
     task = task_named(name)
@@ -221,7 +205,6 @@ def learn(
         schedule.step()
         if step % every == 0 or step == steps:
             history.append(Progress(step, float(loss.detach()), accuracy(model, task, trial)))
-            on_step(history[-1])
             if history[-1].accuracy >= enough:
                 break
     model.eval()

@@ -38,9 +38,9 @@ def uses_of(head: HeadName) -> str:
     return f"{', '.join(uses)} and embed" if uses else "embed"
 
 
-def head_for(use: str) -> HeadName:
-    """Return the head that a use needs."""
-    return next(head for head, uses in USES.items() if use in uses)
+def head_for(use: str) -> HeadName | None:
+    """Return the head that a use needs; None where any will do."""
+    return next((head for head, uses in USES.items() if use in uses), None)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ KINDS: dict[TokenKind, Callable[[Order], Tokenizer]] = {
 
 
 def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:
-    """Pieces by score, as many as there is room for, made equal from run to run.
+    """Return pieces by score, as many as there is room for, equal from run to run.
 
     Letters that the trainer dropped and must have again get the lowest score plus a ten-thousandth for each,
     in no fixed order: all of them get the lowest score itself.

@@ -15,10 +15,7 @@ PARTS = re.compile(r"\s+|\S+")
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text of files, in pieces that end before white space where they can.
-
-    May be read again and again.
-    """
+    """The text of files, in pieces that end before white space if possible; may be read again and again."""
 
     paths: tuple[Path, ...]
 

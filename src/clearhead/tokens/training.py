@@ -63,8 +63,7 @@ DENOISER = replace(TRANSLATOR, sentinels=SENTINELS)
 
 
 def choose(plan: TokensPlan, specials: SpecialTokens, size: int) -> tuple[TokensPlan, str]:
-    """Fill in kind and vocab_size for `size` bytes of text -> the plan, and a note that says what was chosen
-    and why.
+    """Fill in kind and vocab_size for `size` bytes of text -> the plan, and a note on the choice.
 
     `vocab_size` stays None for characters and bytes, whose number is given.
     """

@@ -1,36 +1,38 @@
-"""What happens in a run, as data: whoever calls `train` decides what to show of it."""
+"""The events of a training run, as data: the caller of `train` decides which of them to show."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
+
+Reason: TypeAlias = Literal["done", "patience", "stopped"]  # why a run ended
 
 
 @dataclass(frozen=True)
-class Said:
-    """Something that was guessed, chosen or fallen back to."""
+class Note:
+    """A guess, a choice or a fallback, in a sentence."""
 
     line: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """The first step is about to be taken."""
+    """The run is ready for its first step."""
 
     folder: Path
     task: str
     parameters: int
     trainable: int
     steps: int
-    step: int  # already taken
+    step: int  # taken before, where the run is resumed
     device: str
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """Some steps have been taken; the figures are those of the last one, the speed is that since the last report."""
+    """Steps were taken: figures of the last one, and the speed since the last report."""
 
     step: int
     steps: int
@@ -39,14 +41,14 @@ class Stepped:
     norm: float  # of the gradient, before clipping
     tokens_per_second: float
     seconds: float  # since the first step
-    left: float  # seconds, by the speed so far
-    memory: int  # bytes, at most so far: of the device, or resident
+    left: float  # seconds to the end, by the speed so far
+    memory: int  # the most bytes used so far: on the device, or resident
     mfu: float | None = None  # share of the device's peak, where that is known
 
 
 @dataclass(frozen=True)
 class Validated:
-    """The whole validation set has been judged."""
+    """The model was validated on the whole validation set."""
 
     step: int
     metrics: dict[str, float]
@@ -56,7 +58,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint has been written."""
+    """A checkpoint was written."""
 
     step: int
     folder: Path
@@ -64,14 +66,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over, or was asked to stop."""
+    """The run ended, or was asked to stop."""
 
     folder: Path
     step: int
     seconds: float
-    metrics: dict[str, Any] = field(default_factory=dict)
-    reason: str = "done"  # done, patience or stopped
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: Reason = "done"
 
 
-Event: TypeAlias = Said | Started | Stepped | Validated | Saved | Finished
+Said = Note  # the name of `Note` until version 0.1; it stays for one release
+Event: TypeAlias = Note | Started | Stepped | Validated | Saved | Finished
 OnEvent = Callable[[Event], None]

@@ -1,74 +1,76 @@
-"""What a run leaves behind for later reading: log.jsonl, loss.png, and TensorBoard where asked."""
+"""The logs of a run: log.jsonl, loss.png, and TensorBoard where it is asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from clearhead.errors import CheckpointError, MissingExtraError
-from clearhead.training.events import Event, Finished, Stepped, Validated
+from clearhead.training.events import Event, Finished, OnEvent, Stepped, Validated
 
 LOG, CURVE = "log.jsonl", "loss.png"
+CURVES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # kind of event, label, style
+    ("stepped", "training batch", {"color": "0.7", "linewidth": 1}),
+    ("validated", "validation", {"color": "C0"}),
+)
 
 
-class Log:
-    """Writes events as they come; a resumed run goes on where its checkpoint stands."""
+@contextmanager
+def open_log(folder: Path, step: int, tensorboard: bool = False) -> Iterator[OnEvent]:
+    """Yield a function that writes events; lines after `step`, where a run is resumed, are removed first."""
+    path = folder / LOG
+    kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
+    with _reporting(path):
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        file = path.open("a", encoding="utf-8")
+    board = _tensorboard(folder) if tensorboard else None
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
-        self.folder, self.path = folder, folder / LOG
-        kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
-        try:
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            self.file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from None
-        self.board = _tensorboard(folder) if tensorboard else None
-
-    def write(self, event: Event) -> None:
-        """Steps, validations and the end are kept."""
+    def write(event: Event) -> None:
+        """Write steps, validations and the end; other events are not logged."""
         if not isinstance(event, Stepped | Validated | Finished):
             return
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
-        try:
-            self.file.write(json.dumps(_finite(line), default=str) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from None
-        if isinstance(event, Validated | Finished):
-            draw(self.folder)
-        if self.board is not None:
-            values = (
-                event.metrics
-                if not isinstance(event, Stepped)
-                else {"rate": event.rate, "norm": event.norm, "train": event.loss}
-            )
+        with _reporting(path):
+            file.write(json.dumps(_finite(line), default=str) + "\n")
+            file.flush()
+        if isinstance(event, Stepped):
+            values = {"rate": event.rate, "norm": event.norm, "train": event.loss}
+        else:
+            values = event.metrics
+            draw(folder)
+        if board is not None:
             for name, value in values.items():
-                self.board.add_scalar(name, value, event.step)
+                board.add_scalar(name, value, event.step)
 
-    def __enter__(self) -> Log:
-        return self
+    with file, closing(board) if board is not None else nullcontext():
+        yield write
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.file.close()
-        if self.board is not None:
-            self.board.close()
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Report a failed write in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no number that is not finite: null stands for it."""
+    """Replace numbers that are not finite, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of log.jsonl; a last line that was cut short is left out."""
+    """Return the lines of log.jsonl; a last line that was cut short is left out."""
     path = folder / LOG
     if not path.exists():
         return []
@@ -82,41 +84,26 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw(folder: Path) -> None:
-    """loss.png from log.jsonl; without matplotlib there is none."""
+    """Draw loss.png from log.jsonl; without matplotlib, do nothing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
     log = read_log(folder)
-    steps = [line for line in log if line["event"] == "stepped"]
-    judged = [line for line in log if line["event"] == "validated"]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        [line["step"] for line in steps],
-        [_drawn(line["loss"]) for line in steps],
-        color="0.7",
-        linewidth=1,
-        label="training batch",
-    )
-    axes.plot(
-        [line["step"] for line in judged],
-        [_drawn(line["metrics"]["loss"]) for line in judged],
-        color="C0",
-        label="validation",
-    )
+    for kind, label, style in CURVES:
+        lines = [line for line in log if line["event"] == kind]
+        losses = [line["loss"] if kind == "stepped" else line["metrics"]["loss"] for line in lines]
+        values = np.array(
+            losses, dtype=np.float64
+        )  # null, for a loss that was not finite, is a gap in the curve
+        axes.plot([line["step"] for line in lines], values, label=label, **style)
     axes.set(xlabel="step", ylabel="loss per target")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    try:
+    with _reporting(folder / CURVE):
         figure.savefig(folder / CURVE, dpi=120)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder / CURVE}: {error.strerror}") from None
-
-
-def _drawn(value: float | None) -> float:
-    """A gap in the curve where a number was not finite."""
-    return math.nan if value is None else value
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -1,7 +1,7 @@
 """The training loop: every step in order, on one page.
 
-A step's batches, dropout and rate follow from its number alone. So a run that was stopped goes on as if it never had been,
-and nothing random has to be saved.
+Batches, dropout and learning rate of a step depend on its number alone. So a run that was stopped continues
+exactly as if it had not been, and no random state has to be saved.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
@@ -22,7 +23,7 @@ from clearhead.errors import TrainingError
 from clearhead.model.transformer import Transformer
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.averaging import Ema
-from clearhead.training.events import OnEvent, Saved, Stepped, Validated
+from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
 from clearhead.training.faults import diagnose
 from clearhead.training.lora import merged
 from clearhead.training.losses import batch_loss
@@ -44,12 +45,14 @@ from clearhead.training.validate import validate
 
 
 @dataclass
-class Run:
-    """All that a run is made of."""
+class TrainingRun:
+    """Everything a run works with."""
 
     folder: Path
     task: TaskSpec
     plan: TrainPlan  # with nothing left to choose
+    steps: int  # of the whole run
+    metric: str  # that the best checkpoint is chosen by
     loaded: Model  # the model in training, with its tokenizer and labels
     train: Batches
     validation: Batches
@@ -68,96 +71,85 @@ class Run:
         return self.loaded.model
 
     @property
-    def steps(self) -> int:
-        """How many there are in all."""
-        assert self.plan.steps is not None
-        return self.plan.steps
-
-    @property
-    def metric(self) -> str:
-        """What the best checkpoint is chosen by."""
-        assert self.plan.metric is not None
-        return self.plan.metric
-
-    @property
-    def larger(self) -> bool:
-        """Return True if more of the metric is better: of every metric but the loss."""
-        return self.metric != "loss"
-
-    @property
     def patient(self) -> bool:
-        """Has there been progress, or is the lack of it still borne?"""
+        """True while the metric has improved within the last `patience` validations."""
         return self.plan.patience is None or self.state.stale < self.plan.patience
 
+    def best_steps(self, count: int = 1) -> list[int]:
+        """Return the steps of the best validations, the best first."""
+        return self.state.best(self.metric, self.metric != "loss", count)
+
     def batches(self, step: int) -> list[Batch]:
-        """What step number `step`, counted from 1, learns from."""
+        """Return the batches of a step; the first step is 1."""
         first = (step - 1) * self.plan.accumulate
         return [self.train.at(first + place).to(self.device) for place in range(self.plan.accumulate)]
 
+    def seed(self, step: int) -> None:
+        """Seed dropout for a step."""
+        torch.manual_seed(self.plan.seed * 1_000_003 + step)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return rate(self.plan, step, self.steps, self.model.config.d_model)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch, summed over its targets."""
+        smoothing, chunk, objective = self.plan.label_smoothing, self.plan.loss_chunk, self.task.objective
+        with self.precision.autocast(), self.attention():
+            return batch_loss(self.model, batch, smoothing, chunk, objective=objective)[0]
+
     @contextmanager
     def usable(self) -> Iterator[Model]:
-        """The model as it would be used now: averaged and merged, where that is asked for."""
+        """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with averaged, merged(self.model) if self.plan.lora else nullcontext():
             yield replace(self.loaded)
 
 
-def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
-    """Train from where `run.state` stands; why it ended: done, patience or stopped."""
+def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
+    """Train from `run.state` on; return why training ended."""
     plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = run.precision.scaler(state)
-    clock = Clock(run)
-    last: Taken | None = None  # asked for, and not yet known to have gone well
-
-    def settle() -> None:
-        """See that the last step went well, and report it if that is due."""
-        nonlocal last
-        if last is not None:
-            loss, norm = last.numbers(run)
-            if last.step % plan.log_every == 0 or last.step in (1, run.steps):
-                on_event(clock.report(loss, norm))
-        last = None
-
+    meter = Meter(run, on_event)
     model.train()
     upcoming = run.batches(state.step + 1)
     while state.step < run.steps and run.patient:
-        step = state.step + 1
-        torch.manual_seed(plan.seed * 1_000_003 + step)
-        set_rate(optimizer, rate(plan, step, run.steps, model.config.d_model))
-        batches = upcoming
+        step, batches = state.step + 1, upcoming
+        run.seed(step)
+        set_rate(optimizer, run.rate(step))
+
         targets = max(1, sum(batch.n_targets for batch in batches))
         total = torch.zeros((), device=run.device)
         for batch in batches:
-            with run.precision.autocast(), run.attention():
-                loss, _ = batch_loss(
-                    model, batch, plan.label_smoothing, plan.loss_chunk, objective=run.task.objective
-                )
+            loss = run.loss(batch)
             scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if step < run.steps:
-            upcoming = run.batches(step + 1)  # made ready while the device works
-        settle()  # the step before, on a GPU: it is not kept waiting, it has this step's work to do
+            upcoming = run.batches(step + 1)  # prepared while the device works
+        meter.settle()  # on a GPU: reads the step before, while the device works on this one
+
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        last = Taken(step, batches, step_if_finite(optimizer, scaler, total / targets, norm))
+        read = step_if_finite(optimizer, scaler, total / targets, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
-
+        meter.pending = step, batches, read
         if run.device.type != "cuda":
-            settle()
+            meter.settle()
+
         stopping, best = stop(), False
         if due(step, plan.validate_every, run.steps):
-            settle()
-            with clock.paused():
-                judged = judge(run)
-                on_event(judged)
-            best = judged.best or step in state.best(run.metric, run.larger, plan.keep_best)[1:]
+            meter.settle()
+            with meter.paused():
+                validated = validate_run(run)
+                on_event(validated)
+            best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
-            settle()
-            clock.tick()
+            meter.settle()
+            meter.tick()
             save(run, scaler)
             on_event(Saved(step, run.folder))
         if stopping:
@@ -166,27 +158,25 @@ def learn(run: Run, on_event: OnEvent, stop: Callable[[], bool]) -> str:
 
 
 def due(step: int, every: int | None, steps: int) -> bool:
-    """Is it time? The last step always is."""
+    """Return True at every `every`-th step and at the last one."""
     return step == steps or (every is not None and step % every == 0)
 
 
-def judge(run: Run) -> Validated:
-    """Validate, and remember the best."""
+def validate_run(run: TrainingRun) -> Validated:
+    """Validate, and record whether this is the best validation so far."""
     state = run.state
     with run.usable() as usable:
         metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
         samples = run.samples(usable)
     state.validations.append({"step": state.step, **metrics})
-    best = state.best(run.metric, run.larger) == [state.step] and not math.isnan(
-        metrics[run.metric]
-    )
+    best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
     run.model.train()
     return Validated(state.step, metrics, best, samples)
 
 
-def save(run: Run, scaler: Any = None) -> None:
-    """Write a checkpoint, move the links, and remove what need not be kept."""
+def save(run: TrainingRun, scaler: Any = None) -> None:
+    """Write a checkpoint, move the links `last` and `best`, and remove checkpoints no longer needed."""
     state, plan = run.state, run.plan
     if scaler is not None and scaler.is_enabled():
         state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
@@ -198,82 +188,74 @@ def save(run: Run, scaler: Any = None) -> None:
     with run.usable() as usable:
         save_checkpoint(run.folder, usable, tensors, state)
     steps = saved_steps(run.folder)
-    judged = [
-        step for step in state.best(run.metric, run.larger, len(state.validations)) if step in steps
-    ]
-    if judged:
-        point(run.folder, BEST, judged[0])
-    forget(run.folder, {*steps[-plan.keep_last :], *averaged(run), *judged[: plan.keep_best]})
+    best = [step for step in run.best_steps(len(state.validations)) if step in steps]
+    if best:
+        point(run.folder, BEST, best[0])
+    forget(run.folder, {*steps[-plan.keep_last :], *averaged_steps(run), *best[: plan.keep_best]})
 
 
-def averaged(run: Run) -> list[int]:
-    """The steps whose weights make the average: the last of those saved by plan, not because the run was stopped or did well."""
+def averaged_steps(run: TrainingRun) -> list[int]:
+    """Return the steps to average: the last of those saved by `save_every`, not for a stop or a best."""
     regular = [step for step in saved_steps(run.folder) if step and due(step, run.plan.save_every, run.steps)]
     return regular[-run.plan.average :] if run.plan.average else []
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A step that the optimizer has been asked for. It changes nothing where its loss or gradient is not finite."""
+class Meter:
+    """Reads the figures of each step, and measures time and speed; validation does not count."""
 
-    step: int
-    batches: list[Batch]
-    read: Callable[[], list[float]]  # see `step_if_finite`
+    def __init__(self, run: TrainingRun, on_event: OnEvent) -> None:
+        self.run, self.on_event = run, on_event
+        self.pending: tuple[int, list[Batch], Callable[[], list[float]]] | None = None  # a step not yet read
+        self.began = run.state.step, run.state.seconds
+        self.reported = run.state.tokens, run.state.seconds
+        self.ticked = time.perf_counter()
 
-    def numbers(self, run: Run) -> tuple[float, float]:
-        """Its loss and the norm of its gradient; ends the run and says what went wrong, if something did."""
-        loss, norm, verdict = self.read()
+    def settle(self) -> None:
+        """Read the pending step: raise if it was not finite, and report it if a report is due."""
+        if self.pending is None:
+            return
+        run, (step, batches, read) = self.run, self.pending
+        loss, norm, verdict = read()
         if not math.isfinite(verdict):
-            torch.manual_seed(
-                run.plan.seed * 1_000_003 + self.step
-            )  # the weights are still those before the step
-            raise TrainingError(diagnose(run.model, self.batches, self.step, run.precision, run.plan, run.task.objective))
-        return loss, norm
-
-
-class Clock:
-    """Time and speed of a run, validation left out."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.since, self.tokens, self.step = time.perf_counter(), run.state.tokens, run.state.step
-        self.first_step, self.first_seconds = run.state.step, run.state.seconds
-        self.ticked = self.since
+            run.seed(step)  # the optimizer did not step: the weights are still those before it
+            what = diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
+            raise TrainingError(what)
+        if step % run.plan.log_every == 0 or step in (1, run.steps):
+            self.on_event(self.report(loss, norm))
+        self.pending = None
 
     def tick(self) -> None:
-        """Add the time since the last tick to the run's."""
+        """Add the time since the last tick to that of the run."""
         now = time.perf_counter()
         self.run.state.seconds += now - self.ticked
         self.ticked = now
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training."""
+        """Leave the time of a `with` block out."""
         self.tick()
-        start = time.perf_counter()
         yield
-        took = time.perf_counter() - start
-        self.ticked += took
-        self.since += took
+        self.ticked = time.perf_counter()
 
     def report(self, loss: float, norm: float) -> Stepped:
-        """Figures of the last step and the speed since the last report."""
+        """Return the figures of the last step, and the speed since the last report."""
         self.tick()
-        state, plan, now = self.run.state, self.run.plan, time.perf_counter()
-        speed = (state.tokens - self.tokens) / max(now - self.since, 1e-9)
-        self.since, self.tokens = now, state.tokens
-        done = state.step - self.first_step
-        left = (state.seconds - self.first_seconds) / max(done, 1) * (self.run.steps - state.step)
-        peak = self.run.precision.peak
+        run, state = self.run, self.run.state
+        tokens, seconds = self.reported
+        speed = (state.tokens - tokens) / max(state.seconds - seconds, 1e-9)
+        self.reported = state.tokens, state.seconds
+        first_step, first_seconds = self.began
+        per_step = (state.seconds - first_seconds) / max(state.step - first_step, 1)
+        peak = run.precision.peak
         return Stepped(
-            state.step,
-            self.run.steps,
-            loss,
-            rate(plan, state.step, self.run.steps, self.run.model.config.d_model),
-            norm,
-            speed,
-            state.seconds,
-            left,
-            memory(self.run.device),
-            self.run.flops_per_token * speed / peak if peak and self.run.flops_per_token else None,
+            step=state.step,
+            steps=run.steps,
+            loss=loss,
+            rate=run.rate(state.step),
+            norm=norm,
+            tokens_per_second=speed,
+            seconds=state.seconds,
+            left=per_step * (run.steps - state.step),
+            memory=memory(run.device),
+            mfu=run.flops_per_token * speed / peak if peak and run.flops_per_token else None,
         )

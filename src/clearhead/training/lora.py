@@ -15,7 +15,7 @@ from clearhead.model.dtypes import wide
 
 
 class LoraLinear(nn.Module):
-    """A linear layer that stays as it is, and an update of low rank; at first the update is zero."""
+    """A frozen linear layer with a low-rank update, which is zero at first."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -23,19 +23,19 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
-        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # as linear layers begin by default
+        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # the default of linear layers
         self.scale = alpha / rank
 
     @property
     def weight(self) -> Tensor:
-        """The one matrix [out, in] that does the same."""
+        """The merged weight [out, in]."""
         return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
             self.base.weight.dtype
         )
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen layer's own."""
+        """The bias of the frozen layer."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,9 +47,9 @@ class LoraLinear(nn.Module):
 def add_lora(
     model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
 ) -> list[str]:
-    """Freeze `model` and give low-rank updates to the linear layers of its blocks whose last name is in `targets`.
+    """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
 
-    Parameters whose names match a pattern in `also`, such as "head.*" where the head is new, are trained as well.
+    Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
     Returns the names of the layers that were changed.
     """
     layers = {
@@ -61,7 +61,8 @@ def add_lora(
     for target in targets:
         if target not in last_names:
             raise InputError(
-                f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: choose from {", ".join(last_names)}'
+                f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
+                f"choose from {', '.join(last_names)}"
             )
     if not targets:
         raise InputError(f"train.lora_targets is empty: choose from {', '.join(last_names)}")
@@ -69,7 +70,7 @@ def add_lora(
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
     if not 1 <= rank <= largest:
         raise InputError(
-            f"train.lora {rank} is no rank of an update here: choose 1 to {largest}, the narrowest layer it is for"
+            f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width"
         )
     model.requires_grad_(False)
     for name, layer in chosen.items():
@@ -81,9 +82,9 @@ def add_lora(
 
 
 def merge(model: nn.Module) -> dict[str, LoraLinear]:
-    """Put one plain linear layer in the place of each updated one; returns those by name, for `unmerge`.
+    """Replace each updated layer by one plain linear layer; return the updated layers by name, for `unmerge`.
 
-    Modules and parameters then have the names they had before `add_lora`, so that the model saves as any other.
+    Modules and parameters then have the names they had before `add_lora`, so the model saves like any other.
     """
     updated = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
     for name, part in updated.items():
@@ -95,29 +96,19 @@ def merge(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def unmerge(model: nn.Module, updated: Mapping[str, LoraLinear]) -> None:
-    """Undo `merge`, exactly: the frozen layers and their updates come back as they were."""
+    """Undo `merge` exactly: put the frozen layers and their updates back."""
     for name, part in updated.items():
         _replace(model, name, part)
 
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Merge for the length of a `with` block: to save, or to generate."""
+    """Merge the updates within a `with` block: to save, or to generate."""
     updated = merge(model)
     try:
         yield
     finally:
         unmerge(model, updated)
-
-
-def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """The update matrices alone, by name."""
-    updated = [name for name, part in model.named_modules() if isinstance(part, LoraLinear)]
-    return {
-        f"{name}.{end}": getattr(model.get_submodule(name), end).detach()
-        for name in updated
-        for end in ("a", "b")
-    }
 
 
 def _replace(model: nn.Module, name: str, part: nn.Module) -> None:

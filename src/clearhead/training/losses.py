@@ -1,11 +1,11 @@
-"""The loss of a batch: a sum over its targets and their number, whatever the model's head is for.
+"""The loss of a batch, for every head: the sum over its targets, and their number.
 
-Sums, because batches are joined: the caller divides by the number of targets of everything that makes up one
-step, so that a step of several small batches is the same as a step of one large batch.
+The loss is a sum because batches are accumulated: the caller divides by the number of targets of the whole
+step, so that a step of several small batches equals a step of one large batch.
 
-The scores of a large vocabulary are the largest tensor of training. They are made for positions that have a
-target only and, where there are many, for a piece of the positions at a time; the gradient of a piece is
-taken before the next is begun.
+The logits of a large vocabulary are the largest tensor of training. They are computed only for positions that
+have a target and, where there are many, for a chunk of positions at a time. The gradient of a chunk is taken
+before the next chunk begins.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,14 +28,14 @@ from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import InputError
 from clearhead.model.dtypes import wide
 from clearhead.model.experts import balance_loss
-from clearhead.model.heads import Head, LanguageHead
+from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
 
-Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: what the model says, and what is right
+Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
-PIECE = 2**24  # scores that are made at once, at most; on a GPU more, see `default_chunk`
-LARGE = 2**13  # words of a vocabulary from which on a kernel of our own is quicker than the compiler's
+CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chunk`
+LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Objective:
 
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
-    """Return what the model takes of a batch: types are left out where the model has none."""
+    """Return the model's inputs of a batch; token types are left out where the model has none."""
     arguments = batch.arguments()
     if model.config.n_types < 2:
         arguments.pop("types", None)
@@ -61,16 +62,14 @@ def batch_loss(
     balance: float = 0.01,
     objective: Objective | None = None,
 ) -> tuple[Tensor, int]:
-    """The loss summed over the targets of `batch`, and how many they are.
+    """Return the loss summed over the targets of `batch`, and the number of targets.
 
     Args:
         model: compiled or not; the loss of a compiled model is compiled too.
         batch: on the model's device.
-        smoothing: share of each target that is spread evenly over all classes; padding has no part in it.
-        chunk: positions whose scores are made at a time, for lm and mlm; 0: all at once; None: by the
-            vocabulary.
-        balance: weight of the loss that spreads tokens evenly over experts, in training, where the model has
-            them.
+        smoothing: share of each target that is spread evenly over all classes, padding excluded.
+        chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
+        balance: weight of the loss that spreads tokens evenly over experts, in training.
         objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
@@ -84,25 +83,25 @@ def batch_loss(
     if config.n_experts and model.training and balance:
         loss = loss + balance * batch.n_targets * _balance(
             model, batch
-        )  # so that it has its weight in the mean
+        )  # times targets: it is part of the mean
     return loss, batch.n_targets
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
-    """How many positions to score at a time: on a GPU so many that, as float32, they take a sixteenth of its
-    memory.
+    """Return how many positions to score at a time: on a GPU, as float32 logits, a sixteenth of its memory.
 
-    Fewer are slower there: each piece adds to the gradient of the whole table.
+    Fewer are slower there: each chunk adds to the gradient of the whole embedding.
     """
-    scores = torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else PIECE
+    scores = (
+        torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else CPU_LOGITS
+    )
     return max(1, scores // vocab_size)
 
 
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy, summed over targets that are not IGNORE: scores [..., C] and classes [...] -> [].
+    """Return the cross-entropy summed over targets but IGNORE: logits [..., C] and classes [...] -> [].
 
-    Or scores [B, C] and shares of classes [B, K]: classes from K on, which the batch has none of, have no
-    share.
+    Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
     """
     flat = wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
@@ -114,10 +113,9 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of an answer's first and last token: scores [B, T, 2] -> [].
+    """Return the summed cross-entropy of an answer's first and last token: logits [B, T, 2] -> [].
 
-    Only real tokens take part. The two ends of a row count half each, so that a row weighs as much as a label
-    does elsewhere.
+    Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
     """
     targets, mask = batch.targets, batch.mask
     scores = wide(logits).transpose(1, 2)  # B 2 T
@@ -164,52 +162,51 @@ def objective_of(head: str | None) -> Objective:
     """Return the usual objective of a head without a vocabulary."""
     usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
     if head not in usual:
-        raise InputError(
-            f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span'
-        )
+        heads = "lm, mlm, classifier, tagger or span"
+        raise InputError(f'a model with head "{head}" has no loss: train one with {heads}')
     return usual[head]
 
 
 def vocabulary_loss(
     head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
 ) -> Tensor:
-    """Cross-entropy over the vocabulary of hidden states [B, T, D], scored by `head` `chunk` positions at a
-    time -> [].
-    """
+    """Return the cross-entropy of hidden states [B, T, D] over the vocabulary, in chunks -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
     if batch.n_targets < targets.numel():
         asked = (targets != IGNORE).nonzero()[:, 0]
         rows, targets = rows[asked], targets[asked]  # N D, N
-    of_rows = (
-        row_loss if not compiled else quick_row_loss if _has_kernel(head, rows) else _compiled_row_loss()
-    )
-    pieces = -(-rows.shape[0] // chunk) if chunk else 1
-    if pieces <= 1:
-        return of_rows(head, rows, targets, smoothing)
-    size = -(-rows.shape[0] // pieces)  # pieces of about one size
+    of_rows = functools.partial(_row_loss_for(head, rows, compiled), head)
+    chunks = math.ceil(rows.shape[0] / chunk) if chunk else 1
+    if chunks <= 1:
+        return of_rows(rows, targets, smoothing)
+    size = math.ceil(rows.shape[0] / chunks)  # of about equal size
     if not torch.is_grad_enabled():
-        starts = range(0, rows.shape[0], size)
-        return torch.stack(
-            [of_rows(head, rows[at : at + size], targets[at : at + size], smoothing) for at in starts]
-        ).sum()
-    return cast(Tensor, _pieces(head, rows, targets, smoothing, size, of_rows))
+        pairs = zip(torch.split(rows, size), torch.split(targets, size))
+        return torch.stack([of_rows(some, wanted, smoothing) for some, wanted in pairs]).sum()
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    return cast(Tensor, _InChunks.apply(of_rows, smoothing, size, targets, rows, *trained))  # type: ignore[no-untyped-call]
+
+
+def _row_loss_for(head: LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
+    """Choose the plain loss, our own kernel for large vocabularies on a GPU, or the compiled loss."""
+    if not compiled:
+        return row_loss
+    large = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE_VOCABULARY
+    return (
+        quick_row_loss if large and importlib.util.find_spec("triton") is not None else _compiled_row_loss()
+    )
 
 
 def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Score rows [N, D] and sum their cross-entropy with targets [N] -> []."""
+    """Return the summed cross-entropy of rows [N, D] with targets [N] -> []."""
     return summed(head(rows, None), targets, smoothing)
 
 
 def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Compute `row_loss` by a kernel that never holds the scores in float32."""
+    """Return the same by a kernel that never holds the logits in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
     return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
-
-
-def _has_kernel(head: LanguageHead, rows: Tensor) -> bool:
-    fitting = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE
-    return fitting and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -221,15 +218,8 @@ def _is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
-def _pieces(head: Head, rows: Tensor, targets: Tensor, smoothing: float, size: int, of_rows: RowLoss) -> Any:
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    return _InPieces.apply(functools.partial(of_rows, head), smoothing, size, targets, rows, *trained)  # type: ignore[no-untyped-call]
-
-
-class _InPieces(torch.autograd.Function):
-    """A loss whose gradient is taken piece by piece in the forward pass, so that nothing is kept or computed
-    twice.
-    """
+class _InChunks(torch.autograd.Function):
+    """A loss whose gradient is taken chunk by chunk in the forward pass: nothing is kept for later."""
 
     @staticmethod
     def forward(
@@ -249,13 +239,13 @@ class _InPieces(torch.autograd.Function):
             for weight in trained
         ]
         for start in range(0, rows.shape[0], size):
-            piece = slice(start, start + size)
+            chunk = slice(start, start + size)
             with torch.enable_grad():
-                here = rows[piece].detach().requires_grad_()
-                loss = loss_of(here, targets[piece], smoothing)
+                here = rows[chunk].detach().requires_grad_()
+                loss = loss_of(here, targets[chunk], smoothing)
             total += loss.detach()
             with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
-                gradient[piece], *of_weights = torch.autograd.grad(loss, (here, *trained))
+                gradient[chunk], *of_weights = torch.autograd.grad(loss, (here, *trained))
             for so_far, found in zip(sums, of_weights):
                 so_far += found
         ctx.save_for_backward(gradient, *(so_far.to(weight.dtype) for so_far, weight in zip(sums, trained)))
@@ -270,7 +260,7 @@ class _InPieces(torch.autograd.Function):
 
 
 def _balance(model: Transformer, batch: Batch) -> Tensor:
-    """Return the mean of the balance losses of the stacks that have experts."""
+    """Return the mean of the balance losses of the stacks."""
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),

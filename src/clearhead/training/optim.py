@@ -1,4 +1,4 @@
-"""What is trained, at which rate, and by which optimizer."""
+"""The optimizer: which parameters are trained, with which weight decay and learning rate."""
 
 from __future__ import annotations
 
@@ -18,38 +18,31 @@ from clearhead.training.plan import TrainPlan
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
 
-# PyTorch's own default for the first of them, 1e-7, also bounds the mean square of a gradient from below, and those of
-# language models lie beneath it; its square must still be a float32 number, so that a gradient of 0 gives an update of 0.
+# PyTorch's default for the first, 1e-7, also bounds a gradient's mean square from below; language models have
+# smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Stop training the parameters whose names match, `*` for any part; a module's name stands for all of its own."""
-    named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight goes by each of its names
-    frozen = []
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match, with `*` for any part, or that belong to a module so named."""
+    named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
-        found = [
-            name
-            for name in named
-            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-        ]
+        found = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
         if not found:
             modules = [name for name, _ in model.named_modules() if name]
             close = nearest(pattern, [*named, *modules])
-            raise InputError(
-                f'train.freeze "{pattern}" names no parameter{close}: they are called like {next(iter(named))}, with * for any part'
-            )
-        frozen += found
-    for name in frozen:
-        named[name].requires_grad_(False)
-    return frozen
+            such = f"they are called like {next(iter(named))}, with * for any part"
+            raise InputError(f'train.freeze "{pattern}" names no parameter{close}: {such}')
+        for name in found:
+            named[name].requires_grad_(False)
 
 
 def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
-    """The trainable parameters, for an optimizer: each in one group, with its weight decay and its `scale` on the rate.
+    """Return the trainable parameters in groups, each with a weight decay and a `scale` of the learning rate.
 
-    Only matrices decay: not norms, biases and single vectors, nor tables of tokens, types and positions, even where the
-    output layer shares one. With `layer_decay`, the scale falls from the head down to the embedding.
+    Only matrices decay: not norms, biases and vectors, nor embeddings of tokens, types and positions, even
+    where the output layer shares one. With `layer_decay`, the scale falls from the head down to the
+    embedding.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, Any]] = {}
@@ -66,7 +59,7 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
 
 
 def _below_head(model: nn.Module, name: str) -> int:
-    """How many layers a parameter lies below the head of its stack: the last block 1, what is embedded lowest."""
+    """Return how many layers a parameter lies below the head: 1 for the last block."""
     block = BLOCK.match(name)
     if block is not None:
         return _n_blocks(model, block[1]) - int(block[2])
@@ -79,10 +72,10 @@ def _n_blocks(model: nn.Module, prefix: str) -> int:
 
 
 def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> Optimizer:
-    """AdamW, or Adafactor, for what `plan` trains of `model`; parameters named in `plan.freeze` are frozen.
+    """Freeze the parameters named in `plan.freeze`, and return AdamW or Adafactor for the others.
 
-    Adafactor takes rates relative to the size of each weight, keeps a row and a column per matrix in place of two
-    matrices, and has no use for `betas` and `eps`.
+    Adafactor's rate is relative to the size of each weight. It keeps a row and a column per matrix in place
+    of two matrices, and ignores `betas` and `eps`.
     """
     freeze(model, plan.freeze)
     groups = parameter_groups(model, plan)
@@ -92,7 +85,7 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Let the next step use `rate`, times each group's scale."""
+    """Set the learning rate of the next step to `rate`, times each group's scale."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]
 
@@ -100,13 +93,14 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 def step_if_finite(
     optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor
 ) -> Callable[[], list[float]]:
-    """Take a step, unless the loss [] or the gradient's norm [] is not finite.
+    """Take a step, unless the loss [] or the gradient norm [] is not finite.
 
-    On a GPU fused AdamW looks at them by itself, and the device works on. A scaled gradient may be infinite: the scaler
-    then takes no step and scales less.
+    On a GPU, fused AdamW checks them itself, without waiting for the device. A scaled gradient may be
+    infinite: the scaler then skips the step and lowers its scale.
 
-    Returns: what reads loss, norm and a number that is finite where all is well. It waits for this step, not for what the
-        device is asked for after it.
+    Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
+    step, but not
+        for what the device was given after it.
     """
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
     if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):

@@ -1,4 +1,4 @@
-"""Which device trains, and in which numbers: what the hardware is good at, found out rather than assumed."""
+"""Device and precision of training: what the hardware does well, measured rather than assumed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from clearhead.errors import InputError
 from clearhead.training.plan import TrainPlan
+from clearhead.training.state import State
 
-# Products of half-precision numbers per second at best, by a part of the device's name; of two that fit, the first counts.
+# Peak half-precision operations per second, by a part of the device's name; the first that fits counts.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -30,41 +30,34 @@ PEAKS = {
 }
 
 
-HOPELESS = 20  # times as long as in float32: no measurement is that far off
-
-
-class Scale(Protocol):
-    """Where the scale of the loss stands, in a run that is resumed."""
-
-    scale: float | None
-    scale_age: int  # steps since it was last changed
+HOPELESS = 20  # times as slow as float32: beyond any error of measurement
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers that products are computed in; weights stay in float32."""
+    """The dtype that matrix products are computed in; weights stay in float32."""
 
     device: torch.device
     dtype: torch.dtype | None  # of autocast; None: everything in float32
     sentence: str  # for the user, one line
-    peak: float | None = None  # operations per second at best, where that is known
+    peak: float | None = None  # operations per second, where known
 
     @property
     def name(self) -> str:
-        """What a recipe calls it."""
+        """The name in a recipe."""
         return str(self.dtype or torch.float32).removeprefix("torch.")
 
     @property
     def scaled(self) -> bool:
-        """Must the loss be scaled, so that small gradients are not lost?"""
+        """True if the loss must be scaled, so that small gradients do not underflow."""
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which to compute a loss (not its gradient)."""
+        """Return the context in which to compute a loss (not its gradient)."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
 
-    def scaler(self, state: Scale | None = None) -> torch.amp.GradScaler:
-        """What scales losses and unscales gradients, from where `state` stands; where nothing needs it, it hands them through."""
+    def scaler(self, state: State | None = None) -> torch.amp.GradScaler:
+        """Return a gradient scaler that continues from `state`; without float16 it does nothing."""
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.scaled)
         if self.scaled and state is not None and state.scale is not None:
             scaler.load_state_dict(
@@ -74,7 +67,7 @@ class Precision:
 
 
 def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = False) -> Precision:
-    """The precision `plan` asks for, as far as `device` is any good at it; `settled`: that was found out when the run began."""
+    """Choose the precision of `plan`, or float32 if `device` is slow with it; `settled`: measured before."""
     wanted, kind = plan.precision, device.type
     if wanted == "float32" or (wanted == "auto" and kind not in ("cpu", "cuda")):
         return Precision(device, None, f"float32 on {kind}")
@@ -100,14 +93,17 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
 
 @functools.cache
 def cpu_has_bfloat16(allowed: float = 1.0) -> bool:
-    """Does a bfloat16 product on this CPU take no longer than one in float32, or `allowed` times that? Emulated, it is far slower."""
+    """Return True if a bfloat16 product takes at most `allowed` times as long as one in float32 on this CPU.
+
+    Emulated, it is far slower.
+    """
     exact = torch.ones(256, 256)
     rounded = exact.bfloat16()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says at length that it has no kernel
+        warnings.simplefilter("ignore")  # PyTorch warns at length that it has no kernel
         slow = _seconds(rounded)
         if slow > HOPELESS * _seconds(exact):
-            return False  # beyond doubt, and each further try takes long
+            return False  # beyond doubt, and each further measurement takes long
         return min(_seconds(rounded) for _ in range(5)) <= allowed * min(_seconds(exact) for _ in range(5))
 
 
@@ -118,7 +114,7 @@ def _seconds(matrix: torch.Tensor) -> float:
 
 
 def best_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto": a GPU if there is one, else Apple's, else the CPU."""
+    """Return the device called `name`; "auto": a GPU if there is one, else Apple's, else the CPU."""
     present = {
         "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "mps": int(torch.backends.mps.is_available()),

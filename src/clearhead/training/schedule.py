@@ -10,7 +10,7 @@ ORIGINAL_WARMUP = 4000
 
 
 def original_schedule(step: int, d_model: int, warmup: int = ORIGINAL_WARMUP) -> float:
-    """The original Transformer's rate: linear up to step `warmup`, then falling as 1/sqrt(step).
+    """Return the original Transformer's rate: linear up to step `warmup`, then falling as 1/sqrt(step).
 
     d_model^-0.5 · min(step^-0.5, step · warmup^-1.5); the first step is 1, and step 0 has rate 0.
     """
@@ -20,17 +20,18 @@ def original_schedule(step: int, d_model: int, warmup: int = ORIGINAL_WARMUP) ->
 
 
 def warmup_steps(plan: TrainPlan, steps: int) -> int:
-    """How many steps the rate rises."""
+    """Return the number of warm-up steps."""
     if plan.warmup is not None:
         return plan.warmup
     return ORIGINAL_WARMUP if plan.schedule == "original" else steps // 20
 
 
 def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
-    """The learning rate of `step` (the first is 1) in a run of `steps`.
+    """Return the learning rate of `step` (the first is 1) in a run of `steps`.
 
-    It rises linearly to `plan.lr` at the end of the warm-up. Then it stays (constant), falls to `plan.floor` of it at the
-    last step (cosine, linear), or stays and falls linearly at the end (wsd). `original` has its own height and no floor.
+    The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the
+    share `plan.floor` at the last step (cosine, linear), or stays and falls linearly at the end (wsd).
+    `original` has its own peak and no floor.
     """
     warmup = warmup_steps(plan, steps)
     if plan.schedule == "original":
@@ -38,10 +39,7 @@ def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
     if step < warmup:
         return plan.lr * max(step, 0) / warmup
     begin = max(warmup, steps - round(plan.decay * steps)) if plan.schedule == "wsd" else warmup
-    progress = min(
-        max(step - begin, 0) / max(steps - begin, 1), 1.0
-    )  # 0 where the fall begins, 1 at the last step
-    height = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}.get(
-        plan.schedule, 1 - progress
-    )
+    progress = min(max(step - begin, 0) / max(steps - begin, 1), 1.0)  # 0: the fall begins; 1: the last step
+    heights = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
+    height = heights.get(plan.schedule, 1 - progress)
     return plan.lr * (plan.floor + (1 - plan.floor) * height)

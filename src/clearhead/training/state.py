@@ -1,9 +1,10 @@
-"""Checkpoints of a run: a model directory that opens anywhere, and beside it what is needed to go on.
+"""Checkpoints of a run: a model directory that opens anywhere, with what is needed to resume beside it.
 
 `checkpoints/step-N/` holds the model as it would be used (averaged and merged, where that is asked for),
-`training.safetensors` (optimizer, averages, and the weights in training where they differ) and `training.json` (counters).
-`last` and `best` are links to the newest and the best of them, moved in one instant; so is each checkpoint, which is
-written under another name first. A run that is killed at any moment leaves the last checkpoint as it was.
+`training.safetensors` (optimizer, averages, and the weights in training where they differ) and
+`training.json` (counters). `last` and `best` are links to the newest and the best checkpoint. Checkpoints and
+links are written under another name and renamed, so a run that is killed at any moment leaves the last
+checkpoint whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,7 @@ CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 
 @dataclass
 class State:
-    """Where a run stands. Batches and dropout follow from `step` alone, so no random state has to be kept."""
+    """The progress of a run. Batches and dropout depend on `step` alone: no random state has to be kept."""
 
     step: int = 0
     seconds: float = 0.0  # spent in training
@@ -40,21 +40,21 @@ class State:
     scale: float | None = None  # of the loss, in float16
     scale_age: int = 0  # steps since it was last changed
     stale: int = 0  # validations since the best one
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
-        """The steps of the best validations, the best first; of equals that of the lower loss, then the earlier."""
+        """Return the steps of the best validations, best first; of equals the lower loss, then the first."""
 
-        def place(row: dict[str, Any]) -> tuple[float, ...]:
+        def place(row: dict[str, float]) -> tuple[float, ...]:
             worth = (-row[metric] if larger else row[metric], row["loss"], row["step"])
             return tuple(math.inf if math.isnan(value) else value for value in worth)
 
         ordered = sorted(self.validations, key=place)
-        return [row["step"] for row in ordered[:count]]
+        return [int(row["step"]) for row in ordered[:count]]
 
 
 def save_checkpoint(folder: Path, usable: Model, tensors: Mapping[str, Tensor], state: State) -> Path:
-    """Write `checkpoints/step-N` whole, and let `last` point to it."""
+    """Write `checkpoints/step-N` atomically, and point `last` to it."""
     target = folder / CHECKPOINTS / f"step-{state.step}"
     if target.exists():
         _remove(target)
@@ -72,7 +72,7 @@ def save_checkpoint(folder: Path, usable: Model, tensors: Mapping[str, Tensor], 
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
-    """What `save_checkpoint` wrote beside the model."""
+    """Read what `save_checkpoint` wrote beside the model."""
     try:
         counters = read_json(folder / COUNTERS)
         tensors = load_file(folder / TENSORS)
@@ -82,19 +82,19 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The last whole checkpoint of a run."""
+    """Return the newest complete checkpoint of a run."""
     found = [folder / CHECKPOINTS / f"step-{step}" for step in saved_steps(folder)]
     return next((path for path in reversed(found) if (path / COUNTERS).is_file()), None)
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, in order."""
+    """Return the steps that have a checkpoint, in order."""
     names = (path.name.removeprefix("step-") for path in (folder / CHECKPOINTS).glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def point(folder: Path, name: str, step: int) -> None:
-    """Let `last` or `best` be the checkpoint of this step, from one instant to the next."""
+    """Point `last` or `best` to the checkpoint of a step, atomically."""
     link, new = folder / name, folder / f".{name}"
     try:
         new.unlink(missing_ok=True)
@@ -112,18 +112,18 @@ def forget(folder: Path, keep: set[int]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder away in one instant, then delete it: what is half deleted never looks like a checkpoint."""
+    """Rename a folder, then delete it: a folder that is half deleted never looks like a checkpoint."""
     away = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(away, ignore_errors=True)
     os.replace(folder, away)
     shutil.rmtree(away, ignore_errors=True)
 
 
-# Optimizer state as named tensors -------------------------------------------------------------------------------------
+# Optimizer state as named tensors ------------------------------------------------------------------
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """What the optimizer keeps of each parameter, by the parameter's name."""
+    """Return the optimizer's state by the names of the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         f"optimizer/{names[id(parameter)]}/{key}": torch.as_tensor(value)
@@ -136,7 +136,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `optimizer_tensors`."""
+    """Restore what `optimizer_tensors` returned."""
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
         if not name.startswith("optimizer/"):
@@ -144,8 +144,9 @@ def restore_optimizer(
         _, owner, key = name.split("/")
         if owner not in parameters:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for {owner}, which the model has not: the recipe was changed"
+                f"the checkpoint has optimizer state for {owner}, which the model has not: "
+                "the recipe was changed"
             )
         parameter = parameters[owner]
-        alone = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
-        optimizer.state[parameter][key] = tensor.clone() if alone else tensor.clone().to(parameter.device)
+        on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
+        optimizer.state[parameter][key] = tensor.clone() if on_cpu else tensor.clone().to(parameter.device)

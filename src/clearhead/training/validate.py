@@ -20,8 +20,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batches
 from clearhead.errors import InputError
-from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import Counts
+from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
@@ -105,17 +104,12 @@ def validate(
     if task.writes and metric in WRITTEN:
         with evaluating(loaded.model):
             outputs, references = written(loaded, batches)
-        found["exact"] = metrics.exact_match(outputs, references)
-        if metric != "exact":
-            found[metric] = getattr(metrics, metric)(outputs, references).score
+        found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
     return found
 
 
 def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return the cross-entropy summed over each row, `chunk` positions at a time.
-
-    [B, T, D], targets [B, T] -> [B].
-    """
+    """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B], by `chunk` positions."""
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     asked = (flat != IGNORE).nonzero()[:, 0]
     found = torch.zeros(

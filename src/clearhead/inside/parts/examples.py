@@ -163,7 +163,6 @@ def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
 def judge(model: Transformer, examples: Examples) -> Quality:
     """Measure loss and accuracy over all targets; dropout is off."""
     total, right = 0.0, 0
-    objective = TASKS[examples.task].objective or objective_of("classifier")
     for batch in examples.batches:
         batch = batch.to(device_of(model))
         arguments = arguments_for(model, batch)
@@ -173,6 +172,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 loss, hits = _vocabulary(model.head, hidden, batch.targets)
             else:
                 logits = model(**arguments).logits
+                objective = TASKS[examples.task].objective or objective_of(model.config.head)
                 loss = objective.loss(logits, batch, 0.0)
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits

@@ -12,8 +12,8 @@ from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
 from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
 from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
-from clearhead.evaluation import metrics
 from clearhead.evaluation.judgement import Judgement
+from clearhead.evaluation.metrics import METRICS
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
 from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
@@ -34,13 +34,13 @@ def _seen(loaded: Model, row: tuple[int, Any, int], plan: GeneratePlan, seed: in
 
 def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
     flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
-    return {"accuracy": metrics.accuracy(*flat), "macro_f1": metrics.macro_f1(*flat)}
+    return {name: METRICS[name](*flat) for name in ("accuracy", "macro_f1")}
 
 
 def _class_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and the mean F1 of the classes."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
-    judgement.figures.classes(said, meant, judgement.loaded.config.n_classes)
+    judgement.figures.classes(said, meant)
     return [judgement.labels[place] for place in said]
 
 
@@ -58,7 +58,7 @@ def _tag_metric(labels: Sequence[str]) -> str:
 def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
     flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
     named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
-    return {"accuracy": metrics.accuracy(*flat), "span_f1": metrics.span_f1(*named).f1}
+    return {"accuracy": METRICS["accuracy"](*flat), "span_f1": METRICS["span_f1"](*named)}
 
 
 def _tag_figures(judgement: Judgement) -> list[str]:
@@ -75,7 +75,7 @@ def _answered(loaded: Model, row: Question, plan: GeneratePlan, seed: int) -> st
 
 
 def _answer_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
-    return {"exact": metrics.accuracy([tuple(row) for row in predicted], [tuple(row) for row in wanted])}
+    return {"exact": METRICS["accuracy"](predicted, wanted)}
 
 
 def _answer_figures(judgement: Judgement) -> list[str]:

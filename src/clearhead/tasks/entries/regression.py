@@ -7,6 +7,7 @@ classes, the task is never guessed: ask for it with `data.task=regress`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from clearhead.data.examples import LABELS, Labelled
 from clearhead.data.tables import Record
 from clearhead.errors import InputError
 from clearhead.evaluation.judgement import Judgement
-from clearhead.evaluation.metrics import Counts
+from clearhead.evaluation.metrics import Counts, Metric
 from clearhead.model.dtypes import wide
 from clearhead.tasks.spec import ENCODER, Answers, TaskSpec
 from clearhead.tokens.training import READER
@@ -92,14 +93,11 @@ def _predicted(loaded: Model, row: Rated, plan: GeneratePlan, seed: int) -> str:
     return f"{row.text} -> {number:.4g}  ({row.label})"
 
 
-def _moments(predicted: Answers, wanted: Answers) -> dict[str, Counts]:
-    """Return what Pearson's correlation is made of, for each example: of the numbers, and of their ranks."""
+def _moments(predicted: Answers, wanted: Answers, ranked: bool = False) -> Counts:
+    """Return of each example what a correlation is made of: 1, x, y, x², y², x · y, of numbers or ranks."""
     pairs = np.array([predicted, wanted], dtype=np.float64)[..., 0]  # 2 N
-    ranks = np.stack([_ranks(side) for side in pairs])
-    return {
-        name: np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
-        for name, (x, y) in (("pearson", pairs), ("spearman", ranks))
-    }
+    x, y = (_ranks(side) if ranked else side for side in pairs)
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -115,15 +113,21 @@ def _correlation(sums: Counts) -> float:
     return float((n * xy - x * y) / math.sqrt(spread)) if spread > 0 else 0.0
 
 
+CORRELATIONS = {
+    "pearson": Metric(_moments, _correlation),
+    "spearman": Metric(functools.partial(_moments, ranked=True), _correlation),
+}
+
+
 def _scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
-    return {name: _correlation(counts.sum(0)) for name, counts in _moments(predicted, wanted).items()}
+    return {name: metric(predicted, wanted) for name, metric in CORRELATIONS.items()}
 
 
 def _figures(judgement: Judgement) -> list[str]:
     """Add mean squared error, Pearson's and Spearman's correlation."""
     judgement.figures.derive("mse", "loss", float)
-    for name, counts in _moments(judgement.said, judgement.meant).items():
-        judgement.figures.add(name, counts, _correlation)
+    for name, metric in CORRELATIONS.items():
+        judgement.figures.add(name, judgement.said, judgement.meant, metric)
     return [f"{number:.6g}" for (number,) in judgement.said]
 
 

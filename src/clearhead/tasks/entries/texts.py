@@ -48,7 +48,7 @@ def _bits(judgement: Judgement) -> list[str]:
     """Add bits per byte and per character; they say nothing where some of the text was not predicted."""
     tokens, unknown = judgement.tokens, judgement.unknown
     if unknown:
-        judgement.figures.said.append(
+        judgement.figures.notes.append(
             f"no bits per byte: {unknown:,} of {tokens:,} tokens are unknown, so the text itself was not "
             "predicted"
         )

@@ -1,4 +1,4 @@
-"""The folder of a run: made, cleared or refused; and left as it was where a run fails before its first checkpoint."""
+"""The folder of a run: created, replaced or refused; restored if a run fails before its first checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
@@ -16,25 +16,26 @@ from clearhead.errors import CheckpointError, InputError
 from clearhead.training.state import newest
 
 CACHE = "data"  # the folder of encoded examples
-PRETRAIN = "pretrain"  # that of the first stage, where there are two
+PRETRAIN = "pretrain"  # the folder of the first stage, where there are two
 OWN = (  # what a run writes
     *(RECIPE, CACHE, PRETRAIN, "checkpoints", "best", "last", "log.jsonl", "loss.png", "tensorboard", ".*"),
     *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
 )
-CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # and into its cache
+CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 
 
 @contextmanager
-def room(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
-    """A folder for a new run.
+def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
+    """Create the folder of a new run.
 
-    It must be new, empty, or hold a run that is given up (`overwrite`), with nothing that is `needed` and nothing else.
-    Until the function that is handed out has been called, a fault brings back what was there.
+    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the
+    files `needed`. The function that is yielded keeps the new run; an error before it is called restores what
+    was there.
     """
     folder = folder.resolve()
     _check(folder, overwrite, needed)
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
-    before: Path | None = None
+    created = [place for place in (folder, *folder.parents) if not place.exists()]
+    before: Path | None = None  # where an earlier run waits
     try:
         if folder.is_dir() and any(folder.iterdir()):
             before = Path(tempfile.mkdtemp(prefix=f".{folder.name}.before-", dir=folder.parent))
@@ -42,31 +43,31 @@ def room(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
-    kept = False
+    with ExitStack() as undo:
+        undo.callback(_put_back, folder, before, created)
 
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        def keep() -> None:
+            undo.pop_all()
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
 
-    try:
         yield keep
-    except BaseException:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                if before is not None:
-                    os.replace(before, folder)
-                elif not new:
-                    folder.mkdir(exist_ok=True)
-                for place in new[1:]:
-                    place.rmdir()
-        raise
+
+
+def _put_back(folder: Path, before: Path | None, created: list[Path]) -> None:
+    """Remove the new run, and restore what was there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        if before is not None:
+            os.replace(before, folder)
+        elif not created:
+            folder.mkdir(exist_ok=True)
+        for place in created[1:]:
+            place.rmdir()
 
 
 def resumable(folder: Path) -> bool:
-    """Does the folder hold a run that can be gone on with?"""
+    """Return True if the folder holds a run with a checkpoint."""
     return newest(folder) is not None or newest(folder / PRETRAIN) is not None
 
 
@@ -78,9 +79,8 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
     if not (folder / RECIPE).exists():
         raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
     if not overwrite and resumable(folder):
-        raise CheckpointError(
-            f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, or add --overwrite or another --out"
-        )
+        resume = f"go on with clearhead train --resume {quote(str(folder))}"
+        raise CheckpointError(f"{folder} holds another run: {resume}, or add --overwrite or another --out")
     if not overwrite:
         raise CheckpointError(
             f"{folder} holds a run that never began: add --overwrite, or name another --out"
@@ -88,17 +88,9 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
     inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
     if inside is not None:
         raise InputError(f"{inside} lies in {folder}, which would be overwritten: name another --out")
-    stranger = _stranger(folder)
-    if stranger is not None:
-        raise CheckpointError(
-            f"{stranger} is no part of a run, and would be lost: move it away, or name another --out"
-        )
-
-
-def _stranger(folder: Path) -> Path | None:
-    """Something in a run's folder that no run wrote."""
     for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
             if not any(fnmatch(path.name, pattern) for pattern in own):
-                return path
-    return None
+                raise CheckpointError(
+                    f"{path} is no part of a run, and would be lost: move it away, or name another --out"
+                )
