@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.data.treebank import Sentence
 from clearhead.errors import nearest, refuse
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
-from clearhead.inside.inputs import device_of, grouped, padded, recorded
+from clearhead.inside.inputs import device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, plain
 from clearhead.model.transformer import Transformer
@@ -136,8 +137,10 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
-    order = sorted((at for at, one in enumerate(aligned) if one.ids), key=lambda at: len(aligned[at].ids))
-    for batch in grouped(order, lambda at: len(aligned[at].ids) ** 2, CELLS):
+    read = [at for at, one in enumerate(aligned) if one.ids]
+    lengths = [len(aligned[at].ids) for at in read]
+    for group in by_length(lengths, lambda count, longest: count * longest**2 <= CELLS):
+        batch = [read[place] for place in group]
         rows = [
             (row, own, word.head - 1, number[word.relation], at % 2)
             for row, at in enumerate(batch)
@@ -187,7 +190,8 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
     device = device_of(m.model)
-    ids, mask = padded([one.ids for one in batch], m.special.get("pad", 0), device)
+    sentences = [one.ids for one in batch]
+    ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)

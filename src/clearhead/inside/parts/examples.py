@@ -21,12 +21,13 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batch
+from clearhead.batches.padding import padded, real_tokens
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
-from clearhead.inside.inputs import AnyModel, as_model, device_of, padded
+from clearhead.inside.inputs import AnyModel, as_model, device_of
 from clearhead.inside.results import Result
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
@@ -136,7 +137,8 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     )
     made = []
     for start in range(0, len(rows), PICTURES):
-        ids, mask = padded(rows[start : start + PICTURES], m.special.get("pad", 0))  # B T+1
+        some = rows[start : start + PICTURES]
+        ids, mask = padded(some, m.special.get("pad", 0)), real_tokens(some)  # B T+1
         targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
         made.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
     return Examples("lm", tuple(made))
