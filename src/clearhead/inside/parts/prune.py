@@ -193,23 +193,18 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
         own = whole.get_submodule(name)
         assert isinstance(own, Attention)
         kept = [own.heads.index(head) for head in part.heads]
-        shared = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
-        for linear, heads, width in (
-            ("q", kept, own.d_head),
-            ("k", shared, own.d_head),
-            ("v", shared, own.d_value),
-        ):
-            for weight in (f"{name}.{linear}.weight", f"{name}.{linear}.bias"):
-                if weight in made:
-                    made[weight] = _taken(made[weight], heads, width)
-        made[f"{name}.out.weight"] = _taken(made[f"{name}.out.weight"].T, kept, own.d_value).T.contiguous()
+        groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
+        for weight, (axis, grouped, width) in own.head_shares().items():
+            if f"{name}.{weight}" in made:
+                heads = groups if grouped else kept
+                made[f"{name}.{weight}"] = _taken(made[f"{name}.{weight}"], axis, heads, width)
     return made
 
 
-def _taken(weight: Tensor, heads: list[int], width: int) -> Tensor:
-    """Return the rows of some heads, `width` each: [heads·width, ...]."""
-    places = torch.arange(weight.shape[0], device=weight.device).view(-1, width)[heads].flatten()
-    return weight.index_select(0, places)
+def _taken(weight: Tensor, axis: int, heads: list[int], width: int) -> Tensor:
+    """Return the rows (axis 0) or columns (axis 1) of some heads, `width` each."""
+    places = torch.arange(weight.shape[axis], device=weight.device).view(-1, width)[heads].flatten()
+    return weight.index_select(axis, places)
 
 
 # The curve --------------------------------------------------------------------------------------------------
