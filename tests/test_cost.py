@@ -58,6 +58,11 @@ ODD: dict[str, ModelConfig] = {
     "factorised-untied": small.replace(d_embedding=8, tie_embeddings=False),
     "experts": small.replace(n_experts=4, n_active_experts=2),
     "experts-gated": small.replace(n_experts=5, n_active_experts=3, gated=True, router_order="softmax_topk"),
+    "sink": small.replace(attention_sink=True),
+    "sink-grouped-capped-window": small.replace(
+        attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"
+    ),
+    "two-stacks-sink": both.replace(attention_sink=True, pruned_heads={"blocks.0.cross": (1,)}),
     "shared-layers": small.replace(layer_groups=2),
     "shared-experts": small.replace(layer_groups=1, n_experts=3),
     "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),

@@ -10,6 +10,7 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
+from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from clearhead.model.masks import View
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, scramble, some_ids, worst
@@ -541,3 +542,80 @@ def test_logits_of_the_last_token_alone(where):
         nothing = model(ids, mask=mask, logits="none")
         assert nothing.logits is None
         assert worst(nothing.hidden, model(ids, mask=mask).hidden) == 0
+
+
+SINKS = {
+    "decoder": {},
+    "grouped, windows, rotary": {"n_kv_heads": 2, "positions": "rope", "window": 3},
+    "soft-cap": {"attention_softcap": 5.0, "positions": "alibi"},
+    "encoder": {"family": "encoder"},
+    "encoder-decoder": {"family": "encoder-decoder", "positions": "relative"},
+    "pruned": {"pruned_heads": {"blocks.0.attention": (1,)}},
+}
+
+
+def with_sinks(**options) -> ch.Transformer:
+    """A model whose sinks differ from head to head."""
+    model = build(attention_sink=True, **options)
+    sinks = [part.sink for part in model.modules() if isinstance(part, Attention)]
+    assert all(sink.numel() and sink.ndim == 1 for sink in sinks)
+    with torch.no_grad():
+        for number, sink in enumerate(sinks):
+            sink.copy_(torch.linspace(-1, 2, sink.numel()) + 0.1 * number)
+    return model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kernel", ["eager", "fused"])
+def test_a_sink_is_a_column_before_the_softmax_as_in_transformers(kernel, masked, differences):
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    torch.manual_seed(1)
+    q, k, v, sink = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(4)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None] if masked else None
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 2, sink
+    added = (
+        None if mask is None else torch.zeros(1, 1, 5, 5).masked_fill(~mask, torch.finfo(torch.float32).min)
+    )
+    theirs, pattern = eager_attention_forward(module, q, k, v, added, scaling=0.3)
+    ours = KERNELS[kernel](q, k, v, mask, None, 0.3, sink=sink)
+    assert differences.see("sink", ours, theirs.transpose(1, 2)) <= 1e-6
+    assert float(pattern.sum(-1).max()) < 1  # something went to the sink
+
+
+@pytest.mark.parametrize("name", list(SINKS))
+def test_a_model_with_sinks_is_the_same_however_it_is_run(name):
+    model = with_sinks(**SINKS[name])
+    rows = ch.check(model)
+    assert {row.name for row in rows} >= {"model = formula", "fused = eager"}
+    assert [row for row in rows if not row.passed] == []
+
+
+def test_without_weight_a_sink_is_nothing_and_its_gradient_is_right():
+    plain, model, ids = build(), build(attention_sink=True), some_ids()
+    weights = {**model.state_dict(), **plain.state_dict()}
+    model.load_state_dict(
+        {name: torch.full_like(x, -1e4) if name.endswith("sink") else x for name, x in weights.items()}
+    )
+    with torch.no_grad():
+        assert worst(model(ids).logits, plain(ids).logits) <= 1e-6
+    q, k, v, sink = (torch.randn(*size).double().requires_grad_() for size in ((1, 2, 3, 4),) * 3 + ((2,),))
+    assert torch.autograd.gradcheck(lambda *x: KERNELS["eager"](*x[:3], sink=x[3]), (q, k, v, sink))
+
+
+def test_sinks_are_saved_pruned_and_generated_with(tmp_path):
+    model = with_sinks(
+        n_kv_heads=2, positions="rope", norm="rmsnorm", gated=True, activation="silu", bias=False
+    )
+    m = ch.Model(model)
+    m.save(tmp_path / "saved")
+    again = ch.load(tmp_path / "saved")
+    ids = some_ids(1, 6)
+    assert worst(again.model(ids).logits, model(ids).logits) == 0
+    made = m.generate(ids[0].tolist(), 8).ids
+    row = ids[0].tolist()
+    for _ in range(8):
+        row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+    assert made == row[6:]
+    assert again.generate([ids[0].tolist()] * 2, 8)[1].ids == made

@@ -260,7 +260,10 @@ def test_symbols_say_the_shapes_and_taps_the_values(name):
     for step in seen.steps:
         known = sizes(model, step, 12, 7)
         assert (
-            tuple(math.prod(known[letter] for letter in axis.split("·")) for axis in step.symbols.split())
+            tuple(
+                math.prod(int(letter) if letter.isdigit() else known[letter] for letter in axis.split("·"))
+                for axis in step.symbols.split()
+            )
             == step.shape
         ), step.name
         assert tuple(step.value.shape) == step.shape

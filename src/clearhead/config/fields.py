@@ -120,6 +120,7 @@ class Fields:
     window: int | tuple[int | None, ...] | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    attention_sink: bool = False  # a learned score per head that no key has: it takes weight from all of them
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
     qkv_bias: bool | None = None
@@ -234,6 +235,7 @@ class StackSpec:
     windows: tuple[int | None, ...]  # one per layer
     attention_scale: float
     attention_softcap: float | None
+    attention_sink: bool
     attention_dropout: float
     qk_norm: Literal["none", "head", "full"]
     qkv_bias: bool

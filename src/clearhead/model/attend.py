@@ -27,7 +27,7 @@ class Attend(Protocol):
 
     `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
     `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
-    scores. Where keys, values and mask have B / N rows, each row serves N rows of one query: the beams of a
+    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and mask have B / N rows, each row serves N rows of one query: the beams of a
     source.
     """
 
@@ -42,6 +42,7 @@ class Attend(Protocol):
         *,
         causal: bool = False,
         softcap: float | None = None,
+        sink: Tensor | None = None,
         dropout: float = 0.0,
         tap: Tap = SILENT,
     ) -> Tensor: ...
@@ -57,6 +58,7 @@ def eager(
     *,
     causal: bool = False,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
@@ -82,7 +84,10 @@ def eager(
         # The lowest finite number, not -inf: gradients stay finite in a row that may attend to nothing.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     scores = tap("scores", tap.step("masked", scores))
-    pattern = torch.softmax(wide(scores), dim=-1).to(q.dtype)  # B H T S
+    if sink is not None:
+        column = sink.to(scores.dtype).view(1, H, 1, 1).expand(B, H, T, 1)
+        scores = tap.step("sink", torch.cat([scores, column], dim=-1))  # B H T S+1
+    pattern = torch.softmax(wide(scores), dim=-1).to(q.dtype)[..., :S]  # B H T S
     if mask is not None:
         pattern = pattern.masked_fill(~mask, 0.0)
     pattern = F.dropout(tap("pattern", pattern), dropout, training=dropout > 0)
@@ -99,12 +104,14 @@ def fused(
     *,
     causal: bool = False,
     softcap: float | None = None,
+    sink: Tensor | None = None,
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
-    """Call PyTorch's fused kernel, which has no soft-cap and shows nothing to the tap; see `Attend`."""
-    if softcap is not None:
-        return eager(q, k, v, mask, bias, scale, causal=causal, softcap=softcap, dropout=dropout, tap=tap)
+    """Call PyTorch's fused kernel, which has no soft-cap and no sink, and no taps; see `Attend`."""
+    if softcap is not None or sink is not None:
+        options = {"causal": causal, "softcap": softcap, "sink": sink, "dropout": dropout, "tap": tap}
+        return eager(q, k, v, mask, bias, scale, **options)  # type: ignore[arg-type]
     B, H, T, E = q.shape
     K = k.shape[1]
     if k.shape[0] < B and T == 1:  # rows that share keys become the queries of one row: no key is copied
@@ -162,10 +169,13 @@ def _kept(
     square, values = T * S, run.batch * H * T * S  # elements of a mask and of the pattern
     windowed = window is not None and window < S
     masked = windowed or (own and spec.causal)
-    if spec.attention_softcap is not None:
+    capped, sink = spec.attention_softcap is not None, spec.attention_sink
+    if capped or sink:
         # The eager kernel keeps tanh, softmax, the pattern if masked or cast, and the mask twice.
         copied = run.size if masked or run.size < run.wide else 0
-        return values * (run.size + run.wide + copied) + (2 * square if masked else 0)
+        columns = run.batch * H * T * (run.wide if masked else run.wide + copied) if sink else 0
+        each = (run.size if capped else 0) + run.wide + copied
+        return values * each + columns + (2 * square if masked else 0)
     if not fused:
         return values * run.size + (square if masked and own and spec.positions == "relative" else 0)
     log_sums = run.batch * H * T * 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.n_heads * self.d_value, spec.d_model, bias=spec.attention_out_bias)
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
         q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
+        self.sink = nn.Parameter(torch.zeros(self.n_heads)) if spec.attention_sink else None
         self.q_norm = make_norm(spec.norm, q_width) if normed else None
         self.k_norm = make_norm(spec.norm, k_width) if normed else None
 
@@ -79,7 +81,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         z = attend(
             q, k, v, view.mask, bias, self.scale,
-            causal=view.causal, softcap=self.softcap, dropout=dropout, tap=tap,
+            causal=view.causal, softcap=self.softcap, sink=self.sink, dropout=dropout, tap=tap,
         )  # fmt: skip
         z = tap("z", z)  # B H T E
         joined = tap.step("concat", z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value))
@@ -96,7 +98,7 @@ class Attention(nn.Module):
         projections = {
             f"{name}.{kind}": share for name, share in inputs.items() for kind in ("weight", "bias")
         }
-        return {**projections, "out.weight": (1, False, Ev)}
+        return {**projections, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
     def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
@@ -122,9 +124,9 @@ def attention_steps(
     B, D, size = run.batch, spec.d_model, run.size
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     own = kind == "attention"
-    capped = spec.attention_softcap is not None
-    fused = not capped and Ev == E and not (own and spec.positions == "relative")
-    repeated = not fused and not capped  # PyTorch's unfused path copies keys and values for each head
+    eager = spec.attention_softcap is not None or spec.attention_sink
+    fused = not eager and Ev == E and not (own and spec.positions == "relative")
+    repeated = not fused and not eager  # PyTorch's unfused path copies keys and values for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
         kept = rows * (H if repeated else heads) * width * size
         yield linear_step(f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept)
@@ -132,4 +134,6 @@ def attention_steps(
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     yield from attend_steps(spec, run, name, T, S, window, kind, H, K, fused)
+    if spec.attention_sink:
+        yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

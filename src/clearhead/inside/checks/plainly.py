@@ -196,7 +196,14 @@ class Plain(PlainInputs):
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
             if config.positions in ("alibi", "relative") and not cross:
                 scores = scores + self.bias(stack, plan, head, tokens, keys)
-            z.append(_softmax(scores, seen) @ _cut(v, shared, plan.d_value))
+            weights = _softmax(scores, seen)
+            if config.attention_sink:  # keys share what the sink leaves of each softmax
+                keys_sum = scores.masked_fill(~seen, -torch.inf).logsumexp(-1, keepdim=True)
+                weights = (
+                    weights
+                    * (keys_sum - torch.logaddexp(keys_sum, self.weight(f"{name}.sink")[number])).exp()
+                )
+            z.append(weights @ _cut(v, shared, plan.d_value))
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
     def seen(self, queries: PlainTokens, keys: PlainTokens, causal: bool, window: int | None) -> Tensor:
