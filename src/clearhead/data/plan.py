@@ -23,9 +23,7 @@ class DataPlan:
     task: Task | None = None  # None: guessed from the data, with a note
     format: Format | None = None  # None: guessed from names and content, with a note
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)  # role = column: {label = "stars"}
-    header: bool | None = (
-        None  # tsv, csv: whether the first line names the columns; None: guessed, with a note
-    )
+    header: bool | None = None  # tsv, csv: whether the first line names the columns; None: guessed
     pattern: str | None = None  # lines: a regular expression with named groups such as source and target
     texts_only: bool = False  # lm, mlm, denoise: take the texts of rows with labels, tags or pairs
     lowercase: bool | Literal["source", "target"] = False  # of all texts; pairs: or of one side

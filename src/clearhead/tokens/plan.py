@@ -15,9 +15,7 @@ class TokensPlan:
     """How text becomes ids."""
 
     kind: TokenKind | None = None  # None: by the size of the data
-    vocab_size: int | None = (
-        None  # with special tokens; None: by the size of the data (char, byte: all there are)
-    )
+    vocab_size: int | None = None  # with special tokens; None: by the size of the data (char, byte: all)
     lowercase: bool = False  # the tokenizer lowers every letter
     pattern: str | None = None  # word: a regular expression that matches words; None: words and punctuation
     model: str | None = None  # take the tokenizer of this directory instead of training one

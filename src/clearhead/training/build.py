@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from clearhead.api import Model, load
 from clearhead.config import ModelConfig
+from clearhead.config.resolve import derive
 from clearhead.costs import cost
-from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, exported_config
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
@@ -40,17 +41,18 @@ def base_of(recipe: Recipe) -> Model | None:
     """Return the model that the recipe continues from, where it names a directory."""
     base, rank = recipe.model.get(BASE), recipe.train.lora
     if base is None or base in PRESETS:
-        if rank:
-            raise ConfigError(
-                f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
-                "set model.base, or train.lora=0"
-            )
-        return None
-    if not Path(base).is_dir():
-        raise InputError(
-            f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
-            f"presets are {', '.join(PRESETS)}"
+        refuse(
+            rank,
+            f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
+            "set model.base, or train.lora=0",
+            ConfigError,
         )
+        return None
+    refuse(
+        not Path(base).is_dir(),
+        f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+        f"presets are {', '.join(PRESETS)}",
+    )
     return load(base, dtype=torch.float32)
 
 
@@ -167,10 +169,22 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
             values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
         if start.logit_scale != 1.0:
             values = {"logit_scale": float(given["d_model"]) ** -0.5, **values}
-    if start.d_ff == 4 * start.d_model:
-        values = {"d_ff": None, **values}
     names = {name: value for name, value in values.items() if name != "vocab_size" or value}
-    return start.replace(**_typed(names))
+    return _loosened(_loosened(start).replace(**_typed(names)))
+
+
+def _loosened(config: ModelConfig) -> ModelConfig:
+    """Return an equal config whose fields at their usual value count as derived, and follow a change.
+
+    A preset, a checkpoint and a `train.toml` give every field, also those that nobody chose.
+    """
+    for name in [name for name in derive(config) if name != "head"]:
+        try:
+            free = config.replace(**{name: None})
+        except ConfigError:  # a field that was chosen is needed, such as d_head
+            continue
+        config = free if free == config else config
+    return config
 
 
 def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +235,7 @@ def _adapted(
 
     Every weight that still has a place is kept; those of a class, where the classes are the same.
     """
-    old = base.config
+    old = _loosened(base.config)
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
     usual: dict[str, Any] = {}
     if fixed["head"] != old.head:
