@@ -34,7 +34,6 @@ from clearhead.typed import hints_of, shaped
 # Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
 LEARNING = {"adamw": 16, "adafactor": 8}
 ImageSize = tuple[int, int, int]  # height, width, channels
-HEAD_FIELDS = ("head_transform", "head_activation", "head_bias")  # follow from the head, where they are usual
 
 
 def base_of(recipe: Recipe) -> Model | None:
@@ -237,11 +236,7 @@ def _adapted(
     """
     old = _loosened(base.config)
     kept = ("image_size", "n_channels", "patch_size", "max_positions", "vocab_size")
-    usual: dict[str, Any] = {}
-    if fixed["head"] != old.head:
-        derived = old.replace(**dict.fromkeys(HEAD_FIELDS))
-        usual = {name: None for name in HEAD_FIELDS if getattr(derived, name) == getattr(old, name)}
-        usual |= _usual_head(old.family, fixed["head"], base)
+    usual = _usual_head(old.family, fixed["head"], base) if fixed["head"] != old.head else {}
     changes = (
         usual
         | _typed({**_dropout(old, given), **given})
