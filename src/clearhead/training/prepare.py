@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,7 +40,6 @@ from clearhead.training.recipe import BASE, Recipe, read_recipe
 from clearhead.training.samples import sampler
 from clearhead.training.schedule import warmup_steps
 from clearhead.training.state import load_checkpoint, restore_optimizer
-from clearhead.typed import plain
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
 
@@ -244,10 +242,7 @@ def settled(
     )
     if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
         return recipe  # the rest of the model is described by that directory
-    fields = {entry.name: getattr(loaded.config, entry.name) for entry in dataclasses.fields(loaded.config)}
-    return recipe.replace(
-        "model", **plain({name: value for name, value in fields.items() if value is not None})
-    )
+    return recipe.replace("model", **loaded.config.to_dict())
 
 
 def _steps(plan: TrainPlan, train: Batches) -> int:

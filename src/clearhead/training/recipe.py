@@ -199,20 +199,21 @@ def _written(section: str, table: Any) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment beside each field in the source, which explains the field."""
-    try:
-        source = inspect.getsource(cls)
-    except OSError:
-        return {}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
-    return {
-        node.target.id: comments[line]
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if line in comments
-    }
+    """Return the comment beside each field in the source of a dataclass and of its bases."""
+    found: dict[str, str] = {}
+    for part in filter(dataclasses.is_dataclass, cls.__mro__):
+        try:
+            source = inspect.getsource(part)
+        except OSError:
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                beside = " ".join(comments[line] for line in lines if line in comments)
+                found |= {node.target.id: beside} if beside else {}
+    return found
 
 
 def _toml(value: Any) -> str:
