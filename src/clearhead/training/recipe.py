@@ -196,9 +196,9 @@ def _written(section: str, table: Any) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment beside each field in the source, which explains the field."""
+    """Return the comment beside each field in the source, own or inherited, which explains the field."""
     try:
-        source = inspect.getsource(cls)
+        source = "\n".join(inspect.getsource(each) for each in cls.__mro__ if dataclasses.is_dataclass(each))
     except OSError:
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
