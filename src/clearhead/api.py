@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Bundle, default_names
-from clearhead.errors import CheckpointError, InputError, MissingExtraError
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS, make_request
 from clearhead.hub.checkpoint import Description, describe, load_model
 from clearhead.hub.files import read_json
@@ -275,11 +275,12 @@ def load(
     """
     path = Path(folder)
     if not path.is_dir():
-        if not allow_download:
-            raise CheckpointError(
-                f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
-                f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True"
-            )
+        refuse(
+            not allow_download,
+            f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
+            f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
+            CheckpointError,
+        )
         path = _download(str(folder))
     model, description = load_model(path, describe(path), dtype)
     generation = _read_optional(path / "generation_config.json")

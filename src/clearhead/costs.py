@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.model.steps import Pass, Step
 from clearhead.model.transformer import model_steps
 from clearhead.presets import preset
@@ -139,8 +139,7 @@ def cost(
     """
     config = preset(config) if isinstance(config, str) else config
     size = bytes_of(dtype)
-    if batch < 1:
-        raise InputError(f"batch {batch} must be 1 or more")
+    refuse(batch < 1, f"batch {batch} must be 1 or more")
     first, main = config.stacks[0], config.main
     length, tokens = _measure(main, length, "length")
     source_tokens = 0
@@ -195,21 +194,20 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     """Return the number of inputs and of tokens of one row."""
     if spec.input == "patches":
         tokens = spec.n_tokens(0)
-        if length not in (None, tokens):
-            raise InputError(
-                f"{name} {length} was given for an image, which has {tokens} tokens: leave it out"
-            )
+        refuse(
+            length not in (None, tokens),
+            f"{name} {length} was given for an image, which has {tokens} tokens: leave it out",
+        )
         return tokens, tokens
     if length is None:
         length = spec.max_positions * (spec.conv_stride if spec.input == "frames" else 1)
-    if length < 1:
-        raise InputError(f"{name} {length} must be 1 or more")
+    refuse(length < 1, f"{name} {length} must be 1 or more")
     tokens = spec.n_tokens(length)
-    if spec.positions == "learned" and tokens > spec.max_positions:
-        raise InputError(
-            f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
-            "raise max_positions"
-        )
+    refuse(
+        spec.positions == "learned" and tokens > spec.max_positions,
+        f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
+        "raise max_positions",
+    )
     return length, tokens
 
 

@@ -34,9 +34,9 @@ class MissingExtraError(ClearheadError, ImportError):
     """An optional dependency that this action needs."""
 
 
-def require(condition: bool, message: str, error: type[ClearheadError] = InputError) -> None:
-    """Raise an error with this one line unless the condition holds."""
-    if not condition:
+def refuse(mistake: object, message: str, error: type[ClearheadError] = InputError) -> None:
+    """Raise an error with this one line if a mistake was made."""
+    if mistake:
         raise error(message)
 
 

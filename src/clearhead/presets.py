@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from clearhead.config import ModelConfig
-from clearhead.errors import ConfigError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 
 # The original Transformer. Its attention has no biases, in the paper's formulas as in its first code.
 _original = ModelConfig(
@@ -208,8 +208,9 @@ PRESETS: dict[str, ModelConfig] = {
 
 def preset(name: str) -> ModelConfig:
     """The config of this name; an unknown name is an error that suggests the nearest known one."""
-    if name not in PRESETS:
-        raise ConfigError(
-            f'no preset is called "{name}"{nearest(name, PRESETS)}: choose from {", ".join(PRESETS)}'
-        )
+    refuse(
+        name not in PRESETS,
+        f'no preset is called "{name}"{nearest(name, PRESETS)}: choose from {", ".join(PRESETS)}',
+        ConfigError,
+    )
     return PRESETS[name]

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from clearhead.errors import ConfigError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 
 Table = TypeVar("Table")
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
@@ -49,10 +49,11 @@ def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> 
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:
-        if name not in known:
-            raise ConfigError(
-                f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}'
-            )
+        refuse(
+            name not in known,
+            f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}',
+            ConfigError,
+        )
 
 
 def shaped(value: Any, hint: Any) -> Any:
@@ -79,8 +80,11 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         raise ConfigError(
             f"{name} {value!r} is not allowed: it must be {_describe(hint)}{_suggest(value, hint)}"
         )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name} {value} is not a finite number")
+    refuse(
+        isinstance(value, float) and not math.isfinite(value),
+        f"{name} {value} is not a finite number",
+        ConfigError,
+    )
 
 
 def check_least(table: Any, least: int, *names: str) -> None:
@@ -92,8 +96,7 @@ def check_values(table: Any, names: Iterable[str], allowed: Callable[[Any], bool
     """Check that these fields, where they are set, have an `allowed` value; `rule` ends the error's line."""
     for name in names:
         value = getattr(table, name)
-        if value is not None and not allowed(value):
-            raise ConfigError(f"{name} {value} {rule}")
+        refuse(value is not None and not allowed(value), f"{name} {value} {rule}", ConfigError)
 
 
 def hints_of(cls: type) -> dict[str, Any]:

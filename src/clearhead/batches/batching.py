@@ -20,7 +20,7 @@ from clearhead.batches.encoding import Columns, Encoder
 from clearhead.batches.rows import Frame
 from clearhead.data.examples import Shape
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 
 BARE = Frame((), (), ())
 
@@ -86,20 +86,20 @@ class Setting:
 
     def need(self, role: str, what: str | None = None) -> int:
         """Return the id of a special token that the task, or `what`, cannot do without."""
-        if role not in self.special:
-            raise InputError(
-                f"{what or self.encoded.task} needs a {role} token, and the tokenizer has "
-                f"{', '.join(self.special) or 'none at all'}: train one for this task, or choose another task"
-            )
+        refuse(
+            role not in self.special,
+            f"{what or self.encoded.task} needs a {role} token, and the tokenizer has "
+            f"{', '.join(self.special) or 'none at all'}: train one for this task, or choose another task",
+        )
         return self.special[role]
 
     def room(self, frame: Frame, what: str) -> int:
         """Return how many tokens of a row the frame leaves to the text."""
-        if self.length <= frame.size:
-            raise InputError(
-                f"rows of {self.length} tokens have no room for {what} beside {frame.size} special tokens: "
-                "raise data.max_length"
-            )
+        refuse(
+            self.length <= frame.size,
+            f"rows of {self.length} tokens have no room for {what} beside {frame.size} special tokens: "
+            "raise data.max_length",
+        )
         return self.length - frame.size
 
     def rows(self, tokens: int) -> int:
@@ -136,8 +136,10 @@ def make_batches(
     """
     setting = Setting(encoded, plan, special, min(length, plan.max_length or length), seed, training)
     sizes = {name: len(array) for name, array in encoded.arrays.items() if name not in ("mean", "std")}
-    if not any(size - 1 if name.endswith("_offsets") else size for name, size in sizes.items()):
-        raise InputError(f"there are no examples for {setting.side}: give more data")
+    refuse(
+        not any(size - 1 if name.endswith("_offsets") else size for name, size in sizes.items()),
+        f"there are no examples for {setting.side}: give more data",
+    )
     batches = batching.make(setting)
     batches.notes = encoded.notes + batches.notes
     return batches

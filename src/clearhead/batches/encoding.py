@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from clearhead.batches.batch import IGNORE
 from clearhead.batches.rows import Frame
 from clearhead.data.examples import Chunk, Labelled, Pair, Question, Tagged
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 Column = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 Columns = dict[str, Column]
@@ -56,10 +56,10 @@ class Encoder(NamedTuple):
         tokenizer = self.tokenizer
         candidates = ("a", "e", "0", ".", *tokenizer.get_vocab())
         text = next((one for one in candidates if tokenizer.encode(one, add_special_tokens=False).ids), None)
-        if text is None:
-            raise InputError(
-                "the tokenizer turns every text into nothing: train another, or name one with tokens.model"
-            )
+        refuse(
+            text is None,
+            "the tokenizer turns every text into nothing: train another, or name one with tokens.model",
+        )
         encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
         pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
         types, previous = [], None

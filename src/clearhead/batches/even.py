@@ -16,7 +16,7 @@ from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.batches.batching import Setting, tensor
 from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
 from clearhead.batches.rows import Ints, Stretches, frame_rows, lay, pack, ragged
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
@@ -82,10 +82,10 @@ class TextWindows(EvenRows):
         """Make windows that advance by `step` tokens, or by as many as the text has."""
         self.ids, self.pad = setting.encoded["ids"], setting.pad
         step, usable, training = step or setting.length, len(self.ids) - self.overlap, setting.training
-        if usable < 1:
-            raise InputError(
-                f"the {setting.side} text has {len(self.ids)} tokens, too few to learn from: give more text"
-            )
+        refuse(
+            usable < 1,
+            f"the {setting.side} text has {len(self.ids)} tokens, too few to learn from: give more text",
+        )
         if usable < step and training:
             tokens = f"the text has {len(self.ids):,} tokens and rows could have {step:,}"
             self.notes = (f"{tokens}: each row is the whole text",)
@@ -135,12 +135,12 @@ class MaskedWindows(TextWindows):
         self.hideable[[token for token in special if token < encoded.vocab_size]] = False
         self.ordinary = np.flatnonzero(self.hideable)
         starts = range(0, len(self.ids), CHECKED)
-        if not any(self.hideable[self.ids[start : start + CHECKED]].any() for start in starts):
-            raise InputError(
-                f"every word of the {setting.side} text is unknown to the tokenizer, so there is nothing to "
-                "guess: "
-                "give more text"
-            )
+        refuse(
+            not any(self.hideable[self.ids[start : start + CHECKED]].any() for start in starts),
+            f"every word of the {setting.side} text is unknown to the tokenizer, so there is nothing to "
+            "guess: "
+            "give more text",
+        )
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         lengths = np.minimum(self.width, len(self.ids) - places)
@@ -167,12 +167,12 @@ class NoisyWindows(TextWindows):
         self.plan, self.frame = setting.plan, setting.encoded.frame
         self.sentinels = np.array(setting.encoded.sentinels, dtype=np.int64)
         self.bos, self.eos = setting.need("bos"), setting.need("eos")
-        if not len(self.sentinels):
-            raise InputError(
-                f"{setting.encoded.task} needs sentinels, <extra_id_0> and so on, and the tokenizer has "
-                "none: "
-                "train one for this task"
-            )
+        refuse(
+            not len(self.sentinels),
+            f"{setting.encoded.task} needs sentinels, <extra_id_0> and so on, and the tokenizer has "
+            "none: "
+            "train one for this task",
+        )
         step = 1
         if max(self._sizes(step)) > setting.length:
             raise InputError(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 
 
 def option(help: str, **more: Any) -> Any:
@@ -45,12 +45,6 @@ Settings = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true"),
 ]
-
-
-def refuse(mistake: bool, message: str) -> None:
-    """Raise an error where a mistake was made."""
-    if mistake:
-        raise InputError(message)
 
 
 def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:

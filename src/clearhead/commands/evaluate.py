@@ -21,10 +21,10 @@ from clearhead.commands.common import (
     option,
     print_notes,
     progress,
-    refuse,
     show_result,
 )
 from clearhead.commands.output import check_apart, writing
+from clearhead.errors import refuse
 from clearhead.report import table
 
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")

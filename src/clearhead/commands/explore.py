@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from clearhead.commands.common import Folder, check_inputs, load_model, option, print_notes
-from clearhead.errors import InputError, MissingExtraError
+from clearhead.errors import InputError, MissingExtraError, refuse
 
 if TYPE_CHECKING:
     from clearhead.explorer.session import Session
@@ -89,8 +89,9 @@ def _serve(session: Session, host: str, port: int, browser: bool) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address, before anything is loaded."""
-    if not 0 <= port <= 65535:
-        raise InputError(f"there is no port {port}: choose --port from 0, any that is free, to 65535")
+    refuse(
+        not 0 <= port <= 65535, f"there is no port {port}: choose --port from 0, any that is free, to 65535"
+    )
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind)

@@ -15,10 +15,10 @@ from clearhead.commands.common import (
     check_inputs,
     load_model,
     option,
-    refuse,
     save_plot,
     show_result,
 )
+from clearhead.errors import refuse
 from clearhead.report import table
 
 if TYPE_CHECKING:

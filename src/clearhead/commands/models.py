@@ -13,7 +13,7 @@ from tyro.conf import Positional
 
 import clearhead as ch
 from clearhead.commands.common import Dtype, Folder, Json, load_model, option, show_result
-from clearhead.errors import CheckpointError, ConfigError, InputError, nearest
+from clearhead.errors import CheckpointError, ConfigError, nearest, refuse
 from clearhead.report import check_table, cost_table
 
 SLOW = 2.0  # seconds after which a row of the suite is worth a line
@@ -133,8 +133,11 @@ def convert(
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
     """
-    if (target / "config.json").exists() and not overwrite:
-        raise CheckpointError(f"{target} holds a model already: choose another directory, or add --overwrite")
+    refuse(
+        (target / "config.json").exists() and not overwrite,
+        f"{target} holds a model already: choose another directory, or add --overwrite",
+        CheckpointError,
+    )
     limit = _bytes(shard_size)
     import torch
 
@@ -172,6 +175,5 @@ def _bytes(text: str) -> int:
         size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     except (KeyError, ValueError):
         size = 0
-    if size < 1:
-        raise InputError(f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
+    refuse(size < 1, f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
     return size

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from clearhead.errors import ClearheadError, InputError
+from clearhead.errors import ClearheadError, InputError, refuse
 
 
 def check_apart(output: Path | None, inputs: Iterable[Path]) -> None:
     """Refuse an output that is one of the inputs."""
     for path in inputs:
-        if output is not None and output.exists() and path.exists() and output.samefile(path):
-            raise InputError(f"--output {output} is the file that is read, {path}: name another")
+        refuse(
+            output is not None and output.exists() and path.exists() and output.samefile(path),
+            f"--output {output} is the file that is read, {path}: name another",
+        )
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from clearhead.commands.common import (
     load_model,
     option,
     progress,
-    refuse,
     save_plot,
     show_result,
 )
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, refuse
 from clearhead.report import table
 
 if TYPE_CHECKING:
@@ -117,12 +116,17 @@ def prune(
 
 def _check_out(out: Path, folder: Path, overwrite: bool) -> None:
     """Refuse to write over the model, or over something else unless that is allowed."""
-    if out.resolve() == folder.resolve():
-        raise CheckpointError(f"{out} is the model itself: choose another directory")
-    if out.is_file():
-        raise CheckpointError(f"{out} is there already: choose another directory")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise CheckpointError(f"{out} is there already: choose another directory, or add --overwrite")
+    refuse(
+        out.resolve() == folder.resolve(),
+        f"{out} is the model itself: choose another directory",
+        CheckpointError,
+    )
+    refuse(out.is_file(), f"{out} is there already: choose another directory", CheckpointError)
+    refuse(
+        out.is_dir() and any(out.iterdir()) and not overwrite,
+        f"{out} is there already: choose another directory, or add --overwrite",
+        CheckpointError,
+    )
 
 
 def _pruned(

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 import clearhead as ch
-from clearhead.commands.common import Dtype, load_model, option, progress, refuse, show_result
+from clearhead.commands.common import Dtype, load_model, option, progress, show_result
 from clearhead.commands.output import check_apart, writing
-from clearhead.errors import ClearheadError, InputError
+from clearhead.errors import ClearheadError, InputError, refuse
 
 Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")
@@ -94,7 +94,9 @@ class TextOptions:
                     write(line(item, result))
 
     @contextmanager
-    def _inputs(self, argument: dict[str, str | None] | None, fields: FieldNames) -> Iterator[Iterator[Input]]:
+    def _inputs(
+        self, argument: dict[str, str | None] | None, fields: FieldNames
+    ) -> Iterator[Iterator[Input]]:
         """Give the inputs: those of the command's arguments, or of a file, or of stdin."""
         if argument is not None:
             yield iter([Input(fields.check(argument))])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from clearhead.commands.common import Json, option, refuse, show_result
-from clearhead.errors import CheckpointError
+from clearhead.commands.common import Json, option, show_result
+from clearhead.errors import CheckpointError, refuse
 from clearhead.report import table
 from clearhead.tokens.plan import TokenKind, TokensPlan
 

@@ -19,9 +19,9 @@ from clearhead.commands.common import (
     Tokenizer,
     load_model,
     option,
-    refuse,
     show_result,
 )
+from clearhead.errors import refuse
 from clearhead.report import count, size, table
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
 from clearhead.commands.common import DATA, Json, option, show_result
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 
 if TYPE_CHECKING:
     from clearhead.training.events import Event, Stepped
@@ -51,10 +51,10 @@ def train(
       clearhead train --resume runs/my
     """
     if not data and resume is None and not ch.read_recipe(recipe, set).data.paths:
-        if recipe is not None or set or out is not None:
-            raise InputError(
-                "name the data to train on: files, folders or a corpus; clearhead train alone lists them"
-            )
+        refuse(
+            recipe is not None or set or out is not None,
+            "name the data to train on: files, folders or a corpus; clearhead train alone lists them",
+        )
         _list(json)
         return
     watcher = Watcher()

@@ -26,7 +26,7 @@ from clearhead.config.fields import (
     StackSpec,
 )
 from clearhead.config.resolve import derive, head_spec, stack_specs
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_names, check_types, from_plain, plain
 
 __all__ = [
@@ -126,6 +126,9 @@ class ModelConfig(Fields):
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"config is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"config must be a JSON object, not {type(values).__name__}")
+        refuse(
+            not isinstance(values, dict),
+            f"config must be a JSON object, not {type(values).__name__}",
+            ConfigError,
+        )
         return cls.from_dict(values)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
@@ -45,12 +45,12 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.factor <= 0:
-            raise ConfigError(f"rope scaling factor {self.factor} must be positive")
-        if self.kind == "longrope" and (self.short_factor is None or self.long_factor is None):
-            raise ConfigError(
-                "rope scaling longrope needs short_factor and long_factor, one number per rotated pair"
-            )
+        refuse(self.factor <= 0, f"rope scaling factor {self.factor} must be positive", ConfigError)
+        refuse(
+            self.kind == "longrope" and (self.short_factor is None or self.long_factor is None),
+            "rope scaling longrope needs short_factor and long_factor, one number per rotated pair",
+            ConfigError,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

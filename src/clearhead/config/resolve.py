@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from clearhead.config.fields import Fields, HeadSpec, NormSpec, StackSpec
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, refuse
 
 Spec = TypeVar("Spec", StackSpec, HeadSpec)
 
@@ -54,8 +54,11 @@ def _encoder_d_head(config: Fields, d_head: int) -> int:
     D, heads = config.d_model, config.n_encoder_heads
     if heads is None or D % config.n_heads or d_head != D // config.n_heads:
         return d_head
-    if config.d_encoder_head is None and D % heads:
-        raise ConfigError(f"d_model {D} is not divisible by n_encoder_heads {heads}: set d_encoder_head")
+    refuse(
+        config.d_encoder_head is None and D % heads,
+        f"d_model {D} is not divisible by n_encoder_heads {heads}: set d_encoder_head",
+        ConfigError,
+    )
     return D // heads
 
 

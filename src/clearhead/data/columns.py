@@ -9,7 +9,7 @@ from statistics import median
 
 from clearhead.data.examples import LABELS, PAIRS, QUESTIONS, TAGS, TEXT, Shape
 from clearhead.data.tables import Record, listed
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 GUESSED = (QUESTIONS, TAGS, LABELS, PAIRS, TEXT)  # shapes in the order in which they are looked for
 # Names that columns of each role go by, the likeliest first.
@@ -123,10 +123,10 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
 def check_roles(columns: Mapping[str, str]) -> None:
     """Refuse roles that no shape has."""
     for role in columns:
-        if role not in NAMES:
-            raise InputError(
-                f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}"
-            )
+        refuse(
+            role not in NAMES,
+            f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}",
+        )
 
 
 def choose_columns(
@@ -142,8 +142,7 @@ def choose_columns(
     """
     names = list(dict.fromkeys(name for record in records for name in record.cells))
     place = records[0].place
-    if not names:
-        raise InputError(f"{place} has no field, nor have those after it: there is nothing to learn from")
+    refuse(not names, f"{place} has no field, nor have those after it: there is nothing to learn from")
     given = {role: find_column(column, names, place) for role, column in columns.items()}
     wanted = wanted or _shape_of_roles(given)
     find = _by_name if named else _by_content
@@ -176,8 +175,7 @@ def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
     """Return the shape that the given roles belong to, if there is no doubt."""
     partly = [shape for shape in GUESSED if set(given) <= set(shape.roles)]
     whole = [shape for shape in partly if set(shape.needed) <= set(given)]
-    if given and not partly:
-        raise InputError(f"data.columns names roles that do not go together: {', '.join(given)}")
+    refuse(given and not partly, f"data.columns names roles that do not go together: {', '.join(given)}")
     certain = whole or (partly if len(partly) == 1 else [])
     return certain[0] if given and certain else None
 

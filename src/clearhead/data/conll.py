@@ -14,7 +14,7 @@ from pathlib import Path
 from clearhead.data.examples import Tagged
 from clearhead.data.files import read_lines
 from clearhead.data.tables import counted, shorten
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
 SAMPLE = 1000  # lines among which the first with words is looked for
@@ -46,8 +46,7 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
     """Find the columns of a file from its first line with words -> the columns, and a note on the choice."""
     lines = islice((line for _, line in read_lines(path) if line.strip()), SAMPLE)
     full = [line for line in lines if not line.startswith("# ")]
-    if not full:
-        raise InputError(f"{path} is empty: there is no tagged word in it")
+    refuse(not full, f"{path} is empty: there is no tagged word in it")
     first = next((line for line in full if not line.startswith("#")), full[0])  # #word may be a word
     tabs = "\t" in first
     row = cells(first, tabs)
@@ -58,10 +57,10 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
     usual = {"words": "form", "tags": "upos"} if universal else {"words": names[0], "tags": names[-1]}
     chosen = {role: columns.get(role, name) for role, name in usual.items()}
     for name in chosen.values():
-        if name.lower() not in names:
-            raise InputError(
-                f"{path} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}"
-            )
+        refuse(
+            name.lower() not in names,
+            f"{path} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}",
+        )
     words, tags = (names.index(name.lower()) for name in chosen.values())
     note = f"words from column `{names[words]}`, tags from `{names[tags]}`"
     kind = "CoNLL-U" if universal else f"{len(row)} columns"

@@ -35,7 +35,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.data.sides import given_corpus, pictures_corpus, rows_corpus, text_corpus
 from clearhead.data.tables import counted
 from clearhead.data.text import look, stream
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 VERSION = 4  # of the readers: raised when the same files would give other examples
 PICTURES = ("folders", "idx", "npz")
@@ -50,10 +50,10 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
         split: False: all examples are to validate on, none to train on; of pictures with a validation part,
             that part.
     """
-    if not plan.paths:
-        raise InputError(
-            f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})"
-        )
+    refuse(
+        not plan.paths,
+        f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})",
+    )
     check_roles(plan.columns)
     if (embedded := _embedded(plan)) is not None:
         return _open_embedded(plan, embedded, wanted, split)
@@ -121,11 +121,11 @@ def _apart(source: Source, validation: Source) -> Source:
     own = tuple(path for path in source.files if path.resolve() not in theirs)
     if not own or (source.format == "parallel" and len(own) < 2):
         raise InputError(f"{source.files[0]} is named to train on and to validate on: leave it out of one")
-    if validation.format != source.format:
-        raise InputError(
-            f"the data is {source.format} and the validation files are {validation.format}"
-            f": both must be of one format; if they are, --set data.format={source.format}"
-        )
+    refuse(
+        validation.format != source.format,
+        f"the data is {source.format} and the validation files are {validation.format}"
+        f": both must be of one format; if they are, --set data.format={source.format}",
+    )
     left_out = len(source.files) - len(own)
     note = (f"{counted(left_out, 'validation file')} left out of training",) if left_out else ()
     return dataclasses.replace(source, files=own, notes=(*source.notes, *note))
@@ -195,19 +195,19 @@ def _embedded(plan: DataPlan) -> Embedded | None:
     A file or folder of that name comes first, unless the plan differs.
     """
     name = plan.paths[0]
-    if plan.format == "corpus" and name not in CORPORA:
-        raise InputError(
-            f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}"
-        )
+    refuse(
+        plan.format == "corpus" and name not in CORPORA,
+        f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}",
+    )
     free = plan.format is None and not Path(name).expanduser().exists()
     return CORPORA.get(name) if len(plan.paths) == 1 and (free or plan.format == "corpus") else None
 
 
 def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, split: bool) -> Corpus:
-    if plan.validation:
-        raise InputError(
-            f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it"
-        )
+    refuse(
+        plan.validation,
+        f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it",
+    )
     _check_shape(plan, embedded.shape, wanted, f"the corpus {embedded.name}")
     content, notes = embedded.load(), [f"the embedded corpus {embedded.name}: {embedded.sentence}"]
     if isinstance(content, Pictures):

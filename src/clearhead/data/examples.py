@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.data.tables import Record, shorten
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 Lowercase = bool | Literal["source", "target"]
 _WHOLE = re.compile(r"-?[0-9]+\.0+")  # how spreadsheets and pandas write integers beside a missing value
@@ -151,8 +151,7 @@ class Tagged(Example):
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """See `Example.read`."""
         words, tags = (record.words(roles[role]) for role in ("words", "tags"))
-        if len(words) != len(tags):
-            raise InputError(f"{record.place} has {len(words)} words and {len(tags)} tags")
+        refuse(len(words) != len(tags), f"{record.place} has {len(words)} words and {len(tags)} tags")
         return cls(words, tags) if words else None
 
     def names(self) -> tuple[str, ...]:

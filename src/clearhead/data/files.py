@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 BLOCK = 1 << 20  # bytes read at a time
 HEAD = 1 << 16  # bytes looked at to guess what a file holds
@@ -50,8 +50,7 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
                 list(_below(fixed) if "**" in name else fixed.iterdir())
             there = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
             matches = [file for match in there if not _in_run(match, fixed) for file in _files(match)]
-            if not matches:
-                raise InputError(f"no file matches {name}")
+            refuse(not matches, f"no file matches {name}")
             found |= dict.fromkeys(matches)
         else:
             raise missing(path, known)
@@ -63,11 +62,9 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.exists():
         raise missing(path)
-    if not path.is_dir():
-        raise InputError(f"{path} is neither a file nor a folder")
+    refuse(not path.is_dir(), f"{path} is neither a file nor a folder")
     files = sorted(file for file in _below(path) if file.is_file())
-    if not files:
-        raise InputError(f"the folder {path} holds no files")
+    refuse(not files, f"the folder {path} holds no files")
     return files
 
 
@@ -160,10 +157,10 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
     with reading(path) as file:
         offset = 0
         for number, line in enumerate(file, 1):
-            if number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip():
-                raise InputError(
-                    f"{path} ends its lines with carriage returns alone: convert them to line feeds"
-                )
+            refuse(
+                number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip(),
+                f"{path} ends its lines with carriage returns alone: convert them to line feeds",
+            )
             start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
             text, _ = _decode(path, line[start:], offset + start, final=True)
             offset += len(line)

@@ -15,7 +15,7 @@ from clearhead.data.examples import PAIRS, TEXT, Shape
 from clearhead.data.files import HEAD, bare, blank, expand, head, listing
 from clearhead.data.plan import DataPlan, Format
 from clearhead.data.tables import counted
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 SUFFIXES: dict[str, Format] = {
@@ -219,8 +219,10 @@ def _languages(stem: Path) -> dict[str, Path]:
 def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
     wanted = [plan.columns.get(role) for role in PAIRS.needed]
     for language in wanted:
-        if language is not None and language not in languages:
-            raise InputError(f"{stem} is not there in {language!r}: there are {', '.join(languages)}")
+        refuse(
+            language is not None and language not in languages,
+            f"{stem} is not there in {language!r}: there are {', '.join(languages)}",
+        )
     left = [language for language in languages if language not in wanted]
     if len(languages) > 2 and None in wanted:
         example = f'{{source = "{left[0]}", target = "{left[-1]}"}}'

@@ -29,7 +29,7 @@ from clearhead.data.tables import (
     read_rows,
     read_table,
 )
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 SAMPLE = 1000  # rows from which columns are guessed
 _FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
@@ -117,13 +117,12 @@ def lay_out(
     names = column_names(rows[0], header) if rows and plan.header is None else ()
     draft = Layout(format, TEXT, {}, header, names, _pattern(plan))
     records = list(islice(draft._records(source.files), SAMPLE))
-    if not records:
-        raise InputError(f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
-    if wanted is IMAGES:
-        raise InputError(
-            f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
-            f"; {first} is {format}"
-        )
+    refuse(not records, f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
+    refuse(
+        wanted is IMAGES,
+        f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
+        f"; {first} is {format}",
+    )
     named = header or format in ("jsonl", "lines")
     shape, roles = choose_columns(records, plan.columns, wanted, named)
     columns = counted(len(records[0].cells), "field" if format == "jsonl" else "column")
@@ -149,9 +148,9 @@ def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
         pattern = re.compile(plan.pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
-    if not pattern.groupindex:
-        raise InputError(
-            f"the pattern {plan.pattern!r} has no named groups: "
-            "write them as (?P<source>...) and (?P<target>...)"
-        )
+    refuse(
+        not pattern.groupindex,
+        f"the pattern {plan.pattern!r} has no named groups: "
+        "write them as (?P<source>...) and (?P<target>...)",
+    )
     return pattern

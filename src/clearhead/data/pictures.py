@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clearhead.data.files import bare, read_bytes
 from clearhead.data.formats import IDX, PICTURES, Source
 from clearhead.data.split import key_of
-from clearhead.errors import InputError, MissingExtraError
+from clearhead.errors import InputError, MissingExtraError, refuse
 
 VALIDATION = (
     "validation",
@@ -67,8 +67,7 @@ def spaced(count: int, limit: int | None) -> list[int]:
 
 def _read_folders(files: Sequence[Path], limit: int | None) -> Parts:
     strange = next((path for path in files if path.suffix.lower() not in PICTURES), None)
-    if strange is not None:
-        raise InputError(f"{strange} is no picture: {', '.join(PICTURES)} are read")
+    refuse(strange is not None, f"{strange} is no picture: {', '.join(PICTURES)} are read")
     above = [path.parent.parent.name.lower() for path in files]
     part = next((name for name in VALIDATION if name in above), None) if "train" in above else None
     if part is None:
@@ -184,8 +183,7 @@ def _load_idx(part: dict[str, Path], limit: int | None) -> Pictures:
 
 
 def _read_npz(files: Sequence[Path], limit: int | None) -> Parts:
-    if len(files) != 1:
-        raise InputError(f"{len(files)} npz files: name one, and others under validation")
+    refuse(len(files) != 1, f"{len(files)} npz files: name one, and others under validation")
     path = files[0]
     try:
         with np.load(path, allow_pickle=False) as whole:
@@ -233,11 +231,11 @@ def _pictures(
     if pixels.ndim == 4 and pixels.shape[1] in (1, 3) and pixels.shape[3] not in (1, 3):
         pixels = pixels.transpose(0, 2, 3, 1)
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
-    if pixels.ndim != 4 or 0 in pixels.shape or pixels.shape[3] not in (1, 3):
-        raise InputError(
-            f"{where} has the shape {pixels.shape}: "
-            "pictures are N x height x width, with or without 1 or 3 channels"
-        )
+    refuse(
+        pixels.ndim != 4 or 0 in pixels.shape or pixels.shape[3] not in (1, 3),
+        f"{where} has the shape {pixels.shape}: "
+        "pictures are N x height x width, with or without 1 or 3 channels",
+    )
     labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if labels.dtype.kind == "f" and (labels == np.rint(labels)).all():
         labels = labels.astype(np.int64)  # 1.0 is 1

@@ -13,7 +13,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of, percent, split_keys
 from clearhead.data.tables import counted, listed
 from clearhead.data.text import Stream, look, split_text
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 
 def text_corpus(
@@ -166,11 +166,10 @@ def pictures_corpus(
     else:
         notes += _shared(train.keys(), validation.keys())
     size, other = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, validation))
-    if size != other:
-        raise InputError(
-            f"the pictures to train on are {size} and those to validate on {other}"
-            ": bring all to one size first"
-        )
+    refuse(
+        size != other,
+        f"the pictures to train on are {size} and those to validate on {other}: bring all to one size first",
+    )
     known = sort_names(train.names)
     _check_known(known, ((name,) for name in validation.names), validation.places, "label")
     counts = f"{len(train.names):,} to train on, {len(validation.names):,} to validate on"

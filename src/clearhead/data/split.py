@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 
 KEYS = 1 << 64
 
@@ -34,11 +34,10 @@ def bound(low: int, high: int, share: float) -> int:
     `low` and `high` are the smallest and the largest key. An example keeps its side when others are added,
     unless it was alone on it.
     """
-    if low == high:
-        raise InputError(
-            "the data holds one example, or one many times: "
-            "two that differ are needed to train and to validate"
-        )
+    refuse(
+        low == high,
+        "the data holds one example, or one many times: two that differ are needed to train and to validate",
+    )
     return min(max(int(share * KEYS), low + 1), high)
 
 
@@ -60,10 +59,10 @@ def split_keys(keys: Sequence[int], share: float, names: Sequence[Sequence[str]]
             own_names.setdefault(key, set()).update(own)
         count = Counter(name for own in own_names.values() for name in own)
         spare = [key for key, own in own_names.items() if all(count[name] > 1 for name in own)]
-        if not spare:
-            raise InputError(
-                "no example is left to validate on: "
-                "each has a label that no other has; name files under validation"
-            )
+        refuse(
+            not spare,
+            "no example is left to validate on: "
+            "each has a label that no other has; name files under validation",
+        )
         validates = [key == min(spare) for key in keys]
     return validates

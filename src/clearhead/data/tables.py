@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clearhead.data.files import bare, read_lines, read_pieces
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 
 SHOWN = 60  # characters of a faulty line in a message
 MOST = 12  # names in a message
@@ -164,8 +164,10 @@ def _parse(text: str, place: str) -> Any:
 
 def _flat(value: Any, place: str) -> dict[str, Any]:
     """Return the cells of an object; those of an object inside it are named `outer.inner`."""
-    if not isinstance(value, dict):
-        raise InputError(f"{place} holds a {type(value).__name__}, not an object with named fields")
+    refuse(
+        not isinstance(value, dict),
+        f"{place} holds a {type(value).__name__}, not an object with named fields",
+    )
     cells: dict[str, Any] = {}
     for name, cell in value.items():
         inner = (
@@ -178,8 +180,7 @@ def _flat(value: Any, place: str) -> dict[str, Any]:
 def _objects(path: Path, whole: Any) -> Iterator[Record]:
     """Yield the records of a JSON file; SQuAD has articles of paragraphs, each with its questions."""
     rows = whole.get("data", [whole]) if isinstance(whole, dict) else whole
-    if not isinstance(rows, list):
-        raise InputError(f"{path} holds no list of objects")
+    refuse(not isinstance(rows, list), f"{path} holds no list of objects")
     for number, row in enumerate(rows, 1):
         place = f"{path}, record {number}"
         if not (isinstance(row, dict) and isinstance(row.get("paragraphs"), list)):
@@ -187,8 +188,10 @@ def _objects(path: Path, whole: Any) -> Iterator[Record]:
             continue
         for position, paragraph in enumerate(row["paragraphs"], 1):
             within = f"{place}, paragraph {position}"
-            if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-                raise InputError(f"{within} must be an object with `context` and a list `qas`")
+            refuse(
+                not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list),
+                f"{within} must be an object with `context` and a list `qas`",
+            )
             for count, question in enumerate(paragraph["qas"], 1):
                 own = f"{within}, question {count}"
                 yield Record(own, {"context": paragraph.get("context")} | _flat(question, own))

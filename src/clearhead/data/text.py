@@ -11,7 +11,7 @@ from functools import partial
 
 from clearhead.data.examples import Chunk
 from clearhead.data.split import KEYS, bound, key_of, percent
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 CHUNK = 1_000_000  # characters
 FEW = 20  # so many documents or more are split as wholes; of fewer each gives its end
@@ -88,8 +88,7 @@ def look(source: Stream, empty: str) -> Seen:
             seen.documents += 1
             if len(seen.lengths) < FEW:
                 seen.lengths.append(length)
-    if not seen.documents:
-        raise InputError(empty)
+    refuse(not seen.documents, empty)
     return seen
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from clearhead.data.conll import CONLLU
 from clearhead.data.files import missing, read_lines
 from clearhead.data.tables import counted, shorten
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 Span = tuple[int, int]
 _WORD, _RANGE, _EMPTY = re.compile(r"[1-9]\d*"), re.compile(r"([1-9]\d*)-([1-9]\d*)"), re.compile(r"\d+\.\d+")
@@ -67,13 +67,12 @@ def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
     """Return the sentences of a CoNLL-U file, plain or `.gz`; at most `limit` of them."""
     if not path.exists():
         raise missing(path)
-    if limit is not None and limit < 1:
-        raise InputError(f"limit {limit} leaves no sentence: ask for 1 or more")
+    refuse(limit is not None and limit < 1, f"limit {limit} leaves no sentence: ask for 1 or more")
     found = list(islice(_sentences(path), limit))
-    if not found:
-        raise InputError(
-            f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word"
-        )
+    refuse(
+        not found,
+        f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word",
+    )
     return found
 
 

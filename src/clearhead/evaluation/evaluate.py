@@ -19,7 +19,7 @@ from clearhead.data.examples import TEXT, Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.data.formats import way_for
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.evaluation.examples import SeenPictures, begun, examples, led, renamed, summed_by
 from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.judgement import Judgement, OnProgress, Options
@@ -98,10 +98,8 @@ def evaluate(
         )
     if spec.writes:
         _check_tokenize(tokenize)
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"batch_size {batch_size} must be 1 or more")
-    if seed < 0:
-        raise InputError(f"seed {seed} must be 0 or more")
+    refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
+    refuse(seed < 0, f"seed {seed} must be 0 or more")
     known = hints_of(GeneratePlan)
     stated = {name: value for name, value in generation.items() if name in known and value is not None}
     GeneratePlan(**stated)  # refuses wrong values
@@ -159,16 +157,16 @@ def task_for(loaded: Model, wanted: str | None) -> str:
         )
     fits = sorted((spec for spec in alike if spec.judges(config, problem)), key=lambda spec: not spec.guessed)
     names = [spec.name for spec in fits]
-    if wanted_name is not None and names and wanted_name not in names:
-        raise InputError(
-            f"task {wanted_name} does not fit a model of family {config.family} with head {config.head}, "
-            f"which is judged by {' or '.join(names)}"
-        )
-    if not names:
-        raise InputError(
-            f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
-            "only models that choose one of several classes, or give one number, are judged"
-        )
+    refuse(
+        wanted_name is not None and names and wanted_name not in names,
+        f"task {wanted_name} does not fit a model of family {config.family} with head {config.head}, "
+        f"which is judged by {' or '.join(names)}",
+    )
+    refuse(
+        not names,
+        f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
+        "only models that choose one of several classes, or give one number, are judged",
+    )
     return wanted_name or names[0]
 
 

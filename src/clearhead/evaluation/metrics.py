@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from clearhead.errors import InputError, MissingExtraError
+from clearhead.errors import InputError, MissingExtraError, refuse
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
 References: TypeAlias = Sequence[str | Sequence[str]]  # a text for each example, or several: the best counts
@@ -69,12 +69,11 @@ class Metric:
         return Measured(value, interval, self.signature(predicted, wanted))
 
     def _checked(self, predicted: Values, wanted: Values) -> Counts:
-        if len(predicted) != len(wanted):
-            raise InputError(
-                f"{len(predicted)} predictions and {len(wanted)} that are wanted: give one for each"
-            )
-        if not len(predicted):
-            raise InputError("there are no examples to measure: give one at least")
+        refuse(
+            len(predicted) != len(wanted),
+            f"{len(predicted)} predictions and {len(wanted)} that are wanted: give one for each",
+        )
+        refuse(not len(predicted), "there are no examples to measure: give one at least")
         return np.asarray(self.counts(predicted, wanted), dtype=np.float64)
 
 
@@ -88,8 +87,7 @@ def bootstrap(
 ) -> tuple[float, float]:
     """Return the interval of `share` of the values on sets drawn, with replacement, from the examples."""
     rows = np.asarray(counts, dtype=np.float64)
-    if not len(rows):
-        raise InputError("there are no examples to measure: give one at least")
+    refuse(not len(rows), "there are no examples to measure: give one at least")
     random = np.random.default_rng(seed)
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
     times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)

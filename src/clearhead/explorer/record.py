@@ -12,7 +12,7 @@ from typing import Any
 
 from clearhead.api import Model
 from clearhead.costs import cost
-from clearhead.errors import CheckpointError, ClearheadError, InputError, require
+from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, model_view, view
@@ -96,7 +96,7 @@ def export(recorded: dict[str, Any], path: str | Path) -> Path:
     """Write a record as one self-contained page: the whole file, or nothing."""
     path = Path(path)
     ending = f'the page is written as HTML: name a file that ends in .html, not "{path.name}"'
-    require(path.suffix.lower() in (".html", ".htm"), ending)
+    refuse(path.suffix.lower() not in (".html", ".htm"), ending)
     try:
         write_text(path, single_file(recorded))
     except CheckpointError as error:

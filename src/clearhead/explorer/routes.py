@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from clearhead.costs import cost
-from clearhead.errors import ClearheadError, InputError, require
+from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
@@ -29,16 +29,16 @@ MOST_NAMES = 10_000
 async def _body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request; refuse anything else, and more bytes than the limit."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    require(kind == "application/json", "a request must have the content type application/json")
+    refuse(kind != "application/json", "a request must have the content type application/json")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        require(len(raw) <= LARGEST_BODY, f"the request is larger than {LARGEST_BODY:,} bytes")
+        refuse(len(raw) > LARGEST_BODY, f"the request is larger than {LARGEST_BODY:,} bytes")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         raise InputError("the request is not JSON") from None
-    require(isinstance(body, dict), "the request must be a JSON object")
+    refuse(not isinstance(body, dict), "the request must be a JSON object")
     return dict(body)
 
 
@@ -88,7 +88,7 @@ def inside_routes(session: Session) -> APIRouter:
         run, token = session.run(name), _whole(asked, "token")
         size = run.m.config.vocab_size
         allowed = f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}"
-        require(0 <= token < size, allowed)
+        refuse(not (0 <= token < size), allowed)
         with session.lock:
             return session.keep(run.extended(token))
 
@@ -123,14 +123,16 @@ def inside_routes(session: Session) -> APIRouter:
 
 def _whole(asked: dict[str, Any], name: str) -> int:
     value: Any = asked.get(name)
-    require(type(value) is int, f"{name} must be a whole number")
+    refuse(type(value) is not int, f"{name} must be a whole number")
     return int(value)
 
 
 def _names(asked: dict[str, Any], name: str) -> list[str]:
     listed = [] if asked.get(name) is None else asked[name]
     short = isinstance(listed, list) and len(listed) <= MOST_NAMES
-    require(short and all(isinstance(one, str | int) for one in listed), f"{name} must be a list of names")
+    refuse(
+        not (short and all(isinstance(one, str | int) for one in listed)), f"{name} must be a list of names"
+    )
     return [str(one) for one in listed]
 
 
@@ -138,7 +140,7 @@ def _numbers(text: str) -> list[int]:
     parts = text.split(",")
     whole = all(part.strip().isdecimal() and len(part) < 12 for part in parts)
     allowed = f"ids must be at most {MOST_LABELS} whole numbers with commas between them"
-    require(whole and len(parts) <= MOST_LABELS, allowed)
+    refuse(not (whole and len(parts) <= MOST_LABELS), allowed)
     return [int(part) for part in parts]
 
 

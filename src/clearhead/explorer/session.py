@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from clearhead.api import Model
-from clearhead.errors import ClearheadError, InputError, require
+from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.explorer.views import PageRun, begin, model_view
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
@@ -119,7 +119,7 @@ class Session:
     def model(self, number: int = 0) -> Model:
         """Return a model that is ready."""
         count = len(self.models)
-        require(0 <= number < count, f"there is no model {number}: there are {count}")
+        refuse(not (0 <= number < count), f"there is no model {number}: there are {count}")
         opened = self.models[number]
         if opened.m is None:
             loading = "the model is still loading: try again in a moment"
@@ -129,12 +129,12 @@ class Session:
     def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Start a run from what the page sends."""
         number = asked.get("model") or 0
-        require(type(number) is int, f"model {number!r:.40} must be a whole number")
+        refuse(type(number) is not int, f"model {number!r:.40} must be a whole number")
         m = self.model(number)
         given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
         for name, text in (("target", target), ("pair", pair)):
             short = text is None or (isinstance(text, str) and len(text) <= LONGEST_TEXT)
-            require(short, f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
+            refuse(not short, f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
         opened = self.models[number]
         with self.lock:
             run = begin(m, given, target or None, pair or None)
@@ -144,7 +144,7 @@ class Session:
         """Remember a run; of many, forget the oldest."""
         count = len(run.prepared.tokens)
         most = f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}"
-        require(count <= MOST_TOKENS, most)
+        refuse(count > MOST_TOKENS, most)
         name = f"r{next(self._count)}"
         self._runs[name] = run
         if len(self._runs) > KEPT:
@@ -168,12 +168,12 @@ def _given(m: Model, asked: dict[str, Any]) -> Any:
     ids, text = asked.get("ids"), asked.get("text")
     if ids is None:
         short = isinstance(text, str) and len(text) <= LONGEST_TEXT
-        require(short, f"text must be a string of at most {LONGEST_TEXT:,} characters")
+        refuse(not short, f"text must be a string of at most {LONGEST_TEXT:,} characters")
         return text
     some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(one) is int for one in ids)
-    require(some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
+    refuse(not some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
     size = m.model.main.spec.vocab_size
-    require(all(0 <= token < size for token in ids), f"ids must lie between 0 and {size - 1}")
+    refuse(not all(0 <= token < size for token in ids), f"ids must lie between 0 and {size - 1}")
     return ids
 
 
@@ -187,7 +187,7 @@ def _image(m: Model, encoded: Any) -> Any:
         distance = np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2
         ring = np.abs(distance) < min(height, width) / 10
         return np.repeat((ring * 255).astype(np.uint8)[:, :, None], config.n_channels, axis=2)
-    require(isinstance(encoded, str), "image must be a file in base64")
+    refuse(not isinstance(encoded, str), "image must be a file in base64")
     try:
         raw = base64.b64decode(encoded.partition(",")[2] or encoded, validate=True)
     except ValueError as error:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest, require
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
@@ -280,7 +280,7 @@ class PageRun:
 
     def extended(self, token: int) -> PageRun:
         """Return the run with one token more."""
-        require(self.m.config.head == "lm", "only a model that writes can go on: this one reads")
+        refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
         longer = begin(self.m, given, target, self.pair)

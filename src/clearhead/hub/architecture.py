@@ -13,7 +13,7 @@ from typing import Any
 from clearhead.config import MOST_LAYERS, MOST_WIDE, ModelConfig
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.hub.fields import ConfigPart, Json, count_labels
-from clearhead.hub.files import first_line, require
+from clearhead.hub.files import first_line, refuse
 from clearhead.hub.rules import Rule
 
 # Fields that change how a model is initialised or trained, and not what it computes. `bias` only sets others.
@@ -81,7 +81,7 @@ class Architecture:
         """Return the class that the checkpoint was saved from."""
         named = (theirs.get("architectures") or list(self.classes))[0]
         supported = f"supported for {self.model_type} are {', '.join(self.classes)}"
-        require(named in self.classes, f'config.json names the class "{named}": {supported}')
+        refuse(named not in self.classes, f'config.json names the class "{named}": {supported}')
         return str(named)
 
     def write(self, config: ModelConfig) -> Json | None:
@@ -147,7 +147,7 @@ def check_sizes(values: Json) -> None:
     for name, value in values.items():
         most = MOST.get(name, MOST_WIDE)
         refusal = f"config.json makes {name} {str(value)[:24]}: {most:,} is the most"
-        require(not isinstance(value, int) or abs(value) <= most, refusal)
+        refuse(not (not isinstance(value, int) or abs(value) <= most), refusal)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -22,7 +22,7 @@ from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes, is_among
-from clearhead.hub.files import read_json, require, write_json
+from clearhead.hub.files import read_json, refuse, write_json
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.weights import Entry, open_weights, write_weights
@@ -123,8 +123,8 @@ def load_model(
         for name, tensor in zip(rule.ours, tensors):
             needed, real = filling.shapes[name], tensor.is_floating_point()
             other = f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit"
-            require(tensor.shape == needed, other)
-            require(real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+            refuse(tensor.shape != needed, other)
+            refuse(not real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
             path, _, last = name.rpartition(".")
             setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
     filling.model.tie()
@@ -168,7 +168,7 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
     layers = description.config.layer_groups or description.config.n_layers
     stated = f"config.json says {layers} layers, and the weights are {len(entries)} tensors"
     # Before so many layers are built:
-    require(layers <= len(entries), f"{folder}: {stated}: they do not belong together")
+    refuse(layers > len(entries), f"{folder}: {stated}: they do not belong together")
     model = empty_model(description.config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)

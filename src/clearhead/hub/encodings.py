@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Encoding, Tokenizer
 
-from clearhead.errors import require
+from clearhead.errors import refuse
 from clearhead.hub.tokenizer import clean
 
 
@@ -36,12 +36,12 @@ def windows(
 
     Neighbours share `stride` tokens, half a window at most.
     """
-    require(stride >= 0, f"stride {stride} is negative: it is the number of tokens that two windows share")
+    refuse(stride < 0, f"stride {stride} is negative: it is the number of tokens that two windows share")
     first = None if question is None else encoding_of(tokenizer, question)
     taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + len(first or [])
     room = max_length - taken
     fit = f"a question takes {taken} tokens, special ones too, and a window has {max_length}: shorten it"
-    require(room >= 1, fit)
+    refuse(room < 1, fit)
     stride = min(stride, room // 2)
     whole = encoding_of(tokenizer, text)
     whole.truncate(room, stride=stride)

@@ -12,7 +12,7 @@ from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub.files import require
+from clearhead.hub.files import refuse
 
 Json = dict[str, Any]
 REQUIRED = object()
@@ -65,7 +65,7 @@ def field(
 
     def checked(value: Any) -> Any:
         small = f"config.json has {theirs} {value}: this architecture needs {least} at least"
-        require(least is None or value >= least, small)
+        refuse(not (least is None or value >= least), small)
         return value
 
     def read(config_json: Json) -> Json:
@@ -75,10 +75,10 @@ def field(
         if value is None and not (null and theirs in config_json):
             value = default
         missing = f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint'
-        require(value is not REQUIRED, missing)
+        refuse(value is REQUIRED, missing)
         if names is not None and value is not None:
             supported = ", ".join(map(str, names))
-            require(value in names, f'config.json has {theirs} "{value}": supported are {supported}')
+            refuse(value not in names, f'config.json has {theirs} "{value}": supported are {supported}')
             value = names[value]
         return {ours: checked(value)}
 
@@ -108,7 +108,7 @@ def fixed(
         for key, value in (only or {}).items():
             stated = config_json.get(key)
             supported = f"only {value!r} is supported for this architecture"
-            require(stated in (None, value), f"config.json has {key} {stated!r}: {supported}")
+            refuse(stated not in (None, value), f"config.json has {key} {stated!r}: {supported}")
         return dict(ours or {})
 
     return ConfigPart(read, lambda config: dict(written or {}))
@@ -249,7 +249,7 @@ def positions_after_padding(rows: int, padding: int, counted: bool = True) -> Co
 
     def write(config: ModelConfig) -> Json:
         offset = config.position_offset
-        require(offset >= 1, "position_offset is 0: this architecture skips a row of its table at least")
+        refuse(offset < 1, "position_offset is 0: this architecture skips a row of its table at least")
         size = config.max_positions + offset if counted else config.max_positions
         return {"pad_token_id": offset - 1, "max_position_embeddings": size}
 
@@ -263,7 +263,7 @@ def patches(image: int, patch: int) -> ConfigPart:
         height, width = _pair(config_json.get("image_size", image))
         side, other = _pair(config_json.get("patch_size", patch))
         stated = config_json.get("patch_size")
-        require(side == other >= 1, f"config.json has patch_size {stated!r}: only squares are supported")
+        refuse(not (side == other >= 1), f"config.json has patch_size {stated!r}: only squares are supported")
         rows = (height // side) * (width // side) + 1
         return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
 

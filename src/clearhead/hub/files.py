@@ -20,7 +20,7 @@ from clearhead.errors import CheckpointError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-require = functools.partial(errors.require, error=CheckpointError)  # refuses a checkpoint in one line
+refuse = functools.partial(errors.refuse, error=CheckpointError)  # refuses a checkpoint in one line
 ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")
 
 
@@ -91,7 +91,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     Other files of `target` stay, save for weights: one directory holds one model.
     """
-    require(target.is_dir() or not target.exists(), f"{target} is a file: name a directory to write to")
+    refuse(not (target.is_dir() or not target.exists()), f"{target} is a file: name a directory to write to")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
-from clearhead.hub.files import reading, require
+from clearhead.hub.files import reading, refuse
 
 SPACE = "▁"
 UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
@@ -217,7 +217,7 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     scores = dict(model.scores)
     numbered = sorted(vocabulary.values()) == list(range(len(vocabulary))) and unk in vocabulary
     rule = f"must number its tokens from 0 without a gap, and hold {unk}"
-    require(numbered, f"{source.parent / 'vocab.json'} {rule}")
+    refuse(not numbered, f"{source.parent / 'vocab.json'} {rule}")
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     tokenizer = _words(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, require
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
 from clearhead.hub.files import first_line
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -61,10 +61,10 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
     elif isinstance(stated, dict):
         wanted = (stated.get("height", 0), stated.get("width", 0))
     other = f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
-    require(wanted == size and not settings.get("do_center_crop"), other, CheckpointError)
+    refuse(not (wanted == size and not settings.get("do_center_crop")), other, CheckpointError)
     if tuple(image.shape[1:]) != size:
         both = f"an image is {list(image.shape[1:])} and the model reads {list(size)}"
-        require(settings.get("do_resize", True), f"{both}: {PREPROCESSOR} says not to resize")
+        refuse(not settings.get("do_resize", True), f"{both}: {PREPROCESSOR} says not to resize")
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
             raise CheckpointError(
@@ -87,7 +87,7 @@ def _per_channel(values: Any, channels: int, name: str) -> Tensor:
     listed = values if isinstance(values, list) else [values] * channels
     numbers = len(listed) == channels and all(isinstance(value, int | float) for value in listed)
     refusal = f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
-    require(numbers, refusal, CheckpointError)
+    refuse(not numbers, refusal, CheckpointError)
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
@@ -97,7 +97,7 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
         image = image[None].expand(channels, -1, -1)
     fits = image.ndim == 3 and channels in (image.shape[0], image.shape[2]) and 0 not in image.shape
     allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
-    require(fits, f"an image has shape {list(image.shape)}: it must be {allowed}")
+    refuse(not fits, f"an image has shape {list(image.shape)}: it must be {allowed}")
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image

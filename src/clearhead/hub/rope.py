@@ -6,7 +6,7 @@ from typing import Any
 
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.hub.fields import ConfigPart, Json
-from clearhead.hub.files import require
+from clearhead.hub.files import refuse
 
 TRAINED = "original_max_position_embeddings"
 SCALING_KEYS = {
@@ -51,7 +51,7 @@ def rope(
         stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
         part = float(_first(stated, theirs, fraction_keys, 1.0 if fraction is None else fraction))
         partial = f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads"
-        require(fraction is not None or part == 1, partial)
+        refuse(not (fraction is not None or part == 1), partial)
         theta = float(_first(stated, theirs, theta_keys, base))
         return {"rope_base": theta, "rope_fraction": part, "rope_scaling": read_scaling(stated, theirs)}
 
@@ -83,7 +83,7 @@ def two_ropes(base: float, local: float) -> ConfigPart:
         refusal = (
             "config.json scales the rotation of layers with a window: supported there is rope_type default"
         )
-        require(alike or near_scaling is None, refusal)
+        refuse(not (alike or near_scaling is None), refusal)
         own = None if alike else near_theta
         return {"rope_base": theta, "rope_local_base": own, "rope_scaling": scaling}
 
@@ -120,7 +120,7 @@ def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
     if kind in ("default", None):
         return None
     supported = ", ".join(("default", *KEYS_BY_KIND))
-    require(kind in KEYS_BY_KIND, f'config.json has rope_type "{kind}": supported are {supported}')
+    refuse(kind not in KEYS_BY_KIND, f'config.json has rope_type "{kind}": supported are {supported}')
     keys = KEYS_BY_KIND[kind]
     given: Json = {key: stated[key] for key in keys if stated.get(key) is not None}
     if TRAINED in keys and theirs.get(TRAINED) is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clearhead.hub.files import read_json, read_json_if_any, reading, require, write_json
+from clearhead.hub.files import read_json, read_json_if_any, reading, refuse, write_json
 
 MODULES, POOLING, LENGTH = "modules.json", "1_Pooling", "sentence_bert_config.json"
 TYPE = "sentence_transformers.models."
@@ -34,7 +34,7 @@ def read_sentences(folder: Path) -> Sentences | None:
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     for kind in kinds:
         supported = ("Transformer", "Pooling", "Normalize")
-        require(kind in supported, f"{path} names a module {kind}: supported are {', '.join(supported)}")
+        refuse(kind not in supported, f"{path} names a module {kind}: supported are {', '.join(supported)}")
     most = read_json_if_any(folder / LENGTH).get("max_seq_length")
     length = most if type(most) is int and most > 0 else None
     stated = read_json(folder / POOLING / "config.json") if "Pooling" in kinds else {}
@@ -45,7 +45,7 @@ def _mode(stated: dict[str, Any], path: Path) -> str:
     prefix = "pooling_mode_"
     on = [key.removeprefix(prefix) for key in stated if key.startswith(prefix) and stated[key] is True]
     refusal = f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}"
-    require(len(on) <= 1 and set(on) <= set(MODES), refusal)
+    refuse(not (len(on) <= 1 and set(on) <= set(MODES)), refusal)
     return MODES[on[0]] if on else "mean"
 
 

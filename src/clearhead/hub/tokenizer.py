@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from clearhead.errors import CheckpointError, require
+from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import first_line, read_json_if_any, write_json
 from clearhead.hub.vocabularies import ROLES, extra_tokens, from_folder, from_piece_file, token_text
 
@@ -158,7 +158,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = 
     if max_length is None:
         return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
-    require(room >= 0, f"max_length {max_length} is below the number of special tokens: raise it")
+    refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
     found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
     for encoding in found:
         encoding.truncate(room)

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
 
-from clearhead.hub.files import read_json, read_json_if_any, require
+from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.pieces import FAMILIES, assembled, from_pieces, from_pieces_and_vocabulary
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
@@ -202,7 +202,7 @@ def _frame_roberta(
 ) -> None:
     sep, cls = ((special[role], ids[role]) for role in ("sep", "cls"))
     known = sep[1] is not None and cls[1] is not None
-    require(known, f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text")
+    refuse(not known, f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text")
     prefix, trim = bool(settings.get("add_prefix_space", False)), bool(settings.get("trim_offsets", True))
     tokenizer.post_processor = processors.RobertaProcessing(sep, cls, trim, prefix)
 

@@ -29,7 +29,7 @@ from clearhead.hub.files import (
     first_line,
     read_json,
     reading,
-    require,
+    refuse,
     write_json,
 )
 
@@ -80,11 +80,11 @@ def _inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     leaves = os.path.isabs(name) or ".." in Path(name).parts
-    require(not leaves, f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory")
+    refuse(leaves, f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory")
     real, root = path.resolve(), folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     within = any(real.is_relative_to(place) for place in allowed)
-    require(within, f"{path} is a link out of the model's directory: copy the file itself into it")
+    refuse(not within, f"{path} is a link out of the model's directory: copy the file itself into it")
     return path
 
 
@@ -96,11 +96,11 @@ def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, En
     for name in sorted(set(weight_map.values())):
         path = _inside(folder, name)
         missing = f"{folder / index} names the shard {name}, which is missing: fetch it again"
-        require(path.exists(), missing)
+        refuse(not path.exists(), missing)
         shards[name] = opener(path)
     for tensor, name in weight_map.items():
         stray = f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete"
-        require(tensor in shards[name], stray)
+        refuse(tensor not in shards[name], stray)
     return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
 
 
@@ -114,19 +114,21 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             claim = f"its header claims {length:,} bytes and the file has {size:,}"
-            require(length <= min(MAX_HEADER, size - 8), f"{path} is no whole safetensors file: {claim}")
+            refuse(length > min(MAX_HEADER, size - 8), f"{path} is no whole safetensors file: {claim}")
             header = json.loads(file.read(length).decode("utf-8"))
-    require(isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors")
+    refuse(
+        not isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors"
+    )
     header.pop("__metadata__", None)
     body, room = 8 + length, size - 8 - length
     spans = {name: _span(path, name, stated, room) for name, stated in header.items()}
     end = 0
     for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
-        require(start >= end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
+        refuse(start < end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
         unused = f"leaves {start - end} bytes before it unused"
-        require(start == end, f"{path}: tensor {name} {unused}; the file is damaged")
+        refuse(start != end, f"{path}: tensor {name} {unused}; the file is damaged")
         end = stop
-    require(end == room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
+    refuse(end != room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
     mapped = None
     if room:
         with path.open("rb") as file:
@@ -140,14 +142,14 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
         kind, shape, (start, stop) = stated["dtype"], stated["shape"], stated["data_offsets"]
     wrong = f"{path}: tensor {name}"
     known = isinstance(kind, str) and kind in DTYPES
-    require(known, f"{wrong} has dtype {kind!r}; known are {', '.join(DTYPES)}")
+    refuse(not known, f"{wrong} has dtype {kind!r}; known are {', '.join(DTYPES)}")
     whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
     numbers = f"has shape {shape!r} and offsets {start!r}, {stop!r}"
-    require(whole, f"{wrong} {numbers}: they must be whole numbers")
+    refuse(not whole, f"{wrong} {numbers}: they must be whole numbers")
     place = f"lies at bytes {start} to {stop} of {room}"
-    require(start <= stop <= room, f"{wrong} {place}: the file is cut short or damaged")
+    refuse(not (start <= stop <= room), f"{wrong} {place}: the file is cut short or damaged")
     filled = stop - start == math.prod(shape) * DTYPES[kind].itemsize
-    require(filled, f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}")
+    refuse(not filled, f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}")
     return DTYPES[kind], tuple(shape), start, stop
 
 
@@ -181,7 +183,7 @@ def open_pickle(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
         ) from None
-    require(isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
+    refuse(not isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
 
     def entry(tensor: Tensor) -> Entry:
         return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
 from clearhead.inside.attention_maps import (
     AttentionMaps,
@@ -94,8 +94,7 @@ def maps_of(
     to: str | Path | None = None,
 ) -> AttentionMaps:
     """Return the patterns for inputs that are prepared already; see `attention`."""
-    if budget is not None and budget < 1:
-        raise InputError(f"budget {budget} must be 1 cell or more, or None for no limit")
+    refuse(budget is not None and budget < 1, f"budget {budget} must be 1 cell or more, or None for no limit")
     chosen = _chosen(prepared.model, kinds, layers)
     axes = {each.kind: _axes(prepared, each.kind, budget) for each in chosen}
     folder = _new_folder(Path(to)) if to is not None else None
@@ -169,16 +168,16 @@ def _chosen(
     there = tuple(dict.fromkeys(each.kind for each in known))
     kinds = (kinds,) if isinstance(kinds, str) else there if kinds is None else kinds
     for kind in kinds:
-        if kind not in there:
-            raise InputError(f'there is no attention of the kind "{kind}": this model has {", ".join(there)}')
+        refuse(
+            kind not in there,
+            f'there is no attention of the kind "{kind}": this model has {", ".join(there)}',
+        )
     found = [each for each in known if each.kind in kinds]
     depth = max((each.layer for each in found), default=-1)
     for layer in layers or ():
-        if not 0 <= layer <= depth:
-            raise InputError(f"there is no layer {layer}: layers are 0 to {depth}")
+        refuse(not 0 <= layer <= depth, f"there is no layer {layer}: layers are 0 to {depth}")
     found = [each for each in found if layers is None or each.layer in layers]
-    if not found:
-        raise InputError("no attention was chosen: name at least one kind and one layer")
+    refuse(not found, "no attention was chosen: name at least one kind and one layer")
     return found
 
 
@@ -195,8 +194,9 @@ def _axes(prepared: Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis
 def _new_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise InputError(f"the folder {folder} is not empty: name a new one to stream patterns to")
+        refuse(
+            any(folder.iterdir()), f"the folder {folder} is not empty: name a new one to stream patterns to"
+        )
     except OSError as error:
         raise InputError(f"the folder {folder} cannot be used: {error.strerror or error}") from None
     return folder

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.names import AttentionHead, AttentionName
 from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
 
@@ -184,10 +184,10 @@ class AttentionMaps(Result):
 
     def of(self, kind: str) -> list[LayerMap]:
         """Return all layers of one kind."""
-        if kind not in self.kinds:
-            raise InputError(
-                f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}'
-            )
+        refuse(
+            kind not in self.kinds,
+            f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}',
+        )
         return [each for each in self.maps if each.kind == kind]
 
     def layer(self, number: int, kind: str = "self") -> LayerMap:
@@ -232,15 +232,15 @@ class AttentionMaps(Result):
         the identity. Every row is divided by its sum. Of aggregated maps it is the rollout of their cells.
         """
         layers = self.of(kind)
-        if kind == "cross":
-            raise InputError(
-                "rollout follows tokens through one stack, and cross-attention joins two: "
-                "choose self or encoder"
-            )
-        if [each.layer for each in layers] != list(range(len(layers))):
-            raise InputError("rollout starts at the first layer and leaves none out: record all layers")
-        if not 0 <= residual <= 1:
-            raise InputError(f"residual {residual} must be a share between 0 and 1")
+        refuse(
+            kind == "cross",
+            "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder",
+        )
+        refuse(
+            [each.layer for each in layers] != list(range(len(layers))),
+            "rollout starts at the first layer and leaves none out: record all layers",
+        )
+        refuse(not 0 <= residual <= 1, f"residual {residual} must be a share between 0 and 1")
         flow, flows = np.eye(layers[0].pattern.shape[-1]), []
         for each in layers:
             heads = np.asarray(each.pattern, dtype=np.float64)
@@ -283,8 +283,8 @@ class AttentionMaps(Result):
 def checked_ending(path: str | Path) -> Path:
     """Return a path whose ending says in which format to write."""
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise InputError(
-            f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}'
-        )
+    refuse(
+        path.suffix.lower() not in FORMATS,
+        f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}',
+    )
     return path

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.inputs import Prepared
 from clearhead.tokens.labels import label, visible
 
@@ -49,8 +49,10 @@ class Choices:
         """Return the number of a choice, given its name or its number."""
         if isinstance(wanted, str):
             wanted = self._token(wanted) if self.kind == "token" else self._named(wanted)
-        if not 0 <= wanted < self.count:
-            raise InputError(f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}")
+        refuse(
+            not 0 <= wanted < self.count,
+            f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}",
+        )
         return wanted
 
     def _named(self, wanted: str) -> int:
@@ -67,10 +69,10 @@ class Choices:
         """Return a token by its own writing, its label (· is a space), its number, or a text that it is."""
         tokenizer = self.prepared.m.tokenizer
         if tokenizer is None:
-            if not wanted.lstrip("-").isdecimal():
-                raise InputError(
-                    f'"{wanted}" is not a token id, and this model has no tokenizer: give a number'
-                )
+            refuse(
+                not wanted.lstrip("-").isdecimal(),
+                f'"{wanted}" is not a token id, and this model has no tokenizer: give a number',
+            )
             return int(wanted)
         found = tokenizer.token_to_id(wanted)
         if found is None:
@@ -103,11 +105,11 @@ class Choices:
 def choices_of(prepared: Prepared) -> Choices:
     """Return what the head of a model chooses among for this input."""
     head = prepared.m.config.head or "none"
-    if head not in KINDS:
-        raise InputError(
-            f'head "{head}" gives vectors, not choices: '
-            f"this takes a model whose head is one of {', '.join(KINDS)}"
-        )
+    refuse(
+        head not in KINDS,
+        f'head "{head}" gives vectors, not choices: '
+        f"this takes a model whose head is one of {', '.join(KINDS)}",
+    )
     columns = prepared.tokens.labels
     if head == "classifier":
         columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
@@ -119,9 +121,9 @@ def choices_of(prepared: Prepared) -> Choices:
 def find_column(position: int, columns: Sequence[str]) -> int:
     """Return a column by its number; negative ones count from the end."""
     count = len(columns)
-    if not -count <= position < count:
-        raise InputError(
-            f"there is no position {position}: there are {count}, from 0 to {count - 1}, "
-            f"or from the end, -1 to -{count}"
-        )
+    refuse(
+        not -count <= position < count,
+        f"there is no position {position}: there are {count}, from 0 to {count - 1}, "
+        f"or from the end, -1 to -{count}",
+    )
     return position % count

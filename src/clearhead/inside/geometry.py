@@ -23,7 +23,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, as_model, prepare_first
 from clearhead.inside.names import states
@@ -87,20 +87,20 @@ class WordVectors:
         """Return the tokens of a word: with a space before it, or without where that takes fewer."""
         m, size = self.m, len(self.vectors)
         if isinstance(word, int):
-            if not 0 <= word < size:
-                raise InputError(f"token {word} is not in the vocabulary: ids go from 0 to {size - 1}")
+            refuse(
+                not 0 <= word < size, f"token {word} is not in the vocabulary: ids go from 0 to {size - 1}"
+            )
             return [word]
-        if not word.strip():
-            raise InputError("the word is empty: give a word, or the number of a token")
+        refuse(not word.strip(), "the word is empty: give a word, or the number of a token")
         forms: list[list[int]] = [
             m.text_tokenizer.encode(form, add_special_tokens=False).ids for form in (" " + word, word)
         ]
         known = [ids for ids in forms if ids and m.special.get("unk") not in ids]
-        if not known:
-            raise InputError(
-                f'"{word}" cannot be written with the tokens of this model: '
-                "try another word, or the number of a token"
-            )
+        refuse(
+            not known,
+            f'"{word}" cannot be written with the tokens of this model: '
+            "try another word, or the number of a token",
+        )
         return min(known, key=len)
 
     def mean(self, word: WordOrId) -> Tensor:
@@ -113,8 +113,7 @@ class WordVectors:
 
     def nearest(self, query: str, words: Sequence[WordOrId], direction: Tensor, k: int) -> Nearest:
         """Return the tokens nearest to a direction [D], without the words' own and any without a name."""
-        if k < 1:
-            raise InputError(f"k {k} must be 1 or more")
+        refuse(k < 1, f"k {k} must be 1 or more")
         own = {str(word): self.ids(word) for word in words}
         scores = nnf.normalize(self.vectors, dim=-1) @ direction
         left_out = {token for ids in own.values() for token in ids}
@@ -177,8 +176,7 @@ def projection(
     """
     vectors = word_vectors(m, table)
     asked: Sequence[WordOrId] = frequent(vectors.m, k) if words is None else words
-    if len(asked) < 3:
-        raise InputError(f"{len(asked)} words make no map: give three or more")
+    refuse(len(asked) < 3, f"{len(asked)} words make no map: give three or more")
     rows = torch.stack([vectors.mean(word) for word in asked]).double()  # N D
     rows = rows - rows.mean(0)
     _, sizes, axes = torch.linalg.svd(rows, full_matrices=False)
@@ -246,8 +244,7 @@ def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list
 
 def _find(word: str, text: str) -> tuple[int, int]:
     """Return the characters of a word in a text: as a whole word first, in its own letters first."""
-    if not word.strip():
-        raise InputError("the word is empty: name a word of both texts")
+    refuse(not word.strip(), "the word is empty: name a word of both texts")
     for pattern in (rf"(?<!\w){re.escape(word)}(?!\w)", re.escape(word)):
         for flag in (0, re.IGNORECASE):
             found = re.search(pattern, text, flag)

@@ -10,9 +10,9 @@ Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image, to_pixels
 from clearhead.model.taps import Recording, record
@@ -30,7 +30,6 @@ from clearhead.tokens.labels import labels
 AnyModel = Model | Transformer
 Given = str | Sequence[int] | Tensor | Image
 Target = str | Sequence[int] | None
-One = TypeVar("One")
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
 
@@ -121,23 +120,22 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
     m = as_model(m)
     device = device_of(m.model)
     both = m.model.encoder is not None and m.model.decoder is not None
-    if target is not None and not both:
-        raise InputError("target is for a model with an encoder and a decoder: leave it out")
+    refuse(
+        target is not None and not both, "target is for a model with an encoder and a decoder: leave it out"
+    )
     first = m.model.encoder if both and m.model.encoder is not None else m.model.main
     if first.spec.input == "patches":
-        if both:
-            raise InputError(
-                "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
-            )
-        return Prepared(m, *_image(m, given))
-    if first.spec.input != "tokens":
-        raise InputError(
-            f"this model reads {first.spec.input}, which have no tokens to show: "
-            "looking inside takes a model of text or images"
+        refuse(
+            both, "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
         )
+        return Prepared(m, *_image(m, given))
+    refuse(
+        first.spec.input != "tokens",
+        f"this model reads {first.spec.input}, which have no tokens to show: "
+        "looking inside takes a model of text or images",
+    )
     tokens, types = _text(m, given, pair)
-    if not tokens.ids:
-        raise InputError("the text is empty: give at least one token")
+    refuse(not tokens.ids, "the text is empty: give at least one token")
     ids = torch.tensor([tokens.ids], device=device)
     if not both:
         segments = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None
@@ -198,35 +196,6 @@ def patch_names(config: ModelConfig) -> tuple[str, ...]:
     rows, columns = (side // config.patch_size for side in config.image_size)
     first = ("[CLS]",) if config.class_token else ()
     return (*first, *(f"{row},{column}" for row in range(rows) for column in range(columns)))
-
-
-# Batches ----------------------------------------------------------------------------------------------------
-
-
-def grouped(rows: Iterable[One], size: Callable[[One], int], most: int) -> Iterator[list[One]]:
-    """Yield rows in order as batches of at most `most`, each row counted with the largest size among them."""
-    batch: list[One] = []
-    largest = 0
-    for row in rows:
-        if batch and (len(batch) + 1) * max(largest, size(row)) > most:
-            yield batch
-            batch, largest = [], 0
-        batch.append(row)
-        largest = max(largest, size(row))
-    if batch:
-        yield batch
-
-
-def padded(
-    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [B, T] of rows, padded on the right; an empty row gets one padding token."""
-    length = max(1, *map(len, rows))
-    ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows], device=device)
-    mask = torch.tensor(
-        [[place < max(1, len(row)) for place in range(length)] for row in rows], device=device
-    )
-    return ids, mask
 
 
 def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given: Any) -> Recording:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.inside.choices import Choices, choices_of
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
 from clearhead.inside.names import states
@@ -60,8 +60,7 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
     """
     prepared = prepare(m, given, target, pair)
     choices = choices_of(prepared)
-    if top < 1:
-        raise InputError(f"top {top} keeps nothing: choose 1 or more")
+    refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
     model, taps = prepared.model, lens_taps(prepared.model)
     output, seen = prepared.record(*taps)
     last = choices.scores(output.required_logits)[0]  # C N

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import StackSpec
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, prepare
 from clearhead.inside.names import attentions
@@ -101,13 +101,12 @@ def patch(
         position: where the answer is read; -1 is the last token.
         target: what the decoder of an encoder-decoder has written; None: what it writes for both alike.
     """
-    if not parts:
-        raise InputError(f"no part is named: choose from {', '.join(PARTS)}")
+    refuse(not parts, f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
-        if part not in PARTS:
-            raise InputError(
-                f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}'
-            )
+        refuse(
+            part not in PARTS,
+            f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}',
+        )
     first, second = _prepare_both(m, clean, corrupt, target)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
@@ -261,8 +260,7 @@ def _answers(
         return good, bad, ""
     if wrong is not None:
         raise InputError(f'"{choices.name(good)}" is both the answer and the wrong one: name two')
-    if corrupt.numel() < 2:
-        raise InputError("this head has one choice alone: patching compares two")
+    refuse(corrupt.numel() < 2, "this head has one choice alone: patching compares two")
     bad = int(corrupt.index_fill(0, torch.tensor([good]), -math.inf).argmax())
     return good, bad, f'both runs say "{choices.name(good)}": compared with the runner-up of the corrupt run'
 

@@ -17,7 +17,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import Family, ModelConfig
-from clearhead.errors import ConfigError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.generate.decode import greedy
 from clearhead.model.transformer import Output, Transformer
 
@@ -75,10 +75,11 @@ TASKS = {
 
 def task_named(name: str) -> Toy:
     """Return the toy task of this name."""
-    if name not in TASKS:
-        raise ConfigError(
-            f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}'
-        )
+    refuse(
+        name not in TASKS,
+        f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}',
+        ConfigError,
+    )
     return TASKS[name]
 
 

@@ -117,8 +117,9 @@ def fused(
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, float("-inf"))
     if T == 1 and K < H and not causal and (mask is None or mask.shape[1] == 1):
         # One query per head: the heads of a group become the queries of one head, so that no key is copied.
-        grouped = q.view(B, K, H // K, E)
-        out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale).view(B, H, 1, -1)
+        grouped = q.reshape(B, K, H // K, E)
+        # What comes back is laid out as the kernel likes it: on some GPUs it has no view of this shape.
+        out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale).reshape(B, H, 1, -1)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H

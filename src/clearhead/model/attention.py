@@ -89,6 +89,15 @@ class Attention(nn.Module):
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
         return self.q(x), self.k(source), self.v(source)
 
+    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
+        """Return how heads share out each weight: its axis, whether by key/value heads, the width of a head."""
+        E, Ev = self.d_head, self.d_value
+        inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev)}
+        projections = {
+            f"{name}.{kind}": share for name, share in inputs.items() for kind in ("weight", "bias")
+        }
+        return {**projections, "out.weight": (1, False, Ev)}
+
     def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":

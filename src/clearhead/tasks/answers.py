@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from clearhead.bundle import Bundle
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.hub.encodings import windows
 from clearhead.tasks.results import Answer
 from clearhead.tasks.run import check_head, logits_of
@@ -42,15 +42,16 @@ def answer(
 ) -> list[Answer]:
     """Find the part of each context that answers its question; see `Model.answer`."""
     check_head(m, "answer")
-    if isinstance(contexts, str) or len(questions) != len(contexts):
-        raise InputError(
-            "answer needs one context for each question: give two texts, or two lists of one length"
-        )
+    refuse(
+        isinstance(contexts, str) or len(questions) != len(contexts),
+        "answer needs one context for each question: give two texts, or two lists of one length",
+    )
     tokenizer, room = m.text_tokenizer, min(m.max_length, WINDOW)
     rows, owners = [], []
     for number, (asked, given) in enumerate(zip(questions, contexts)):
-        if not str(asked).strip() or not str(given).strip():
-            raise InputError("a question or its context is empty: give both")
+        refuse(
+            not str(asked).strip() or not str(given).strip(), "a question or its context is empty: give both"
+        )
         pieces = [piece for _, piece in windows(tokenizer, room, str(given), stride, str(asked))]
         rows += pieces
         owners += [number] * len(pieces)

@@ -8,7 +8,7 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from clearhead.bundle import Bundle
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import encoding_of
 from clearhead.tasks.results import Candidate
 from clearhead.tasks.run import check_head, logits_of
@@ -18,13 +18,14 @@ def fill(m: Bundle, texts: Sequence[str], k: int = 5, batch_size: int = 32) -> l
     """Return the k best tokens for each mask of each text; see `Model.fill`."""
     check_head(m, "fill")
     tokenizer = m.text_tokenizer
-    if "mask" not in m.special:
-        raise InputError(
-            "fill needs a tokenizer with a mask token, and this model has none: "
-            "add mask_token to tokenizer_config.json"
-        )
-    if not 1 <= k <= m.config.vocab_size:
-        raise InputError(f"k {k} must lie between 1 and vocab_size {m.config.vocab_size}")
+    refuse(
+        "mask" not in m.special,
+        "fill needs a tokenizer with a mask token, and this model has none: "
+        "add mask_token to tokenizer_config.json",
+    )
+    refuse(
+        not 1 <= k <= m.config.vocab_size, f"k {k} must lie between 1 and vocab_size {m.config.vocab_size}"
+    )
     mask = m.special["mask"]
     rows = [encoding_of(tokenizer, text, special=True) for text in texts]
     for row in rows:
@@ -33,10 +34,10 @@ def fill(m: Bundle, texts: Sequence[str], k: int = 5, batch_size: int = 32) -> l
                 f"a text has no {tokenizer.id_to_token(mask)}, the mask of this model: "
                 "put one where a word is wanted"
             )
-        if len(row.ids) > m.max_length:
-            raise InputError(
-                f"a text has {len(row.ids)} tokens and the model takes {m.max_length}: shorten it"
-            )
+        refuse(
+            len(row.ids) > m.max_length,
+            f"a text has {len(row.ids)} tokens and the model takes {m.max_length}: shorten it",
+        )
     return [
         [
             _candidates(m, text, row, at, logits[at].softmax(-1), k)

@@ -10,7 +10,7 @@ from typing import Any
 from clearhead.data.corpus import open_corpus
 from clearhead.data.examples import Chunk, Corpus, Images, Rows
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.tasks.table import shape_of, task_for_shape, task_named
 
 
@@ -24,8 +24,7 @@ def task_of(plan: DataPlan, corpus: Corpus) -> str:
     if plan.task is None:
         return task_for_shape(corpus.shape).name
     needed = task_named(plan.task).shape.name
-    if needed != corpus.shape:
-        raise InputError(f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
+    refuse(needed != corpus.shape, f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
     return plan.task
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate.beam import Hypothesis, beam_search
 from clearhead.generate.compiled import decode_compiled
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
@@ -67,22 +67,21 @@ def generate(
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
     stop_ids = _stop_ids(m, request.stop_tokens)
-    if (request.stop or hooks.on_text) and m.tokenizer is None:
-        raise InputError(
-            "stop strings and streaming need text, and the model has no tokenizer: leave them out"
-        )
-    if request.reuse and (len(texts) != 1 or m.config.family != "decoder"):
-        raise InputError(
-            f"reuse with {len(texts)} prompts of a {m.config.family}: "
-            "it takes one prompt of a decoder at a time"
-        )
+    refuse(
+        (request.stop or hooks.on_text) and m.tokenizer is None,
+        "stop strings and streaming need text, and the model has no tokenizer: leave them out",
+    )
+    refuse(
+        request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
+        f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
+    )
     draft = hooks.draft
     if draft is not None and None not in (m.tokenizer, draft.tokenizer):
         same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
-        if not same:
-            raise InputError(
-                "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it"
-            )
+        refuse(
+            not same,
+            "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
+        )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
@@ -185,8 +184,7 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
     """Return what the model reads: the texts are its prompts, or, with an encoder, its sources."""
     if m.config.family != "encoder-decoder":
         return Prompts(texts)
-    if not all(texts):
-        raise InputError("a prompt is empty: give one token at least")
+    refuse(not all(texts), "a prompt is empty: give one token at least")
     device = next(m.model.parameters()).device
     source = padded(texts, device=device)
     unequal = any(len(text) < source.shape[1] for text in texts)
@@ -199,11 +197,11 @@ def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     if request.overflow == "refuse":
         return prompt
     room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
-    if room < 1:
-        raise InputError(
-            f"{request.max_new_tokens} new tokens leave no room for a prompt: "
-            f"the model reads {m.max_length} at most"
-        )
+    refuse(
+        room < 1,
+        f"{request.max_new_tokens} new tokens leave no room for a prompt: "
+        f"the model reads {m.max_length} at most",
+    )
     return prompt[-room:]
 
 

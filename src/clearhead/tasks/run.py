@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.bundle import Bundle
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.model.transformer import Output, evaluating
 from clearhead.tasks.spec import head_for, uses_of
 
@@ -25,11 +25,10 @@ def check_head(m: Bundle, task: str) -> None:
             f"{task} needs a model with head {head_for(task)}, and this one's head is {m.config.head}: "
             f"{fitting(m)}"
         )
-    if m.config.family == "encoder-decoder":
-        raise InputError(
-            f"{task} needs a model of one stack, and this is an encoder-decoder: "
-            "choose an encoder or a decoder"
-        )
+    refuse(
+        m.config.family == "encoder-decoder",
+        f"{task} needs a model of one stack, and this is an encoder-decoder: choose an encoder or a decoder",
+    )
 
 
 def fitting(m: Bundle) -> str:
@@ -44,8 +43,7 @@ def outputs_of(
     m: Bundle, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]], batch_size: int, logits: str
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
-    if batch_size < 1:
-        raise InputError(f"batch_size {batch_size} must be 1 or more")
+    refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device = next(m.model.parameters()).device
     for places in by_length(list(map(len, rows)), lambda count, _: count <= batch_size):
         some = [rows[place] for place in places]

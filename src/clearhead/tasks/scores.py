@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from clearhead.bundle import Bundle
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import evaluating
 from clearhead.tasks.results import Score
@@ -20,20 +20,17 @@ from clearhead.tasks.results import Score
 def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
     """Return the log-probability of each token given those before it; see `Model.score`."""
     both = m.config.family == "encoder-decoder"
-    if both and source is None:
-        raise InputError("score needs a source for this encoder-decoder")
-    if source is not None and not both:
-        raise InputError("score takes a source only with an encoder")
-    if m.config.head != "lm":
-        raise InputError(
-            f"this model's head is {m.config.head}: only a language model (head lm) scores a text"
-        )
+    refuse(both and source is None, "score needs a source for this encoder-decoder")
+    refuse(source is not None and not both, "score takes a source only with an encoder")
+    refuse(
+        m.config.head != "lm",
+        f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
+    )
     ids, first, forced = m.prompt_ids(text), m.start_ids[:1], m.start_ids[1:]
     if forced and ids[:1] != forced:
         ids = [*forced, *ids]  # what every answer begins with is part of it
     fed = [*first, *ids]
-    if len(fed) < 2:
-        raise InputError("a score needs two tokens at least: the first has nothing before it")
+    refuse(len(fed) < 2, "a score needs two tokens at least: the first has nothing before it")
     device = next(m.model.parameters()).device
     row = torch.tensor([fed], device=device)
     check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed

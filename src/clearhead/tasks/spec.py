@@ -14,7 +14,7 @@ from clearhead.batches.batching import Batching
 from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
 from clearhead.data.examples import Shape
-from clearhead.errors import ConfigError, InputError
+from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.presets import preset
 from clearhead.tokens.training import SpecialTokens
 from clearhead.training.losses import Objective
@@ -149,11 +149,12 @@ class TaskSpec:
 
     def check_metric(self, metric: str | None) -> None:
         """Refuse a metric that is not measured."""
-        if metric is not None and metric not in self.metrics:
-            raise ConfigError(
-                f"train.metric {metric} is not measured for task {self.name}: "
-                f"choose {' or '.join(self.metrics)}, or leave it out"
-            )
+        refuse(
+            metric is not None and metric not in self.metrics,
+            f"train.metric {metric} is not measured for task {self.name}: "
+            f"choose {' or '.join(self.metrics)}, or leave it out",
+            ConfigError,
+        )
 
     def judges(self, config: ModelConfig, problem: str | None) -> bool:
         """Return True if a model may be judged by this task; `problem` is transformers' `problem_type`."""

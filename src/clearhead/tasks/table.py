@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 
 from clearhead.data.examples import Shape
-from clearhead.errors import ConfigError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.tasks import entries
 from clearhead.tasks.spec import TaskSpec
 
@@ -23,10 +23,11 @@ TASKS: dict[str, TaskSpec] = {spec.name: spec for module in _MODULES for spec in
 
 def task_named(name: str) -> TaskSpec:
     """Return the task of this name."""
-    if name not in TASKS:
-        raise ConfigError(
-            f"task {name!r} is not allowed: it must be one of {', '.join(TASKS)}{nearest(name, TASKS)}"
-        )
+    refuse(
+        name not in TASKS,
+        f"task {name!r} is not allowed: it must be one of {', '.join(TASKS)}{nearest(name, TASKS)}",
+        ConfigError,
+    )
     return TASKS[name]
 
 

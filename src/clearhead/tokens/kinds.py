@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.tokens.plan import TokenKind
 from clearhead.tokens.streams import known_words, pieces
 
@@ -53,12 +53,12 @@ class Order:
     def need(self, least: int, parts: str) -> int:
         """Return the size to train for, given the least that the alphabet and the special tokens take."""
         size = self.vocab_size if self.vocab_size is not None else least
-        if size < least and self.exact:
-            raise InputError(
-                f"vocab_size {size} is too small: {parts} and {len(self.special)} special tokens take "
-                f"{least}: "
-                f"set it to {least} or more, or leave it out"
-            )
+        refuse(
+            size < least and self.exact,
+            f"vocab_size {size} is too small: {parts} and {len(self.special)} special tokens take "
+            f"{least}: "
+            f"set it to {least} or more, or leave it out",
+        )
         return max(size, least)
 
 
@@ -109,11 +109,11 @@ def word(order: Order) -> Tokenizer:
         order.stream(ROOM["word"]),
         trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False),
     )
-    if tokenizer.get_vocab_size() == len(order.special):
-        raise InputError(
-            f'pattern "{order.pattern or WORDS}" finds no word in the text: '
-            "choose one that does, or leave it out"
-        )
+    refuse(
+        tokenizer.get_vocab_size() == len(order.special),
+        f'pattern "{order.pattern or WORDS}" finds no word in the text: '
+        "choose one that does, or leave it out",
+    )
     return tokenizer
 
 

@@ -11,7 +11,7 @@ from math import sqrt
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.tokens.kinds import KINDS, Order
 from clearhead.tokens.plan import TokenKind, TokensPlan
 
@@ -113,13 +113,13 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
     order = Order(texts, special, unk, chosen.vocab_size, asked, plan.lowercase, plan.pattern)
     tokenizer = _framed(KINDS[chosen.kind](order), special, specials)
     reached = tokenizer.get_vocab_size()
-    if asked and chosen.vocab_size is not None and reached < chosen.vocab_size:
-        raise InputError(
-            f"vocab_size {chosen.vocab_size} is more than the data allows: "
-            f"kind {chosen.kind} finds {reached} tokens "
-            f"in it, special ones included: set it to {reached} or less, or leave it out"
-            + ("" if chosen.kind in SCALE else ", or set tokens.kind to bpe")
-        )
+    refuse(
+        asked and chosen.vocab_size is not None and reached < chosen.vocab_size,
+        f"vocab_size {chosen.vocab_size} is more than the data allows: "
+        f"kind {chosen.kind} finds {reached} tokens "
+        f"in it, special ones included: set it to {reached} or less, or leave it out"
+        + ("" if chosen.kind in SCALE else ", or set tokens.kind to bpe"),
+    )
     return tokenizer
 
 
@@ -142,18 +142,20 @@ def _framed(tokenizer: Tokenizer, special: list[str], specials: SpecialTokens) -
 
 
 def _check(texts: Iterable[str], plan: TokensPlan) -> None:
-    if plan.pattern is not None and plan.kind not in (None, "word"):
-        raise InputError(
-            f"tokens.pattern says what a word is, and kind is {plan.kind}: "
-            "set kind to word, or leave pattern out"
-        )
-    if plan.vocab_size is not None and not 0 < plan.vocab_size <= LIMIT:
-        raise InputError(f"vocab_size {plan.vocab_size} must lie between 1 and {LIMIT}")
-    if iter(texts) is texts:
-        raise InputError(
-            "the texts can be read only once, and training may read them twice: "
-            "give a list, or an object with __iter__"
-        )
+    refuse(
+        plan.pattern is not None and plan.kind not in (None, "word"),
+        f"tokens.pattern says what a word is, and kind is {plan.kind}: "
+        "set kind to word, or leave pattern out",
+    )
+    refuse(
+        plan.vocab_size is not None and not 0 < plan.vocab_size <= LIMIT,
+        f"vocab_size {plan.vocab_size} must lie between 1 and {LIMIT}",
+    )
+    refuse(
+        iter(texts) is texts,
+        "the texts can be read only once, and training may read them twice: "
+        "give a list, or an object with __iter__",
+    )
     seen: set[str] = set()
     for text in texts:
         seen.update(text[:1000].strip())

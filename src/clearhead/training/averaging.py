@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, refuse
 from clearhead.model.dtypes import wide
 
 
@@ -92,8 +92,7 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, tensor in state.items():
             value = tensor.detach().cpu()
             sums[name] = sums[name] + value if tensor.is_floating_point() else value
-    if not count:
-        raise CheckpointError("there is no checkpoint to average: give one at least")
+    refuse(not count, "there is no checkpoint to average: give one at least", CheckpointError)
     return {
         name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total
         for name, total in sums.items()

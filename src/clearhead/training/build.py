@@ -20,7 +20,7 @@ from clearhead.api import Model, load
 from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import cost
-from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, exported_config
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
@@ -40,17 +40,18 @@ def base_of(recipe: Recipe) -> Model | None:
     """Return the model that the recipe continues from, where it names a directory."""
     base, rank = recipe.model.get(BASE), recipe.train.lora
     if base is None or base in PRESETS:
-        if rank:
-            raise ConfigError(
-                f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
-                "set model.base, or train.lora=0"
-            )
-        return None
-    if not Path(base).is_dir():
-        raise InputError(
-            f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
-            f"presets are {', '.join(PRESETS)}"
+        refuse(
+            rank,
+            f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
+            "set model.base, or train.lora=0",
+            ConfigError,
         )
+        return None
+    refuse(
+        not Path(base).is_dir(),
+        f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+        f"presets are {', '.join(PRESETS)}",
+    )
     return load(base, dtype=torch.float32)
 
 

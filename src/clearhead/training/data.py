@@ -13,7 +13,7 @@ from clearhead.batches.batching import make_batches
 from clearhead.batches.encoded import encode_corpus
 from clearhead.config import ModelConfig
 from clearhead.data.examples import Corpus
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.evaluation.examples import begun
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.tasks.corpus import Texts
@@ -36,12 +36,10 @@ def find_tokenizer(
     if plan.model is not None:
         folder = Path(plan.model)
         tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-        if tokenizer is None:
-            raise InputError(f'[tokens] model "{plan.model}" is no directory with a tokenizer')
+        refuse(tokenizer is None, f'[tokens] model "{plan.model}" is no directory with a tokenizer')
         return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
     if base is not None:
-        if base.tokenizer is None:
-            raise InputError(f"{base.folder} has no tokenizer: add tokenizer.json to it")
+        refuse(base.tokenizer is None, f"{base.folder} has no tokenizer: add tokenizer.json to it")
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     on_event(Note(sentence))

@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 
 from clearhead.data.files import RECIPE
-from clearhead.errors import CheckpointError, InputError
+from clearhead.errors import CheckpointError, refuse
 from clearhead.training.state import newest
 
 CACHE = "data"  # the folder of encoded examples
@@ -72,25 +72,32 @@ def resumable(folder: Path) -> bool:
 
 
 def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: name a folder to write to")
+    refuse(
+        folder.exists() and not folder.is_dir(),
+        f"{folder} is a file: name a folder to write to",
+        CheckpointError,
+    )
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not (folder / RECIPE).exists():
-        raise CheckpointError(f"{folder} is not empty and holds no run: name another folder with --out")
+    refuse(
+        not (folder / RECIPE).exists(),
+        f"{folder} is not empty and holds no run: name another folder with --out",
+        CheckpointError,
+    )
     if not overwrite and resumable(folder):
         resume = f"go on with clearhead train --resume {quote(str(folder))}"
         raise CheckpointError(f"{folder} holds another run: {resume}, or add --overwrite or another --out")
-    if not overwrite:
-        raise CheckpointError(
-            f"{folder} holds a run that never began: add --overwrite, or name another --out"
-        )
+    refuse(
+        not overwrite,
+        f"{folder} holds a run that never began: add --overwrite, or name another --out",
+        CheckpointError,
+    )
     inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
-    if inside is not None:
-        raise InputError(f"{inside} lies in {folder}, which would be overwritten: name another --out")
+    refuse(inside is not None, f"{inside} lies in {folder}, which would be overwritten: name another --out")
     for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if not any(fnmatch(path.name, pattern) for pattern in own):
-                raise CheckpointError(
-                    f"{path} is no part of a run, and would be lost: move it away, or name another --out"
-                )
+            refuse(
+                not any(fnmatch(path.name, pattern) for pattern in own),
+                f"{path} is no part of a run, and would be lost: move it away, or name another --out",
+                CheckpointError,
+            )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import nearest, refuse
 from clearhead.model.dtypes import wide
 
 
@@ -59,19 +59,18 @@ def add_lora(
     }
     last_names = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
-        if target not in last_names:
-            raise InputError(
-                f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
-                f"choose from {', '.join(last_names)}"
-            )
-    if not targets:
-        raise InputError(f"train.lora_targets is empty: choose from {', '.join(last_names)}")
+        refuse(
+            target not in last_names,
+            f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
+            f"choose from {', '.join(last_names)}",
+        )
+    refuse(not targets, f"train.lora_targets is empty: choose from {', '.join(last_names)}")
     chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
-    if not 1 <= rank <= largest:
-        raise InputError(
-            f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width"
-        )
+    refuse(
+        not 1 <= rank <= largest,
+        f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width",
+    )
     model.requires_grad_(False)
     for name, layer in chosen.items():
         _replace(model, name, LoraLinear(layer, rank, alpha))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.training.plan import TrainPlan
 
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
@@ -53,8 +53,7 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
         scale = plan.layer_decay ** _below_head(model, name)
         group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
         group["params"].append(parameter)
-    if not groups:
-        raise InputError("train.freeze leaves nothing to train: freeze less")
+    refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_least, check_types, check_values
 
 MAX_THREADS = 1024  # with very many the process dies without a message
@@ -99,10 +99,11 @@ class TrainPlan:
             check_values(self, names, allowed, rule)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas {self.betas[0]}, {self.betas[1]} must each lie in [0, 1)")
-        if self.steps is not None and self.epochs is not None:
-            raise ConfigError(
-                f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them"
-            )
+        refuse(
+            self.steps is not None and self.epochs is not None,
+            f"steps {self.steps} and epochs {self.epochs} both say how long to train: set one of them",
+            ConfigError,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.training.plan import TrainPlan
 from clearhead.training.state import State
 
@@ -127,6 +127,8 @@ def best_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f'device "{name}" is not known: choose auto or one of {here}') from None
-    if (device.index or 0) >= present.get(device.type, 0):
-        raise InputError(f'device "{name}" is not on this machine: choose auto or one of {here}')
+    refuse(
+        (device.index or 0) >= present.get(device.type, 0),
+        f'device "{name}" is not on this machine: choose auto or one of {here}',
+    )
     return device

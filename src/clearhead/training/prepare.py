@@ -18,7 +18,7 @@ from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan
-from clearhead.errors import CheckpointError, TrainingError
+from clearhead.errors import CheckpointError, TrainingError, refuse
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.model.heads import LanguageHead
@@ -81,11 +81,11 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     corpus, name = open_examples(recipe.data)
     task = task_named(name)
     fingerprint = folder / FINGERPRINT
-    if fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint:
-        raise TrainingError(
-            f"the data of {folder} has changed since the run began: "
-            "put the old files back, or begin a new run"
-        )
+    refuse(
+        fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
+        f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
+        TrainingError,
+    )
     loaded = load(checkpoint, dtype=torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)
     run = _assemble(recipe, task, corpus, loaded, batches, folder, on_event)

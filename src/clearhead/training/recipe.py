@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, get_args, get_origin
 
 from clearhead.config import ModelConfig
 from clearhead.data.plan import DataPlan
-from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.tokens.plan import TokensPlan
 from clearhead.training.plan import GeneratePlan, TrainPlan
 from clearhead.typed import check_type, from_plain, hints_of, plain, shaped
@@ -54,10 +54,11 @@ class Recipe:
     def __post_init__(self) -> None:
         hints = {BASE: str, **hints_of(ModelConfig)}
         for name, value in self.model.items():
-            if name not in hints:
-                raise ConfigError(
-                    f'unknown [model] key "{name}"{nearest(name, hints)}: [model] has {", ".join(hints)}'
-                )
+            refuse(
+                name not in hints,
+                f'unknown [model] key "{name}"{nearest(name, hints)}: [model] has {", ".join(hints)}',
+                ConfigError,
+            )
             check_type(f"[model] {name}", shaped(value, hints[name]), hints[name])
 
     @classmethod
@@ -131,14 +132,16 @@ def _tables(name: str | Path | Recipe) -> dict[str, dict[str, Any]]:
 
 def _check_sections(tables: Mapping[str, Any]) -> None:
     for section, values in tables.items():
-        if section not in SECTIONS:
-            raise ConfigError(
-                f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}'
-            )
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f'"{section}" is a section, not a value: write [{section}] and its keys below it'
-            )
+        refuse(
+            section not in SECTIONS,
+            f'unknown section "{section}"{nearest(section, SECTIONS)}: a recipe has {", ".join(SECTIONS)}',
+            ConfigError,
+        )
+        refuse(
+            not isinstance(values, Mapping),
+            f'"{section}" is a section, not a value: write [{section}] and its keys below it',
+            ConfigError,
+        )
 
 
 def _changes(settings: Settings) -> Iterator[tuple[str, str, Any]]:
@@ -156,10 +159,10 @@ def _changes(settings: Settings) -> Iterator[tuple[str, str, Any]]:
 def _place(place: object, setting: str) -> tuple[str, str]:
     """Return section and key of `train.steps`."""
     section, _, key = place.strip().partition(".") if isinstance(place, str) else ("", "", "")
-    if not (section and key):
-        raise InputError(
-            f'setting "{setting}" is not understood: write section.key=value, such as train.steps=2000'
-        )
+    refuse(
+        not (section and key),
+        f'setting "{setting}" is not understood: write section.key=value, such as train.steps=2000',
+    )
     _check_sections({section: {}})
     return section, key
 

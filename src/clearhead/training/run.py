@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clearhead.api import Model, load
 from clearhead.data.files import RECIPE
-from clearhead.errors import CheckpointError, InputError
+from clearhead.errors import CheckpointError, InputError, refuse
 from clearhead.hub.files import write_text
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS, shape_of
@@ -60,11 +60,11 @@ def train(
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if resume is not None:
-        if data or recipe is not None or settings or out is not None or overwrite:
-            raise InputError(
-                "resume continues with the run's own recipe and folder: "
-                "leave data, recipe, settings, out and overwrite out"
-            )
+        refuse(
+            data or recipe is not None or settings or out is not None or overwrite,
+            "resume continues with the run's own recipe and folder: "
+            "leave data, recipe, settings, out and overwrite out",
+        )
         return _resume(Path(resume), on_event, stop)
     plan = read_recipe(recipe, settings)
     shape_of(plan.data.task)  # refuses a task that does not exist
@@ -124,10 +124,11 @@ def _pretrain(
 
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Continue a run from its newest checkpoint."""
-    if not (folder / RECIPE).is_file() or not resumable(folder):
-        raise CheckpointError(
-            f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint"
-        )
+    refuse(
+        not (folder / RECIPE).is_file() or not resumable(folder),
+        f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint",
+        CheckpointError,
+    )
     checkpoint = newest(folder)
     if checkpoint is None:  # it ended in its first stage
         return _start(read_recipe(folder / RECIPE), folder, on_event, stop)

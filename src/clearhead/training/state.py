@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from clearhead.api import Model
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import read_json, whole_folder
 
 TENSORS, COUNTERS = "training.safetensors", "training.json"
@@ -142,11 +142,12 @@ def restore_optimizer(
         if not name.startswith("optimizer/"):
             continue
         _, owner, key = name.split("/")
-        if owner not in parameters:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state for {owner}, which the model has not: "
-                "the recipe was changed"
-            )
+        refuse(
+            owner not in parameters,
+            f"the checkpoint has optimizer state for {owner}, which the model has not: "
+            "the recipe was changed",
+            CheckpointError,
+        )
         parameter = parameters[owner]
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
         optimizer.state[parameter][key] = tensor.clone() if on_cpu else tensor.clone().to(parameter.device)

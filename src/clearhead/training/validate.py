@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batches
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
@@ -92,11 +92,11 @@ def validate(
         total, count = total + float(seen.losses.sum()), count + float(seen.counts.sum())
         predicted += seen.said
         wanted += seen.meant
-    if not count:
-        raise InputError(
-            "the validation data has no targets: every token is unknown to the tokenizer; "
-            "validate on more of it, or on other files"
-        )
+    refuse(
+        not count,
+        "the validation data has no targets: every token is unknown to the tokenizer; "
+        "validate on more of it, or on other files",
+    )
     found = {"loss": total / count}
     if not isinstance(loaded.model.head, LanguageHead):
         return found | task.scores(predicted, wanted, loaded.labels)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from clearhead.api import Model
-from clearhead.errors import require
+from clearhead.errors import refuse
 from clearhead.inside.checks.formula import formula_rows
 from clearhead.inside.checks.forward import disk_rows, forward_rows
 from clearhead.inside.checks.inputs import Inputs
@@ -52,7 +52,7 @@ def check(
     model = m.model if isinstance(m, Model) else m
     dtype = next(model.parameters()).dtype
     known = ", ".join(map(str, TOLERANCE))
-    require(dtype in TOLERANCE, f"the suite has no tolerance for {dtype}: check the model in {known}")
+    refuse(dtype not in TOLERANCE, f"the suite has no tolerance for {dtype}: check the model in {known}")
     count = sum(weight.numel() for weight in model.parameters())
     done = []
     with torch.no_grad(), evaluating(model):

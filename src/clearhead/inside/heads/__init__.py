@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
 from clearhead.inside.heads.rows import repeated_rows, rows, samples
 from clearhead.inside.inputs import AnyModel, as_model
@@ -46,10 +46,10 @@ class HeadRoles(Result):
 
     def lift(self, role: str) -> Floats:
         """Return how far each head is from uniform, [N]: 0 uniform, 1 all attention on the role's keys."""
-        if role not in self.scores:
-            raise InputError(
-                f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}'
-            )
+        refuse(
+            role not in self.scores,
+            f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}',
+        )
         score, baseline = self.scores[role], self.baselines[role]
         if role == "uniform":
             return score
@@ -72,10 +72,10 @@ class HeadRoles(Result):
     def role(self, head: str | AttentionHead) -> str:
         """Return what one head does."""
         names = {str(one): role for one, role in zip(self.heads, self.roles)}
-        if str(head) not in names:
-            raise InputError(
-                f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head'
-            )
+        refuse(
+            str(head) not in names,
+            f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head',
+        )
         return names[str(head)]
 
     def grid(self, role: str, kind: str = "self") -> Floats:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from clearhead.api import Model
 from clearhead.data.files import missing, read_lines
 from clearhead.data.treebank import Span
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
@@ -92,8 +92,7 @@ def read_alignments(path: Path) -> list[Aligned]:
                 form = 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
                 reason = error if isinstance(error, InputError) else form
                 raise InputError(f"{path}, line {number}: {reason}") from None
-    if not found:
-        raise InputError(f"{path} is empty: there is no alignment in it")
+    refuse(not found, f"{path} is empty: there is no alignment in it")
     return found
 
 
@@ -101,17 +100,18 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     """Return one line, checked."""
     text, target = (line["source"], line["target"]) if "source" in line else (line["text"], None)
     unit = line.get("unit", "characters")
-    if unit not in ("characters", "tokens"):
-        raise InputError(f'unit "{unit}" is not known: choose characters or tokens')
-    if not isinstance(text, str) or not (target is None or isinstance(target, str)):
-        raise InputError("a text must be a string")
+    refuse(unit not in ("characters", "tokens"), f'unit "{unit}" is not known: choose characters or tokens')
+    refuse(
+        not isinstance(text, str) or not (target is None or isinstance(target, str)),
+        "a text must be a string",
+    )
     pairs = tuple(((int(a), int(b)), (int(c), int(d))) for (a, b), (c, d) in line["pairs"])
     for pair in pairs:
         for (start, end), whole in zip(pair, (text, text if target is None else target)):
-            if not 0 <= start < end or (unit == "characters" and end > len(whole)):
-                raise InputError(
-                    f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters"
-                )
+            refuse(
+                not 0 <= start < end or (unit == "characters" and end > len(whole)),
+                f"the span [{start}, {end}] is no stretch of a text of {len(whole)} characters",
+            )
     return Aligned(text, pairs, target, unit)
 
 
@@ -120,16 +120,14 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
     m = as_model(m)
     examples = list(examples)
     across = {example.target is not None for example in examples}
-    if not any(example.pairs for example in examples):
-        raise InputError("there is no pair to judge by: give at least one")
-    if len(across) > 1:
-        raise InputError("some alignments have a target and some have none: give one kind at a time")
+    refuse(not any(example.pairs for example in examples), "there is no pair to judge by: give at least one")
+    refuse(len(across) > 1, "some alignments have a target and some have none: give one kind at a time")
     cross, both = across.pop(), m.config.family == "encoder-decoder"
-    if cross and not both:
-        raise InputError(
-            "alignments of a source and a target need an encoder-decoder: "
-            'give {"text": ..., "pairs": ...} for this model'
-        )
+    refuse(
+        cross and not both,
+        "alignments of a source and a target need an encoder-decoder: "
+        'give {"text": ..., "pairs": ...} for this model',
+    )
     kind = ("cross" if cross else "encoder") if both else "self"
     heads = tuple(all_heads(m.config, kind))
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
@@ -156,8 +154,7 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
                 hits[direction] += torch.isin(best.argmax(-1), torch.tensor(keys)) & (best.max(-1).values > 0)
                 mass[direction] += row[:, keys].sum(-1)
                 chance[direction] += len(keys) / float(candidates.sum())
-    if not counted:
-        raise InputError("no stretch of the alignments has a token: check their spans")
+    refuse(not counted, "no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
     return Agreement(heads, ACROSS if cross else WITHIN, accuracy, attention, random, counted, skipped)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.names import AttentionName, attentions, spec_of
@@ -70,8 +70,7 @@ def _allowed(m: Model, name: AttentionName, queries: InputTokens, keys: InputTok
 def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
     """Return texts, ids or images, ready to be read; those made here where none are given."""
     given = [given] if isinstance(given, str) else given
-    if given is not None and not len(given):
-        raise InputError("there is no text to look at: give at least one")
+    refuse(given is not None and not len(given), "there is no text to look at: give at least one")
     first = m.config.stacks[0]
     if given is None and first.input == "tokens" and m.tokenizer is not None:
         given = library_sentences(COUNT)

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.data.treebank import Sentence
-from clearhead.errors import InputError, nearest
+from clearhead.errors import nearest, refuse
 from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
-from clearhead.inside.inputs import device_of, grouped, padded, recorded
+from clearhead.inside.inputs import device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, plain
 from clearhead.model.transformer import Transformer
@@ -81,11 +82,11 @@ class Syntax(Result):
 
     def best(self, relation: str) -> Relation:
         """Return the head that follows a relation best, beside the baseline."""
-        if relation not in self.relations:
-            raise InputError(
-                f'no arc is called "{relation}"{nearest(relation, self.relations)}: '
-                f"there are {', '.join(self.relations)}"
-            )
+        refuse(
+            relation not in self.relations,
+            f'no arc is called "{relation}"{nearest(relation, self.relations)}: '
+            f"there are {', '.join(self.relations)}",
+        )
         at = self.relations.index(relation)
         accuracy = self.accuracy[:, :, at]
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
@@ -120,12 +121,15 @@ class Syntax(Result):
 
 def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     """Judge every head by every relation. Where there are two stacks, the encoder reads the sentences."""
-    if isinstance(m, Transformer):
-        raise InputError("syntax needs a tokenizer: give what load gave, not the bare model")
-    if any(spec.input != "tokens" for spec in m.config.stacks):
-        raise InputError("syntax needs a model that reads text, and this one reads images or vectors")
-    if not any(word.head for sentence in sentences for word in sentence.words):
-        raise InputError("there is no arc to judge by: give sentences of two words or more")
+    refuse(isinstance(m, Transformer), "syntax needs a tokenizer: give what load gave, not the bare model")
+    refuse(
+        any(spec.input != "tokens" for spec in m.config.stacks),
+        "syntax needs a model that reads text, and this one reads images or vectors",
+    )
+    refuse(
+        not any(word.head for sentence in sentences for word in sentence.words),
+        "there is no arc to judge by: give sentences of two words or more",
+    )
     counted, distances, baselines = _fixed_distance(sentences)
     number = {name: at for at, name in enumerate(counted)}
     kind = "encoder" if m.config.family == "encoder-decoder" else "self"
@@ -133,8 +137,10 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
-    order = sorted((at for at, one in enumerate(aligned) if one.ids), key=lambda at: len(aligned[at].ids))
-    for batch in grouped(order, lambda at: len(aligned[at].ids) ** 2, CELLS):
+    read = [at for at, one in enumerate(aligned) if one.ids]
+    lengths = [len(aligned[at].ids) for at in read]
+    for group in by_length(lengths, lambda count, longest: count * longest**2 <= CELLS):
+        batch = [read[place] for place in group]
         rows = [
             (row, own, word.head - 1, number[word.relation], at % 2)
             for row, at in enumerate(batch)
@@ -184,7 +190,8 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
     device = device_of(m.model)
-    ids, mask = padded([one.ids for one in batch], m.special.get("pad", 0), device)
+    sentences = [one.ids for one in batch]
+    ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)

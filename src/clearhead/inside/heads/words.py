@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.data.treebank import Sentence, Span, locate
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import InputTokens
 from clearhead.tokens.labels import labels
@@ -69,8 +69,7 @@ def align(
             raise InputError(
                 f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}"
             )
-    if len(spans) != len(words):
-        raise InputError(f"{len(spans)} spans for {len(words)} words: give one for each")
+    refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
     tokenizer = m.text_tokenizer if isinstance(m, Model) else m
     room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
     encoding = framed(tokenizer, room, text)

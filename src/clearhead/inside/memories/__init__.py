@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.memories.neurons import (
     OutputLayer,
@@ -112,8 +112,9 @@ class Memories(Result):
         Activation settles ties, too. With None, agreement counts where it is known.
         """
         by = by or ("agreement" if self.agrees else "activation")
-        if by == "agreement" and not self.agrees:
-            raise InputError(f"no agreement is known ({self.note}): sort by activation")
+        refuse(
+            by == "agreement" and not self.agrees, f"no agreement is known ({self.note}): sort by activation"
+        )
         places = [(shelf, row) for shelf in self.shelves for row in range(len(shelf.units))]
         activations = torch.cat([shelf.activations[:, 0] for shelf in self.shelves])
         order = activations.argsort(descending=True, stable=True)
@@ -218,8 +219,7 @@ def memories(
         limit: stop after so many tokens.
     """
     m = as_model(m)
-    if top < 1:
-        raise InputError(f"top {top} must be 1 or more")
+    refuse(top < 1, f"top {top} must be 1 or more")
     shelves = empty_shelves(m, layer, neurons, top)
     try:
         head, note = output_layer(m), ""

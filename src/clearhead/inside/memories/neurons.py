@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.inside.inputs import recorded
 from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
 from clearhead.inside.names import AttentionName, layer_names
@@ -144,11 +144,14 @@ def feedforwards(m: Model) -> dict[Place, int]:
 def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | None, top: int) -> list[Shelf]:
     """Return a shelf for every feed-forward that is to be looked at, with those of its neurons."""
     wanted, known = None if layer is None else str(layer).removeprefix("self."), layer_names(m.config)
-    if wanted is not None and wanted not in known:
-        raise InputError(f'there is no layer "{layer}": layers are {", ".join(known)}')
+    refuse(
+        wanted is not None and wanted not in known,
+        f'there is no layer "{layer}": layers are {", ".join(known)}',
+    )
     asked = None if neurons is None else [parse_neuron(m, name) for name in neurons]
-    if asked is not None and not asked:
-        raise InputError("no neurons are named: name some, such as 0.5, or leave neurons out")
+    refuse(
+        asked is not None and not asked, "no neurons are named: name some, such as 0.5, or leave neurons out"
+    )
     shelves = []
     for place, width in feedforwards(m).items():
         units = range(width) if asked is None else sorted({unit for own, unit in asked if own == place})
@@ -165,8 +168,7 @@ def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
         width, unit = known.get(place, 0), int(matched[4])
         if unit < width:
             return place, unit
-        if width:
-            raise InputError(f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+        refuse(width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
     form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"
     more = ", encoder.0.5 in the encoder" if m.config.family == "encoder-decoder" else ""
     raise InputError(f'there is no neuron "{name}": neurons are called {form}{more}')
@@ -240,8 +242,7 @@ def token_id(m: Model, token: str | int) -> int:
     """Return a token of the vocabulary by its number, its name, or a text that is this one token."""
     size = m.config.vocab_size
     if isinstance(token, int):
-        if not 0 <= token < size:
-            raise InputError(f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
+        refuse(not 0 <= token < size, f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
         return token
     tokenizer = m.text_tokenizer
     named: int | None = tokenizer.token_to_id(token)

@@ -21,10 +21,11 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.batches.padding import padded, real_tokens
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared, grouped, padded, prepare
+from clearhead.inside.inputs import Prepared, prepare
 
 Given = str | Sequence[int] | tuple[str, str] | Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -63,19 +64,17 @@ class PassageBatch:
         first = self.passages[0].prepared
         if not first.tokens.ids:
             return {"ids": torch.cat([passage.prepared.main for passage in self.passages])}
-        ids, mask = self._padded("")
-        if first.source is None:
-            return {"ids": ids, "mask": mask}
-        source, source_mask = self._padded("encoder.")
-        return {"ids": ids, "mask": mask, "source": source, "source_mask": source_mask}
+        found = self._padded("", "ids", "mask")
+        return found if first.source is None else found | self._padded("encoder.", "source", "source_mask")
 
-    def _padded(self, stack: str) -> tuple[Tensor, Tensor]:
+    def _padded(self, stack: str, ids: str, mask: str) -> dict[str, Tensor]:
         rows = [passage.prepared.tokens_of(stack).ids for passage in self.passages]
-        return padded(rows, self.pad, self.passages[0].prepared.main.device)
+        device = self.passages[0].prepared.main.device
+        return {ids: padded(rows, self.pad, device), mask: real_tokens(rows, device)}
 
     def real(self, stack: str) -> Tensor:
         """Return which tokens of a stack are not padding: [B, T]."""
-        return padded([range(len(passage.prepared.tokens_of(stack))) for passage in self.passages], 0)[1]
+        return real_tokens([range(len(passage.prepared.tokens_of(stack))) for passage in self.passages])
 
     def places(self, stack: str) -> Tensor:
         """Return a note on each real token, row by row: [N, NOTE]."""
@@ -99,20 +98,19 @@ def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Itera
         texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
         limit: tokens, padding not counted, after which no further passage is read.
     """
-    read = 0
-
-    def counted() -> Iterator[Passage]:
-        nonlocal read
-        for passage in passages(m, texts):
-            read += passage.size
-            yield passage
-            if limit is not None and read >= limit:
-                return
-
-    for group in grouped(counted(), lambda passage: passage.size, BATCH):
-        yield PassageBatch(group, m.special.get("pad", 0))
-    if not read:
-        raise InputError("the corpus is empty: give at least one text with a token in it")
+    batch: list[Passage] = []
+    read = longest = 0
+    for passage in passages(m, texts):
+        longest = max(longest, passage.size)
+        if batch and (len(batch) + 1) * longest > BATCH:
+            yield PassageBatch(batch, m.special.get("pad", 0))
+            batch, longest = [], passage.size
+        batch.append(passage)
+        read += passage.size
+        if limit is not None and read >= limit:
+            break
+    refuse(not batch, "the corpus is empty: give at least one text with a token in it")
+    yield PassageBatch(batch, m.special.get("pad", 0))
 
 
 def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.inputs import AnyModel, as_model, device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
@@ -114,10 +114,7 @@ class Selection:
         found = [f"head {head}" for head in self.heads]
         found += [f"layer {block.replace('blocks.', '')}" for block in self.layers]
         found += [f"feed-forward {block.replace('blocks.', '')}" for block in self.feedforwards]
-        if not found:
-            raise InputError(
-                "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards"
-            )
+        refuse(not found, "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards")
         return tuple(found)
 
     def off(self, model: Transformer, means: Means | None) -> AbstractContextManager[None]:
@@ -235,8 +232,7 @@ def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tenso
 
 def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
     """Return what replaces parts that are off: None for zeros, the means given, or those `average` makes."""
-    if how not in ("zero", "mean"):
-        raise InputError(f'how "{how}" is not known: choose zero or mean')
+    refuse(how not in ("zero", "mean"), f'how "{how}" is not known: choose zero or mean')
     if how == "zero":
         return None
     return average() if means is None else means

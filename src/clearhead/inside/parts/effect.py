@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.inside.choices import choices_of
 from clearhead.inside.inputs import AnyModel, Prepared, Target, prepare
 from clearhead.inside.parts.ablate import (
@@ -79,15 +79,14 @@ def effect(
             language model the first mask, else the last.
         top: how many of the likeliest, before and after, are listed.
     """
-    if top < 1:
-        raise InputError(f"top {top} must be 1 or more")
+    refuse(top < 1, f"top {top} must be 1 or more")
     prepared = prepare(m, given, target, pair)
     config = prepared.m.config
-    if config.head not in ("lm", "mlm", "classifier", "tagger"):
-        raise InputError(
-            f"a model with head {config.head} chooses nothing that could change: "
-            "take one with lm, mlm, classifier or tagger"
-        )
+    refuse(
+        config.head not in ("lm", "mlm", "classifier", "tagger"),
+        f"a model with head {config.head} chooses nothing that could change: "
+        "take one with lm, mlm, classifier or tagger",
+    )
     selection = Selection.of(config, heads, layers, feedforwards)
     ablated, choices = selection.names(), choices_of(prepared)
     where = None if config.head == "classifier" else _position(prepared, position)
@@ -121,6 +120,8 @@ def _position(prepared: Prepared, position: int | None) -> int:
     if position is None:
         masked = prepared.m.config.head == "mlm" and mask in ids
         position = ids.index(mask) if masked and mask is not None else -1
-    if not -length <= position < length:
-        raise InputError(f"there is no token {position}: the text has tokens 0 to {length - 1}")
+    refuse(
+        not -length <= position < length,
+        f"there is no token {position}: the text has tokens 0 to {length - 1}",
+    )
     return position % length

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batch
+from clearhead.batches.padding import padded, real_tokens
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
-from clearhead.inside.inputs import AnyModel, as_model, device_of, padded
+from clearhead.inside.inputs import AnyModel, as_model, device_of
 from clearhead.inside.results import Result
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
@@ -93,8 +94,7 @@ def examples_from(
     if isinstance(data, Examples):
         return data
     m = as_model(m)
-    if most is not None and most < 1:
-        raise InputError(f"{most} examples are no data: ask for 1 or more")
+    refuse(most is not None and most < 1, f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
     named: tuple[Any, ...] = ()
@@ -131,11 +131,14 @@ def examples_from(
 def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
     """Return texts whose tokens are guessed from those before them; texts of like length share a batch."""
     rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
-    if not rows or len(rows[0]) < 2:
-        raise InputError("a text of fewer than two tokens leaves nothing to guess: give longer texts")
+    refuse(
+        not rows or len(rows[0]) < 2,
+        "a text of fewer than two tokens leaves nothing to guess: give longer texts",
+    )
     made = []
     for start in range(0, len(rows), PICTURES):
-        ids, mask = padded(rows[start : start + PICTURES], m.special.get("pad", 0))  # B T+1
+        some = rows[start : start + PICTURES]
+        ids, mask = padded(some, m.special.get("pad", 0)), real_tokens(some)  # B T+1
         targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
         made.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
     return Examples("lm", tuple(made))
@@ -145,15 +148,16 @@ def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Return texts as a corpus to validate on."""
     shape = TASKS[task].shape
     if shape is PAIRS:
-        if not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts):
-            raise InputError("texts of an encoder-decoder are pairs: give (source, target) for each")
+        refuse(
+            not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
+            "texts of an encoder-decoder are pairs: give (source, target) for each",
+        )
         rows: Rows = [Pair(*one) for one in texts]
     elif shape is TEXT:
         rows = [Chunk(str(one), True) for one in texts]
     else:
         raise InputError(f"texts alone have no right answers for the task {task}: name a file that has them")
-    if not texts:
-        raise InputError("there are no texts: give one at least")
+    refuse(not texts, "there are no texts: give one at least")
     return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 
@@ -175,8 +179,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
         total, right = total + float(loss), right + hits
     count = examples.targets
-    if not count:
-        raise InputError("the data has no targets: every token is unknown to the tokenizer; give other data")
+    refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")
     return Quality(total / count, right / count)
 
 

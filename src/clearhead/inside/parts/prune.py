@@ -33,7 +33,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
 from clearhead.inside.inputs import AnyModel, as_model
@@ -103,8 +103,7 @@ def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: flo
 
     One unit at least is left to each layer.
     """
-    if not 0 < keep <= 1:
-        raise InputError(f"keep {keep} is no share of the heads: choose above 0, up to 1")
+    refuse(not 0 < keep <= 1, f"keep {keep} is no share of the heads: choose above 0, up to 1")
     left = {one.part: one.n_heads for one in attentions(config)}
     total = sum(left.values())
     gone: list[AttentionHead] = []
@@ -124,8 +123,7 @@ def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list
 
 def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
     """Return the heads, with those they can only go with."""
-    if not heads:
-        raise InputError("no head is named: name those to remove, such as 0.1")
+    refuse(not heads, "no head is named: name those to remove, such as 0.1")
     chosen = set(heads)
     for unit in units(config):
         named = [head for head in unit if head in chosen]
@@ -141,14 +139,15 @@ def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> l
 
 
 def _check(config: ModelConfig, gone: Iterable[AttentionHead]) -> None:
-    if config.qk_norm == "full":
-        raise InputError(
-            "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
-            "ablate instead"
-        )
+    refuse(
+        config.qk_norm == "full",
+        "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
+        "ablate instead",
+    )
     for one in attentions(config):
-        if set(one.heads) <= set(gone):
-            raise InputError(f"all {one.n_heads} heads of {one.part} would go: keep one at least")
+        refuse(
+            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+        )
 
 
 # What is left -----------------------------------------------------------------------------------------------
@@ -194,23 +193,18 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
         own = whole.get_submodule(name)
         assert isinstance(own, Attention)
         kept = [own.heads.index(head) for head in part.heads]
-        shared = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
-        for linear, heads, width in (
-            ("q", kept, own.d_head),
-            ("k", shared, own.d_head),
-            ("v", shared, own.d_value),
-        ):
-            for weight in (f"{name}.{linear}.weight", f"{name}.{linear}.bias"):
-                if weight in made:
-                    made[weight] = _taken(made[weight], heads, width)
-        made[f"{name}.out.weight"] = _taken(made[f"{name}.out.weight"].T, kept, own.d_value).T.contiguous()
+        groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
+        for weight, (axis, grouped, width) in own.head_shares().items():
+            if f"{name}.{weight}" in made:
+                heads = groups if grouped else kept
+                made[f"{name}.{weight}"] = _taken(made[f"{name}.{weight}"], axis, heads, width)
     return made
 
 
-def _taken(weight: Tensor, heads: list[int], width: int) -> Tensor:
-    """Return the rows of some heads, `width` each: [heads·width, ...]."""
-    places = torch.arange(weight.shape[0], device=weight.device).view(-1, width)[heads].flatten()
-    return weight.index_select(0, places)
+def _taken(weight: Tensor, axis: int, heads: list[int], width: int) -> Tensor:
+    """Return the rows (axis 0) or columns (axis 1) of some heads, `width` each."""
+    places = torch.arange(weight.shape[axis], device=weight.device).view(-1, width)[heads].flatten()
+    return weight.index_select(axis, places)
 
 
 # The curve --------------------------------------------------------------------------------------------------
@@ -237,8 +231,7 @@ def scores(
     **options: Any,
 ) -> HeadTable:
     """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
-    if by not in WAYS:
-        raise InputError(f'by "{by}" is not known: choose {", ".join(WAYS)}')
+    refuse(by not in WAYS, f'by "{by}" is not known: choose {", ".join(WAYS)}')
     if by == "importance":
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
@@ -273,8 +266,7 @@ def prune_curve(
     """
     model, examples = opened(m, data, options)
     ranking = examples if ranked_on is None else opened(m, ranked_on, options)[1]
-    if steps is not None and steps < 1:
-        raise InputError(f"steps {steps} must be 1 or more")
+    refuse(steps is not None and steps < 1, f"steps {steps} must be 1 or more")
 
     def ranked() -> list[Unit]:
         return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))

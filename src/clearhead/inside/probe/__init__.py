@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from clearhead.api import Model
 from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
 from clearhead.inside.probe.fit import (
@@ -141,10 +141,10 @@ def probe(
     left = vectors_of(m, train_items, *where, lambda done: on_progress("reading", done, both))
     right = vectors_of(m, test_items, *where, lambda done: on_progress("reading", first + done, both))
     for side, vectors in (("train", left), ("test", right)):
-        if not vectors.labels:
-            raise InputError(
-                f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?"
-            )
+        refuse(
+            not vectors.labels,
+            f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?",
+        )
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
@@ -166,12 +166,11 @@ def probe(
 
 
 def _check(pool: str | None, penalty: float, iterations: int) -> None:
-    if pool is not None and pool not in POOLS:
-        raise InputError(f'pool "{pool}" is not known: choose from {", ".join(POOLS)}')
-    if not penalty > 0:
-        raise InputError(f"penalty {penalty} must be above 0")
-    if iterations < 1:
-        raise InputError(f"iterations {iterations} must be 1 or more")
+    refuse(
+        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
+    )
+    refuse(not penalty > 0, f"penalty {penalty} must be above 0")
+    refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
 
 
 def _check_labels(labels: set[str], column: str, most: int) -> None:

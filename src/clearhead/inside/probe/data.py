@@ -26,7 +26,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of
 from clearhead.data.tables import counted
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
@@ -79,8 +79,7 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     """
     rows: Any = _read(str(data), column) if isinstance(data, str | Path) else data
     first = rows if isinstance(rows, Images) else next(iter(rows), None)
-    if first is None:
-        raise InputError("there are no examples: give one at least")
+    refuse(first is None, "there are no examples: give one at least")
     kind = type(first)
     if kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)):
         listed = ", ".join(list(KINDS.values())[:3])
@@ -112,11 +111,11 @@ def _read(path: str, column: str | None) -> Data:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
         return [sentence for file in files for sentence in read_treebank(file)]
     corpus, _ = open_examples(DataPlan(paths=(path,)), split=False)
-    if corpus.shape not in ("tags", "labels", "images"):
-        raise InputError(
-            f"{path} holds {corpus.shape}, which has no labels: "
-            "probes take a treebank, tagged words, or texts or images with labels"
-        )
+    refuse(
+        corpus.shape not in ("tags", "labels", "images"),
+        f"{path} holds {corpus.shape}, which has no labels: "
+        "probes take a treebank, tagged words, or texts or images with labels",
+    )
     rows: Any = corpus.validation
     return rows if isinstance(rows, Images) else list(rows)
 
@@ -141,11 +140,10 @@ def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:
         return lambda word, place: dict(
             cell.split("=", 1) for cell in word.feats.split("|") if "=" in cell
         ).get(name)
-    if column not in COLUMNS:
-        raise InputError(
-            f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: '
-            f"choose from {', '.join(COLUMNS)}"
-        )
+    refuse(
+        column not in COLUMNS,
+        f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: choose from {", ".join(COLUMNS)}',
+    )
     return lambda word, place: None if getattr(word, column) == "_" else str(getattr(word, column))
 
 
@@ -164,11 +162,9 @@ def split_items(
     items: Sequence[ProbeItem], share: float, seed: int
 ) -> tuple[list[ProbeItem], list[ProbeItem]]:
     """Return items to train on and about `share` to test on; items of the same content stay together."""
-    if not 0 < share < 1:
-        raise InputError(f"test_share {share} must lie between 0 and 1")
+    refuse(not 0 < share < 1, f"test_share {share} must lie between 0 and 1")
     keys = sorted({item.key for item in items})
-    if len(keys) < 2:
-        raise InputError("one sentence cannot be split: give two that differ at least, or a file to test on")
+    refuse(len(keys) < 2, "one sentence cannot be split: give two that differ at least, or a file to test on")
     count = min(max(1, round(share * len(keys))), len(keys) - 1)
     test = {keys[place] for place in np.random.default_rng(seed).permutation(len(keys))[:count].tolist()}
     return [item for item in items if item.key not in test], [item for item in items if item.key in test]
@@ -178,8 +174,7 @@ def apart(train: Sequence[ProbeItem], test: Sequence[ProbeItem]) -> tuple[list[P
     """Return the items to train on that are not among those to test on, and how many were left out."""
     theirs = {item.key for item in test}
     kept = [item for item in train if item.key not in theirs]
-    if not kept:
-        raise InputError("every sentence to train on is among those to test on: name two different files")
+    refuse(not kept, "every sentence to train on is among those to test on: name two different files")
     return kept, len(train) - len(kept)
 
 
@@ -190,11 +185,9 @@ def choose_items(
 
     Of the last one only so many labels are kept that there are `most` exactly.
     """
-    if most < 1:
-        raise InputError(f"{most} words are too few to {side} on: ask for 1 or more")
+    refuse(most < 1, f"{most} words are too few to {side} on: ask for 1 or more")
     total = sum(item.count for item in items)
-    if not total:
-        raise InputError(f"no word to {side} on has a label: choose another column")
+    refuse(not total, f"no word to {side} on has a label: choose another column")
     if total <= most:
         return [item for item in items if item.count], None
     chosen, left = list[ProbeItem](), most

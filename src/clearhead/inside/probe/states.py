@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError
+from clearhead.batches.padding import by_length, padded, real_tokens
+from clearhead.errors import InputError, refuse
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.heads.words import align
-from clearhead.inside.inputs import device_of, grouped, padded, patch_names, prepare_first, recorded
+from clearhead.inside.inputs import device_of, patch_names, prepare_first, recorded
 from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
@@ -64,8 +65,7 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     specs = m.config.stacks
     there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
-    if stack not in there:
-        raise InputError(f'stack "{stack}" is not there: this model has {" and ".join(there)}')
+    refuse(stack not in there, f'stack "{stack}" is not there: this model has {" and ".join(there)}')
     if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
         raise InputError(
             f"this model reads {specs[0].input}, "
@@ -106,9 +106,8 @@ def vectors_of(
     first = np.cumsum([0, *map(len, kept)])
     taps, width, done = depths(m, prefix), m.config.d_model, 0
     layers = _room((len(taps), int(first[-1]), width))
-    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     most = min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))
-    for some in grouped(order, lambda row: len(rows[row]), most):
+    for some in by_length(list(map(len, rows)), lambda count, longest: count * longest <= most):
         found = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
         for place, row in enumerate(some):
             if kept[row]:
@@ -160,14 +159,15 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
         pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
         main = torch.stack(pixels).to(next(m.model.parameters()))
     else:
-        main, given["mask"] = padded([row.ids for row in rows], pad, device)
+        ids, sources = [row.ids for row in rows], [row.source for row in rows]
+        main, given["mask"] = padded(ids, pad, device), real_tokens(ids, device)
         if feeds:
             given = {"source": main, "source_mask": given["mask"]}
             main = torch.tensor([m.start_ids] * len(rows), device=device)
         elif rows[0].source:
-            given["source"], given["source_mask"] = padded([row.source for row in rows], pad, device)
+            given |= {"source": padded(sources, pad, device), "source_mask": real_tokens(sources, device)}
         elif m.config.n_types > 1 and rows[0].types:
-            given["types"], _ = padded([row.types for row in rows], 0, device)
+            given["types"] = padded([row.types for row in rows], 0, device)
     seen = recorded(m.model, taps, main, **given)
     return [seen[tap] for tap in taps]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.costs import Cost, cost
-from clearhead.errors import InputError, nearest
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
@@ -105,8 +105,7 @@ def trace(
         keep_values: keep the tensor of every step, or of the named steps; other steps keep a summary only.
     """
     m = m if isinstance(m, Model) else Model(m)
-    if top < 1:
-        raise InputError(f"top {top} must be 1 or more: it is the number of candidates shown")
+    refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
     prepared = trace_inputs(m, given, target, pair)
     model = m.model
     with torch.no_grad(), evaluating(model):

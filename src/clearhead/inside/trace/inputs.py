@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
@@ -55,15 +55,16 @@ def _numbers(m: Model, given: Any) -> Tensor:
         image = given[0] if isinstance(given, Tensor) and given.ndim == 4 else given
         return to_pixels(image, config, m.images)[None].to(weight)
     wanted = f"this model reads {config.input}: give numbers [T, {config.d_input}], an array or a tensor"
-    if isinstance(given, str):
-        raise InputError(f"text was given, and {wanted}")
+    refuse(isinstance(given, str), f"text was given, and {wanted}")
     try:
         rows = torch.as_tensor(given).to(weight)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{type(given).__name__} was given, and {wanted}") from None
     rows = rows[None] if rows.ndim == 2 else rows
-    if rows.ndim != 3 or rows.shape[0] != 1 or rows.shape[2] != config.d_input or not rows.shape[1]:
-        raise InputError(f"numbers of shape {list(rows.shape)} were given, and {wanted}")
+    refuse(
+        rows.ndim != 3 or rows.shape[0] != 1 or rows.shape[2] != config.d_input or not rows.shape[1],
+        f"numbers of shape {list(rows.shape)} were given, and {wanted}",
+    )
     return rows
 
 

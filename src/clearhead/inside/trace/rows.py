@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.inside.trace.steps import TraceStep
 
 
@@ -64,8 +64,9 @@ class TraceRow(Sums):
 
 def rows_of(steps: Sequence[TraceStep], depth: int, layer: int | None) -> tuple[TraceRow, ...]:
     """Return every group and step down to `depth`, in order, and all steps of block `layer`."""
-    if not 1 <= depth <= 4:
-        raise InputError(f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps")
+    refuse(
+        not 1 <= depth <= 4, f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps"
+    )
     layers = sorted({number for step in steps if (number := _layer(step)) is not None})
     if layer is not None and layer not in layers:
         raise InputError(f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}")

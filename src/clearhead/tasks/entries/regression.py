@@ -24,7 +24,7 @@ from clearhead.batches.bucketed import LabelBatches
 from clearhead.batches.encoding import Columns, Encoder, characters, encode_texts, groups
 from clearhead.data.examples import LABELS, Labelled
 from clearhead.data.tables import Record
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import Counts, Metric
 from clearhead.model.dtypes import wide
@@ -41,11 +41,11 @@ def predict(
 ) -> float | list[float]:
     """Return the number that a model gives to a text or a pair of texts; a list gives a list."""
     theirs = loaded.description.theirs if loaded.description is not None else {}
-    if loaded.config.n_classes != 1 or not STATED.items() <= theirs.items():
-        raise InputError(
-            "predict needs a model that gives a number, with one output and problem_type regression in "
-            "config.json: train one with --set data.task=regress"
-        )
+    refuse(
+        loaded.config.n_classes != 1 or not STATED.items() <= theirs.items(),
+        "predict needs a model that gives a number, with one output and problem_type regression in "
+        "config.json: train one with --set data.task=regress",
+    )
     given: Any = texts
     made: Any = loaded.classify(given, batch_size=batch_size)
     return [float(one.probability) for one in made] if isinstance(made, list) else float(made.probability)
