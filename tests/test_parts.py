@@ -336,7 +336,10 @@ def test_experts_equal_a_loop_over_tokens(order, renormalise, active):
 
 @pytest.mark.ledger("D5")
 def test_no_token_is_dropped_when_all_want_one_expert():
-    part, x = scramble(Experts(config(n_experts=4, n_active_experts=1, d_ff=8).main)), torch.rand(3, 50, 16) + 0.1
+    part, x = (
+        scramble(Experts(config(n_experts=4, n_active_experts=1, d_ff=8).main)),
+        torch.rand(3, 50, 16) + 0.1,
+    )
     part.router.weight.data.zero_()
     part.router.weight.data[2] = 1.0
     assert worst(part(x), part.experts[2](x)) <= 1e-6

@@ -168,7 +168,9 @@ def untied_when_loaded(monkeypatch, model):
 def dropout(monkeypatch):
     """Dropout on what a sublayer adds, in evaluation too."""
     right = block.Residual.add
-    monkeypatch.setattr(block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap))
+    monkeypatch.setattr(
+        block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap)
+    )
 
 
 @code
@@ -203,7 +205,9 @@ def position_offset(monkeypatch):
     """Learned positions begin one row late."""
     right = positions.LearnedPositions.embed
     monkeypatch.setattr(
-        positions.LearnedPositions, "embed", lambda self, where, dtype, tap: right(self, where + 1, dtype, tap)
+        positions.LearnedPositions,
+        "embed",
+        lambda self, where, dtype, tap: right(self, where + 1, dtype, tap),
     )
 
 

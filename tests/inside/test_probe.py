@@ -465,7 +465,9 @@ def test_without_scikit_learn_one_line_names_the_extra(monkeypatch) -> None:
 def test_the_command(tmp_path: Path, capsys) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
-    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20)))
+    data.write_text(
+        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
+    )
     main(
         [
             "probe",

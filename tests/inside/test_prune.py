@@ -326,10 +326,6 @@ def test_the_command_prunes_and_the_result_trains_on(trained, capsys):
 def test_a_pruned_copy_keeps_what_belongs_to_the_model(trained):
     m = ch.load(trained / "model")
     smaller = prune(m, ["0.0"])
-    kept = [
-        field.name
-        for field in dataclasses.fields(m)
-        if field.name not in ("model", "folder", "_engine")
-    ]
+    kept = [field.name for field in dataclasses.fields(m) if field.name not in ("model", "folder", "_engine")]
     assert all(getattr(smaller, name) is getattr(m, name) for name in kept)
     assert smaller.classify("good film").label in ("yes", "no")
