@@ -61,9 +61,8 @@ def translate2(
     spec = loader.get_model_spec(model)
     spec.register_source_vocabulary(words)
     spec.register_target_vocabulary(words)
-    spec.config.eos_token = spec.config.decoder_start_token = words[
-        0
-    ]  # it needs one, and never writes it before the last token
+    # It needs one, and never writes it before the last token.
+    spec.config.eos_token = spec.config.decoder_start_token = words[0]
     spec.config.unk_token = words[1]
     spec.validate()
     spec.optimize(quantization=None)

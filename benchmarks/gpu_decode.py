@@ -103,9 +103,10 @@ def formula(
         return KERNELS["fused"](q, k, v, mask, scale=scale, causal=bool(more["causal"]))
     B, H, _, E = q.shape
     K, S = k.shape[1:3]
+    # [B, K, G, S].
     scores = (q.view(B, K, H // K, 1, E).float() * k[:, :, None].float()).sum(-1) * (
         E**-0.5 if scale is None else scale
-    )  # B K G S
+    )
     pattern = scores.masked_fill(~mask.view(-1, 1, 1, S), float("-inf")).softmax(-1)
     return (pattern[..., None] * v[:, :, None].float()).sum(3).to(q.dtype).view(B, H, 1, -1)
 

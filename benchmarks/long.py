@@ -34,18 +34,11 @@ def attention_seconds(config: ch.ModelConfig, keys: int) -> float:
     """Of one token in all layers: one query per head over this many keys in a buffer made for more."""
     E, heads = config.d_model // config.n_heads, config.n_kv_heads or config.n_heads
     q = torch.randn(1, heads, config.n_heads // heads, E)
-    shape = (
-        2,
-        config.n_layers,
-        1,
-        heads,
-        config.max_positions,
-        E,
-    )  # each layer has keys of its own, which the caches must hold in turn
+    # Each layer has keys of its own, which the caches must hold in turn.
+    shape = (2, config.n_layers, 1, heads, config.max_positions, E)
     k, v = torch.randn(shape)[..., :keys, :]
-    others = torch.randn(
-        config.n_layers, 4 * config.d_model, config.d_model
-    )  # and weights, read between, take their place there
+    # Weights are read in between, and push keys out of the caches.
+    others = torch.randn(config.n_layers, 4 * config.d_model, config.d_model)
     times = []
     for _ in range(50):
         took = 0.0

@@ -38,9 +38,8 @@ class Job:
     test: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     generation: dict[str, object] = field(default_factory=dict)
-    made: dict[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # files made beforehand: another, so many times over
+    # Files to make beforehand: each is another file, repeated so many times.
+    made: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 JOBS = {

@@ -51,10 +51,8 @@ def main() -> None:
             "lost": found.lost,
         }
         named = {str(head): role for head, role in zip(roles.heads, roles.roles) if role != "mixed"}
-        sys.argv[1:3] = [
-            options.folder.name,
-            options.treebank.name,
-        ]  # what is saved names no folder of this machine
+        # Save names alone, and no folder of this machine.
+        sys.argv[1:3] = [options.folder.name, options.treebank.name]
         save(options.name, [data | {"relations": relations, "roles": counts, "named": named}])
 
 

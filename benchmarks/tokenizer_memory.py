@@ -58,9 +58,8 @@ def write(path: Path, size: int, shape: str) -> None:
     with path.open("w", encoding="ascii") as file:
         while file.tell() < size:
             if shape == "zipf":
-                drawn = known[
-                    np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)
-                ]  # rank r as often as 1/r
+                # Draw rank r as often as 1/r.
+                drawn = known[np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)]
             else:
                 drawn = np.array(words(generator, BLOCK), dtype=object)
             file.write(" ".join(drawn) + " ")

@@ -228,9 +228,8 @@ def test_a_pairwise_bias_from_the_caller(positions, shape):
         forbidden = torch.zeros(1, 1, 8, 8).masked_fill(
             torch.eye(8).roll(-1, 0)[None, None] > 0, float("-inf")
         )
-        assert (
-            model(ids, bias=forbidden).logits.isfinite().all()
-        )  # the previous token shut out, all else as before
+        # The previous token shut out, all else as before.
+        assert model(ids, bias=forbidden).logits.isfinite().all()
 
 
 @pytest.mark.ledger("B9")

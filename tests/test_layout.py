@@ -105,10 +105,8 @@ def test_no_family_and_no_architecture_under_model(path):
     names = code_names(path)
     assert "family" not in names
     assert "encoder-decoder" not in names
-    published = {
-        *Initialisation.__args__,
-        "llama3",
-    }  # initialisations and a kind of RoPE scaling that have no other name
+    # Initialisations and a kind of RoPE scaling that have no other name.
+    published = {*Initialisation.__args__, "llama3"}
     found = [name for name in names if ARCHITECTURE.search(name.lower()) and name not in published]
     assert not found
 

@@ -79,9 +79,8 @@ def test_norm(name, unit_offset):
     expected = expected + norm.bias.double() if getattr(norm, "bias", None) is not None else expected
     assert worst(norm(x).double(), expected) <= TOLERANCE
     fresh = NORMS[name](12, 1e-5, name == "layernorm", unit_offset)
-    assert (
-        worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE
-    )  # a new norm scales by one
+    # A new norm scales by one.
+    assert worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE
     module = make()
     gradcheck(module, module, x[:1, :2])
     every_dtype_kept(norm, norm, x)

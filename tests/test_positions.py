@@ -252,9 +252,8 @@ def test_relative_bias_equals_the_reference_module():
         assert torch.equal(
             model.main.positions.bias(where, where, torch.float32), theirs.compute_bias(30, 30)
         )
-        assert (
-            sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1
-        )  # one table per stack
+        # One table per stack.
+        assert sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1
 
 
 @pytest.mark.ledger("B6")

@@ -333,9 +333,8 @@ def test_silence_costs_at_most_one_per_cent():
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("clearhead.model.transformer.tap_for", lambda model: Counting(()))
         model(ids)
-    assert (
-        calls["call"] == len(ch.tap_names(model.config)) - 2 * 4
-    )  # scores and pattern stay inside the fused kernel
+    # Scores and pattern stay inside the fused kernel.
+    assert calls["call"] == len(ch.tap_names(model.config)) - 2 * 4
     with torch.no_grad():
         forward = fastest(lambda: model(ids), 30)
 

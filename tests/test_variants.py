@@ -174,9 +174,8 @@ def test_embedding_equals_its_formula(family):
         x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[types] + where.table.weight[:8]
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
         model(ids, **given)
-        x = (
-            part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]
-        )  # no types: all zero
+        # Without types, all are type 0.
+        x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
     holds(model, **given)
 
@@ -274,9 +273,8 @@ def test_dropout_in_training_only(family, kernel, name):
         given_for(family),
     )
     with ch.attending(model, kernel):
-        assert (
-            worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE
-        )  # nothing in evaluation
+        # Nothing is dropped in evaluation.
+        assert worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE
         model.train()
         torch.manual_seed(1)
         first = model(ids, **given).logits
@@ -310,9 +308,8 @@ def test_attention_dropout_drops_weights_not_values():
     model = build(attention_dropout=0.5, n_layers=1, positions="none").train()
     with ch.record(model, "*.pattern", "*.v", "*.z") as seen:
         model(some_ids())
-    assert (
-        worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6
-    )  # what is shown is before dropout
+    # The recorded pattern is that before dropout.
+    assert worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6
     undropped = seen["blocks.0.attention.pattern"] @ seen["blocks.0.attention.v"]
     assert worst(undropped, seen["blocks.0.attention.z"]) > 1e-2
 

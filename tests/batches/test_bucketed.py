@@ -91,9 +91,8 @@ def test_pairs_are_framed_for_teacher_forcing(tmp_path):
         for row, number in enumerate(batch.numbers.tolist()):
             example = corpus.train[number]
             target = tokenizer.encode(example.target, add_special_tokens=False).ids
-            expect(
-                batch.source[row], tokenizer.encode(example.source).ids, special["pad"]
-            )  # ends with eos: the template's
+            # The source ends with the eos of the tokenizer's template.
+            expect(batch.source[row], tokenizer.encode(example.source).ids, special["pad"])
             assert tokenizer.encode(example.source).ids[-1] == special["eos"]
             expect(batch.ids[row], [special["bos"], *target], special["pad"])
             expect(batch.targets[row], [*target, special["eos"]], IGNORE)

@@ -70,9 +70,8 @@ class Case:
     def backward(self) -> None:
         """Every parameter learns, on both kernels alike."""
         generator = torch.Generator().manual_seed(3)
-        weights = torch.randn(2, T, V, generator=generator) / (
-            2 * T * V**0.5
-        )  # as steep as a mean cross-entropy
+        # Gradients are as steep as those of a mean cross-entropy.
+        weights = torch.randn(2, T, V, generator=generator) / (2 * T * V**0.5)
         found = {}
         for kernel in ("eager", "fused"):
             with ch.attending(self.model, kernel):

@@ -337,9 +337,8 @@ def test_tags_by_hand(tmp_path):
     folder = saved(tmp_path / "model", "BertForTokenClassification", positions=24, **names)
     m = ch.load(folder)
     draw = random.Random(9)
-    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [
-        draw.choices(WORDS, k=60)
-    ]  # the last is cut
+    # The last sentence is so long that it is cut.
+    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [draw.choices(WORDS, k=60)]
     tags = [[draw.choice(LABELS) for _ in row] for row in sentences]
     blocks = ["".join(f"{word}\t{tag}\n" for word, tag in zip(*both)) for both in zip(sentences, tags)]
     data = write(tmp_path / "data.conll", blocks)

@@ -81,9 +81,8 @@ def _shifted(monkeypatch, applies, shift):
             return right(queries, keys, causal=causal, window=window, prefix=prefix)
         mask, _ = right(queries, keys, window=window)
         here, there = queries.order[:, :, None], keys.order[:, None, :]
-        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[
-            :, None
-        ]  # the first token would else see nothing
+        # Otherwise the first token would see nothing.
+        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[:, None]
         return (seen if mask is None else seen & mask), False
 
     monkeypatch.setattr(stack, "compose", compose)

@@ -369,9 +369,8 @@ def test_pictures_have_labels_and_a_named_scale(both: ch.Transformer, tmp_path: 
     for number, figure in enumerate((one, layer, model, entropy, rollout)):
         save(figure, tmp_path / f"{number}.svg")
     picture = model.axes[0].images[0].get_array()
-    assert np.array_equal(
-        picture[10:19, 16:23], maps.layer(1, "cross").pattern[2]
-    )  # second row, third column
+    # Second row, third column.
+    assert np.array_equal(picture[10:19, 16:23], maps.layer(1, "cross").pattern[2])
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -428,9 +427,8 @@ def test_the_command_writes_json_and_files(
     )
     body = json.loads(capsys.readouterr().out)
     assert [one["head"] for one in body["heads"]] == ["1.2"]
-    assert (
-        np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
-    )  # layer 0 is fused here
+    # Layer 0 is fused here.
+    assert np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
     assert body["plot"].endswith("h.png") and (tmp_path / "h.png").stat().st_size > 5000
     assert set(np.load(tmp_path / "h.npz")) == {
         "aggregated",

@@ -30,11 +30,8 @@ from tests.tokens.toys import trained
 
 pytestmark = pytest.mark.ledger("K3")
 
-ROWS = [
-    [1, 5, 3, 5, 2, 7, 1, 9, 3],
-    [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6],
-    [0, 3, 0, 7, 9, 9, 1, 2],
-]  # of different lengths
+# Rows of different lengths.
+ROWS = [[1, 5, 3, 5, 2, 7, 1, 9, 3], [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6], [0, 3, 0, 7, 9, 9, 1, 2]]
 
 
 def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Model:
@@ -432,9 +429,8 @@ def test_the_head_that_was_planted_agrees_best() -> None:
         best = agreement(m, [example]).ranking()[0]
     assert (best["head"], best["direction"], best["accuracy"]) == ("1.2", "first to second", 1.0)
     assert best["attention"] == pytest.approx(1.0)
-    in_tokens = Aligned(
-        text, example.pairs, unit="tokens"
-    )  # a byte is a token, and nothing stands before them
+    # A byte is a token, and no token stands before the bytes.
+    in_tokens = Aligned(text, example.pairs, unit="tokens")
     assert agreement(m, [in_tokens]).to_dict() == agreement(m, [example]).to_dict()
 
 
@@ -444,9 +440,8 @@ def test_cross_attention_is_asked_where_a_token_is_written() -> None:
     def plant(x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 3] = 0.0
-        x[:, 3, 0, 4] = x[:, 3, 1, 4] = (
-            1.0  # while "ab" is written: its first letter from the start, its second from the first
-        )
+        # While "ab" is written: its first letter from the start, its second from the first.
+        x[:, 3, 0, 4] = x[:, 3, 1, 4] = 1.0
         return x
 
     with ch.edit(m.model, {"blocks.0.cross.pattern": plant}):

@@ -174,11 +174,8 @@ def test_columns_and_choices_of_each_head():
     assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [
         token for token in IDS if token != IDS[2]
     ]
-    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (
-        3,
-        2 * V,
-        V,
-    )  # more than one piece of columns, all choices
+    # Ask for more than one piece of columns, and for all choices.
+    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (3, 2 * V, V)
     for head in ("embedding", "none"):
         with pytest.raises(ch.InputError, match="gives vectors, not choices"):
             lens(build(family="encoder", head=head), IDS)

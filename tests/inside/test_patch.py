@@ -132,9 +132,8 @@ def test_the_end_of_the_last_token_is_the_whole_answer(kind):
     clean, corrupt, more = prompts(model.config)
     found = patch(model, clean, corrupt, parts=("residual",), **more)
     values = found.maps[-1].values
-    assert float(values[-1, -1]) == pytest.approx(
-        1, abs=1e-4
-    )  # scores are kept in float32, and the two runs differ by little
+    # Scores are kept in float32, and the two runs differ by little.
+    assert float(values[-1, -1]) == pytest.approx(1, abs=1e-4)
     assert values[-1, :-1].abs().max() < 1e-4
     position = patch(model, clean, corrupt, parts=("residual",), position=1, **more).maps[-1].values
     assert float(position[-1, 1]) == pytest.approx(1, abs=1e-4) and position[-1, 2:].abs().max() < 1e-4

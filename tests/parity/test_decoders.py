@@ -142,11 +142,8 @@ def test_gemma(options, tmp_path):
     check("Gemma", options, tmp_path)
 
 
-TIGHT = {
-    **DEEP,
-    "query_pre_attn_scalar": 1,
-    "attn_logit_softcapping": 0.5,
-}  # so that most scores feel the cap
+# So that most scores feel the cap.
+TIGHT = {**DEEP, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
 
 
 @pytest.mark.ledger("L3")
@@ -243,11 +240,8 @@ def test_keys_of_older_files(kind, options, keys, expected):
     assert {name: getattr(new, name) for name in expected} == expected
 
 
-EVEN = {
-    **ODD,
-    "hidden_size": 40,
-    "intermediate_size": 36,
-}  # the reference's experts want rows of whole 16 bytes
+# The reference's experts want rows of whole 16 bytes.
+EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}
 
 
 @pytest.mark.ledger("L6", "D5")
@@ -307,9 +301,8 @@ def test_phi3_beyond_its_trained_length(factor, tmp_path):
         **factor,
     }
     options = {**GROUPED, "rope_scaling": scaling, "original_max_position_embeddings": 32}
-    check(
-        "Phi3", options, tmp_path, "llama", greedy_tokens=0
-    )  # the reference's cached keys keep the angles of a shorter length
+    # The reference's cached keys keep the angles of a shorter length.
+    check("Phi3", options, tmp_path, "llama", greedy_tokens=0)
 
 
 @options(

@@ -175,9 +175,8 @@ def test_rxnfp_masked_language_model(tmp_path: Path, differences: Differences) -
 def test_rxnfp_classifier(tmp_path: Path, differences: Differences) -> None:
     folder = packaged("rxnfp", "rxnfp/models/transformers/bert_ft_10k_25s")
     stated = json.loads((folder / "config.json").read_text())
-    plain = {
-        key: value for key, value in stated.items() if key not in ("id2label", "label2id")
-    }  # two placeholders beside 50 classes
+    # The file names two placeholder labels beside 50 classes.
+    plain = {key: value for key, value in stated.items() if key not in ("id2label", "label2id")}
     reference = transformers.BertForSequenceClassification(transformers.BertConfig(**plain))
     problems = reference.load_state_dict(state_of(folder), strict=False)
     assert all("position_ids" in name for name in problems.missing_keys), problems

@@ -159,12 +159,13 @@ def test_the_choice_follows_task_and_size() -> None:
     plan, said = choose(TokensPlan(), GENERATOR, 4_000_000)
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
     assert "as 9 bytes of text is little" in choose(TokensPlan(), GENERATOR, 9)[1]
+    # A size that was chosen for the user is a limit.
     assert (
         train_tokenizer(
             LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000
         ).get_vocab_size()
         < 1024
-    )  # chosen: a limit
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

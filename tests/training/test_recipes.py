@@ -397,9 +397,8 @@ def test_config_json_names_the_special_tokens(trained):
         assert {key: value for key, value in config.items() if key.endswith("_token_id")} == expected
         if (done.folder / "generation_config.json").exists():
             assert expected.items() <= read_json(done.folder / "generation_config.json").items()
-    assert (
-        trained("lora-finetune").model.generation["max_new_tokens"] == 100
-    )  # its own [generate], not its base's
+    # It keeps its own [generate], not that of its base.
+    assert trained("lora-finetune").model.generation["max_new_tokens"] == 100
 
 
 @pytest.mark.parametrize("without", [(), ("generation_config.json",)], ids=["whole", "config.json alone"])
@@ -573,16 +572,8 @@ def test_tensorboard(place, tmp_path):
 
 # Recipe files -------------------------------------------------------------------------------------------------------------
 
-PLAIN = {
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "d_ff",
-    "dropout",
-    "patch_size",
-    "max_length",
-    "lora_alpha",
-}  # the name says it
+# Settings whose names explain themselves.
+PLAIN = {"d_model", "n_layers", "n_heads", "d_ff", "dropout", "patch_size", "max_length", "lora_alpha"}
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -214,9 +214,8 @@ def test_the_average_is_over_planned_checkpoints_alone(text, tmp_path):
     steps = [
         ch.load(tmp_path / "whole" / "checkpoints" / f"step-{step}").model.state_dict() for step in (4, 8, 12)
     ]
-    assert same(
-        weights(tmp_path / "whole"), average(iter(steps))
-    )  # three there are; the untrained step 0 is none
+    # There are three checkpoints; the untrained step 0 does not count.
+    assert same(weights(tmp_path / "whole"), average(iter(steps)))
     run(text, tmp_path / "part", *settings, stop=StopAt(10))
     ch.train(resume=tmp_path / "part")
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))

@@ -101,9 +101,8 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
     assert (done.reason, done.step) == ("done", 12)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
     assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
-    first = {
-        tuple(row): None for row in seen
-    }  # the batch that was made ready when the stop came is made again
+    # The batch that was made ready when the stop came is made again.
+    first = {tuple(row): None for row in seen}
     assert list(first) == [tuple(row) for row in order]
     logs = [
         [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)]
@@ -165,10 +164,8 @@ def test_killed_at_ten_moments(text, tmp_path):
         ready = newest(folder) is not None
         if not ready:
             shutil.rmtree(folder, ignore_errors=True)
-        before, changes = (
-            entries(folder),
-            moments.randint(1, 5),
-        )  # of the listing: a checkpoint begun, finished, forgotten
+        # Wait for this many changes of the listing: a checkpoint begun, finished, forgotten.
+        before, changes = entries(folder), moments.randint(1, 5)
         number = child((lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often)))
         while changes:
             assert os.waitpid(number, os.WNOHANG) == (0, 0), "the run ended before it was killed"

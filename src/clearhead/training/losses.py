@@ -81,9 +81,8 @@ def batch_loss(
         objective = objective or objective_of(config.head)
         loss = objective.loss(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
-        loss = loss + balance * batch.n_targets * _balance(
-            model, batch
-        )  # times targets: it is part of the mean
+        # Multiply by the targets, because the balance is part of the mean.
+        loss = loss + balance * batch.n_targets * _balance(model, batch)
     return loss, batch.n_targets
 
 
