@@ -57,7 +57,7 @@ def compiled_equals(model: nn.Module, *inputs, **given) -> None:
     assert worst(theirs, ours) <= TOLERANCE
 
 
-# Norms ----------------------------------------------------------------------------------------------------------------
+# Norms ------------------------------------------------------------------------------------------------------
 
 NORM_REFERENCES = {
     "layernorm": lambda x: (
@@ -103,7 +103,7 @@ def test_norm_statistics_are_float32_in_bfloat16(name):
     assert ((wide.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
 
 
-# Positions ------------------------------------------------------------------------------------------------------------
+# Positions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("B2", "B3", "B4", "B5", "B6", "B7")
@@ -131,7 +131,7 @@ def test_positions(name, family):
     gradcheck(model, lambda: model(ids[:1, :4], **{key: x[:1] for key, x in given.items()}).logits)
 
 
-# Activations ----------------------------------------------------------------------------------------------------------
+# Activations ------------------------------------------------------------------------------------------------
 
 ACTIVATION_REFERENCES = {
     "relu": lambda x: x.clamp(min=0),
@@ -167,7 +167,7 @@ def test_feedforward_is_four_times_as_wide_unless_set():
     assert build(d_ff=None).decoder.blocks[0].feedforward.up.weight.shape == (64, 16)
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
+# Kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C1", "C5")
@@ -212,7 +212,7 @@ def test_kernels_by_name():
     assert {block.attention.kernel for block in model.decoder.blocks} == {"fused"}
 
 
-# Heads ----------------------------------------------------------------------------------------------------------------
+# Heads ------------------------------------------------------------------------------------------------------
 
 HEAD_SHAPES = {
     "lm": (2, 8, V),
@@ -251,7 +251,7 @@ def test_head(name, family):
     every_dtype_kept(lambda x: head(x, real), head, hidden)
 
 
-# Fronts ---------------------------------------------------------------------------------------------------------------
+# Fronts -----------------------------------------------------------------------------------------------------
 
 INPUTS = {
     "tokens": some_ids(),
@@ -298,7 +298,7 @@ def test_front(name, head):
         assert worst(again if head == "classifier" else again[:, : LENGTHS[name]], said) <= TOLERANCE
 
 
-# Experts --------------------------------------------------------------------------------------------------------------
+# Experts ----------------------------------------------------------------------------------------------------
 
 
 def experts_by_loops(part: Experts, x: torch.Tensor, order: str, renormalise: bool) -> torch.Tensor:
@@ -393,7 +393,7 @@ def test_balance_loss():
     assert ch.balance_loss(model).item() == 0
 
 
-# Compiled for real ----------------------------------------------------------------------------------------------------
+# Compiled for real ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")

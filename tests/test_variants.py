@@ -39,7 +39,7 @@ def holds(model: ch.Transformer, **given) -> torch.Tensor:
     return logits
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C1", "C3", "C4")
@@ -126,7 +126,7 @@ def test_stacks_of_different_shapes():
     assert holds(model, source=some_ids(2, 5, vocab=7)).shape == (2, 8, V)
 
 
-# Embedding and sharing ------------------------------------------------------------------------------------------------
+# Embedding and sharing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("B8")
@@ -208,7 +208,7 @@ def test_shared_layers(family):
     holds(shared, **given)
 
 
-# Pruning --------------------------------------------------------------------------------------------------------------
+# Pruning ----------------------------------------------------------------------------------------------------
 
 
 def prune(weights: dict, pruned: dict, n_heads: int, n_kv_heads: int, width: int) -> dict:
@@ -256,7 +256,7 @@ def test_pruned_equals_masked(family, kv_heads, positions):
     assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in whole.parameters())
 
 
-# Dropout --------------------------------------------------------------------------------------------------------------
+# Dropout ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C7", "D4")
@@ -314,7 +314,7 @@ def test_attention_dropout_drops_weights_not_values():
     assert worst(undropped, seen["blocks.0.attention.z"]) > 1e-2
 
 
-# Initialisation -------------------------------------------------------------------------------------------------------
+# Initialisation ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("D7")
@@ -362,7 +362,7 @@ def test_seeds_decide_the_weights():
     )
 
 
-# Fronts ---------------------------------------------------------------------------------------------------------------
+# Fronts -----------------------------------------------------------------------------------------------------
 
 PATCHES = {
     "family": "encoder",
@@ -477,7 +477,7 @@ def test_vectors_padded_and_cached(family):
             assert worst(torch.cat(pieces, 1)[:, mask[0]], alone) <= TOLERANCE
 
 
-# Heads ----------------------------------------------------------------------------------------------------------------
+# Heads ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1", "E2")

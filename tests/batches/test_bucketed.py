@@ -80,7 +80,7 @@ def test_ten_thousand_pairs_pad_little():
     assert buckets.waste(order) < 0.06
 
 
-# Frames -----------------------------------------------------------------------------------------------------------------
+# Frames -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -268,7 +268,7 @@ def test_answers_are_found_again_from_their_tokens(length, kind, tmp_path):
     assert (windows > 200) == (length < 512)
 
 
-# Mistakes in the data ---------------------------------------------------------------------------------------------------
+# Mistakes in the data ---------------------------------------------------------------------------------------
 
 
 def test_wrong_examples_are_named(tmp_path):

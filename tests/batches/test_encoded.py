@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     assert not list((tmp_path / "full").iterdir())
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "wordpiece", "unigram", "word"])

@@ -65,7 +65,7 @@ def test_validation_is_the_same_each_time_and_leaves_nothing_out(task, tmp_path)
         assert sorted(numbers.tolist()) == list(range(len(corpus_of(task).validation)))
 
 
-# The next token ---------------------------------------------------------------------------------------------------------
+# The next token ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -130,7 +130,7 @@ def test_batch_tokens_set_the_rows(tmp_path):
     assert batches_of("lm", tmp_path, length=16, batch_tokens=100).at(0).ids.shape == (6, 16)
 
 
-# Packed documents -------------------------------------------------------------------------------------------------------
+# Packed documents -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H6")
@@ -182,7 +182,7 @@ def test_packing_puts_everything_somewhere_and_overfills_nothing():
     assert n_rows <= math.ceil(lengths.sum() / 100) * 1.02
 
 
-# Hidden tokens and spans ------------------------------------------------------------------------------------------------
+# Hidden tokens and spans ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -300,7 +300,7 @@ def test_denoise_batches(training, tmp_path):
         assert text == stream.tolist()
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -378,7 +378,7 @@ def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_p
     )
 
 
-# What the model sees ----------------------------------------------------------------------------------------------------
+# What the model sees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H6")

@@ -146,7 +146,7 @@ def test_a_text_of_unknown_words_has_nothing_to_guess(tmp_path):
         batches_of("mlm", tmp_path, training=False, corpus=corpus)
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_sixteen_bits_keep_their_shades(tmp_path):

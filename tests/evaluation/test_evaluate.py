@@ -98,7 +98,7 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
+# Text -------------------------------------------------------------------------------------------------------
 
 
 def test_text_has_the_loss_of_transformers_and_of_a_plain_loop(tmp_path, gpt2):
@@ -172,7 +172,7 @@ def test_masked_text(tmp_path):
     assert ch.evaluate(m, data, seed=1).metrics["loss"] != found.metrics["loss"]
 
 
-# Pairs ----------------------------------------------------------------------------------------------------------------
+# Pairs ------------------------------------------------------------------------------------------------------
 
 
 def pairs(count: int) -> list[tuple[str, str]]:
@@ -286,7 +286,7 @@ def test_figures_of_texts_by_hand():
     )
 
 
-# Classes, tags, answers, pictures -------------------------------------------------------------------------------------
+# Classes, tags, answers, pictures ---------------------------------------------------------------------------
 
 
 def test_classes_by_hand_and_by_transformers(tmp_path):
@@ -444,7 +444,7 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
             assert seen.losses[row] == pytest.approx(float(batch_loss(model, alone)[0]), rel=1e-5)
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

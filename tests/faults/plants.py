@@ -57,7 +57,7 @@ def built_with(monkeypatch, kind: type, change: Callable) -> None:
     monkeypatch.setattr(kind, "__init__", build)
 
 
-# The seven ------------------------------------------------------------------------------------------------------------
+# The seven --------------------------------------------------------------------------------------------------
 
 
 @code
@@ -184,7 +184,7 @@ def head_repeat(monkeypatch):
         monkeypatch.setitem(KERNELS, name, functools.partial(wrong, kernel))
 
 
-# Others of the model --------------------------------------------------------------------------------------------------
+# Others of the model ----------------------------------------------------------------------------------------
 
 
 @code
@@ -308,7 +308,7 @@ def ring_forgets(monkeypatch):
     monkeypatch.setattr(window_cache.RingKeys, "update", update)
 
 
-# Of what is done with a model -----------------------------------------------------------------------------------------
+# Of what is done with a model -------------------------------------------------------------------------------
 
 
 @code

@@ -222,7 +222,7 @@ def precise(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-# Importance -----------------------------------------------------------------------------------------------------------
+# Importance -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")
@@ -286,7 +286,7 @@ def test_importance_does_not_depend_on_the_batches_and_leaves_no_gradient():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-# One text -------------------------------------------------------------------------------------------------------------
+# One text ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")
@@ -323,7 +323,7 @@ def test_effect_on_two_stacks_and_on_classes():
         effect(build(family="encoder", head="none"), [3, 4], heads=["0.0"])
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")

@@ -39,7 +39,7 @@ def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Model:
     return Model(model, trained(kind, "mlm" if model.config.family == "encoder" else "lm"))
 
 
-# Planted heads ------------------------------------------------------------------------------------------------------------
+# Planted heads ----------------------------------------------------------------------------------------------
 
 
 def spread(wanted: Tensor, allowed: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_a_local_head_and_a_sink_on_separators() -> None:
     assert found.roles == ("local", "separator")
 
 
-# Scores against loops -----------------------------------------------------------------------------------------------------
+# Scores against loops ---------------------------------------------------------------------------------------
 
 
 def slow(
@@ -222,7 +222,7 @@ def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
         found.named("prevous")
 
 
-# Induction ----------------------------------------------------------------------------------------------------------------
+# Induction --------------------------------------------------------------------------------------------------
 
 
 def repeats(
@@ -299,7 +299,7 @@ def test_a_look_back_at_a_fixed_distance_is_no_induction() -> None:
         assert head_roles(model).scores["induction"].max() < CLEAR
 
 
-# Syntax -------------------------------------------------------------------------------------------------------------------
+# Syntax -----------------------------------------------------------------------------------------------------
 
 
 def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[str, str, str], int]:
@@ -411,7 +411,7 @@ def test_what_syntax_cannot_do_is_said() -> None:
         syntax(m, some_trees(2)).best("dett")
 
 
-# Alignments ---------------------------------------------------------------------------------------------------------------
+# Alignments -------------------------------------------------------------------------------------------------
 
 
 def test_the_head_that_was_planted_agrees_best() -> None:
@@ -466,7 +466,7 @@ def test_a_fault_in_an_alignment_is_one_line(tmp_path: Path) -> None:
         agreement(with_tokenizer(build(vocab_size=300)), [Aligned("a", (((0, 1), (0, 1)),), target="b")])
 
 
-# The command --------------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 def test_the_command_says_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

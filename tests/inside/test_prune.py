@@ -219,7 +219,7 @@ def test_what_counts_least_goes_and_each_layer_keeps_one():
         least(shape, numbers, 0)
 
 
-# The curve ------------------------------------------------------------------------------------------------------------
+# The curve --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("N6")
@@ -257,7 +257,7 @@ def test_ranking_anew_takes_the_least_of_those_left():
         assert abs(curve.loss[place + 1] - losses[heads[place]]) <= TOLERANCE
 
 
-# From a trained model to a pruned one that trains on ------------------------------------------------------------------
+# From a trained model to a pruned one that trains on --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -382,7 +382,7 @@ def test_falcon(options, fresh, tmp_path):
     check("Falcon", options, tmp_path, fresh)
 
 
-# Other heads ----------------------------------------------------------------------------------------------------------
+# Other heads ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L2", "L3", "L6")
@@ -465,7 +465,7 @@ def test_base_models(kind, options, tmp_path):
         close(f"{name}, read back", read, theirs, 1e-6)
 
 
-# Files that do not fit ------------------------------------------------------------------------------------------------
+# Files that do not fit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L3", "L6")
@@ -526,7 +526,7 @@ def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):
         ARCHITECTURES[theirs["model_type"]].read(theirs)
 
 
-# Mixture of experts ---------------------------------------------------------------------------------------------------
+# Mixture of experts -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ transformers.logging.set_verbosity_error()
 LOGITS = 1e-4
 
 
-# stories260K (Llama) ----------------------------------------------------------------------------------------------------
+# stories260K (Llama) ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_stories_text(stories: Path, tmp_path: Path) -> None:
     assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
 
 
-# MiniLM (BERT sentence encoder) -------------------------------------------------------------------------------------------
+# MiniLM (BERT sentence encoder) -----------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L1", "E1")
@@ -127,7 +127,7 @@ def test_minilm_embeddings_equal_the_reference(
     assert torch.equal(again.embed(sentences[:20]), loaded.embed(sentences[:20]))
 
 
-# rxnfp (BERT of chemistry: masked LM and classifier) -------------------------------------------------------------------------
+# rxnfp (BERT of chemistry: masked LM and classifier) --------------------------------------------------------
 
 
 def compare(loaded: ch.Model, reference: Any, differences: Differences, length: int = 60) -> None:
@@ -188,7 +188,7 @@ def test_rxnfp_classifier(tmp_path: Path, differences: Differences) -> None:
     compare(loaded, again, differences)
 
 
-# microformer-mgm (GPT-2 of microbes) -----------------------------------------------------------------------------------------
+# microformer-mgm (GPT-2 of microbes) ------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L2")

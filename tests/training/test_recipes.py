@@ -171,7 +171,7 @@ def logits_of(loaded: ch.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor
     return loaded.model.eval()(**inputs).logits
 
 
-# The folder ---------------------------------------------------------------------------------------------------------------
+# The folder -------------------------------------------------------------------------------------------------
 
 
 def test_every_recipe_is_tested():
@@ -379,7 +379,7 @@ def test_a_decoder_begins_in_training_as_it_does_when_it_writes(learned, tmp_pat
     assert done.metrics["loss"] == pytest.approx(-np.mean(found), rel=1e-4) and done.metrics["loss"] > 0.01
 
 
-# Special tokens -----------------------------------------------------------------------------------------------------------
+# Special tokens ---------------------------------------------------------------------------------------------
 
 
 def test_config_json_names_the_special_tokens(trained):
@@ -424,7 +424,7 @@ def test_transformers_stops_by_itself(learned, tmp_path, without):
         assert done.model.generate(prompt, 20).text == text.removeprefix("the red fox" * (task == "lm"))
 
 
-# Objectives ---------------------------------------------------------------------------------------------------------------
+# Objectives -------------------------------------------------------------------------------------------------
 
 WORDS = {"red": "rot", "small": "klein", "old": "alt", "fox": "fuchs", "ship": "schiff", "river": "fluss"}
 ENDS = {
@@ -570,7 +570,7 @@ def test_tensorboard(place, tmp_path):
     assert [entry.value for entry in board.Scalars("train")] == pytest.approx(losses)
 
 
-# Recipe files -------------------------------------------------------------------------------------------------------------
+# Recipe files -----------------------------------------------------------------------------------------------
 
 # Settings whose names explain themselves.
 PLAIN = {"d_model", "n_layers", "n_heads", "d_ff", "dropout", "patch_size", "max_length", "lora_alpha"}
