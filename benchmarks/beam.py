@@ -1,6 +1,7 @@
 """Beam search on the CPU, a translation model of Marian's shape (6 + 6 layers, width 512), float32: clearhead and its peers, in turn.
 
-Sources of mixed length in one batch; nothing ends before the last token, on any side. CTranslate2 where it is installed.
+Sources of mixed length in one batch; nothing ends before the last token, on any side. CTranslate2 where it is
+installed.
 
 python benchmarks/beam.py [--beams 4] [--sentences 32] [--new 32] [--threads 2] [--rounds 3] [--save]
 """

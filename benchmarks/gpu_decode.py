@@ -2,8 +2,9 @@
 
 PYTHONPATH=src python benchmarks/gpu_decode.py [JOB ...] [--seconds N] [--out FILE.json]
 
-A job is a variant of the step (see `VARIANTS`) or one of kernel-equality, equality, lengths, tiles, peer. Each runs in a process of its
-own, so that one that fails or takes too long harms no other; what is done when the time is up is kept.
+A job is a variant of the step (see `VARIANTS`) or one of kernel-equality, equality, lengths, tiles, peer.
+Each runs in a process of its own, so that one that fails or takes too long harms no other; what is done when
+the time is up is kept.
 """
 
 from __future__ import annotations

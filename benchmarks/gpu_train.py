@@ -9,8 +9,9 @@ The jobs, each in a process of its own; they are compiled side by side and timed
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
     loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape unless told otherwise
 
-MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for attention, which
-counts the masked half as if it were computed; over the peak of the device, in half precision and without sparsity.
+MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for
+attention, which counts the masked half as if it were computed; over the peak of the device, in half precision
+and without sparsity.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Enough(Exception):
 def loop(config: ch.ModelConfig = CONFIG) -> float:
     """The loop that `clearhead train` runs, timed between two of its reports; validation and checkpoints come later.
 
-    The device is a step ahead of the reports. So the first of the two is not the one at which the others are waited for.
+    The device is a step ahead of the reports. So the first of the two is not the one at which the others are
+    waited for.
     """
     device = torch.device("cuda")
     plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss")

@@ -1,9 +1,10 @@
 """Looking inside on the CPU: what recording attention costs, what taps cost when nobody listens, and memory for deep models.
 
-Recording: all patterns of a decoder of GPT-2's shape against a plain forward pass, in turn, the best of each; the output
-layer, which adds to both alike, is left out. Taps: the calls of one forward pass times what a silent call takes, against
-the pass. Times are CPU time of the process: a busy machine disturbs it less. Memory: a process of its own records 48
-layers over 1,024 tokens, draws all heads, and says its largest resident size.
+Recording: all patterns of a decoder of GPT-2's shape against a plain forward pass, in turn, the best of each;
+the output layer, which adds to both alike, is left out. Taps: the calls of one forward pass times what a
+silent call takes, against the pass. Times are CPU time of the process: a busy machine disturbs it less.
+Memory: a process of its own records 48 layers over 1,024 tokens, draws all heads, and says its largest
+resident size.
 
 python benchmarks/inside.py [--tokens 512] [--rounds 5] [--threads 2] [--save]
 """

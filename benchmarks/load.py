@@ -2,10 +2,11 @@
 
     python benchmarks/load.py [--megabytes 500] [--rounds 5] [--save]
 
-Each measurement is a process of its own, so that neither inherits memory or warm caches from the other; the file itself
-is in the page cache for both. Time runs from the call to the logits, imports left out. Memory is the peak above what
-the process had after its imports. GPT-2's matrices are stored [in, out]: clearhead turns them once while loading, which
-makes each later step of a single row faster; transformers maps them as they are.
+Each measurement is a process of its own, so that neither inherits memory or warm caches from the other; the
+file itself is in the page cache for both. Time runs from the call to the logits, imports left out. Memory is
+the peak above what the process had after its imports. GPT-2's matrices are stored [in, out]: clearhead turns
+them once while loading, which makes each later step of a single row faster; transformers maps them as they
+are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A long generation on the CPU: what a token costs as the row grows, and how much of the growth is attention itself.
 
-The work that grows with the row is attention over its keys: the same queries, keys and values through PyTorch's kernel
-alone, timed in the same run at the same lengths. Whatever else grew would show as a rest that grows. Times are CPU time
-of the process, with one thread unless told otherwise, and of the quickest tenth: a busy machine only ever adds.
+The work that grows with the row is attention over its keys: the same queries, keys and values through
+PyTorch's kernel alone, timed in the same run at the same lengths. Whatever else grew would show as a rest
+that grows. Times are CPU time of the process, with one thread unless told otherwise, and of the quickest
+tenth: a busy machine only ever adds.
 
 python benchmarks/long.py [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1] [--save]
 """

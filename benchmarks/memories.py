@@ -2,8 +2,9 @@
 
     python benchmarks/memories.py                        # trains for a minute or two, writes results/memories.json
 
-A date reader is trained on the embedded corpus `dates`; neurons are then read over dates it has not seen. For the neurons
-of highest agreement, each is silenced and the logit of the token it promotes most is read again at the places that fire it.
+A date reader is trained on the embedded corpus `dates`; neurons are then read over dates it has not seen. For
+the neurons of highest agreement, each is silenced and the logit of the token it promotes most is read again
+at the places that fire it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR] [--save]
 
-The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with `*-train.conllu[.gz]`
-to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared folder. With --save the
-figures go to results/minilm_probes.json and the picture of the first column to docs/images/.
+The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with
+`*-train.conllu[.gz]` to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared
+folder. With --save the figures go to results/minilm_probes.json and the picture of the first column to
+docs/images/.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve] [--save]
 
-Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss and accuracy on
-the validation side while heads are masked one after another: by gradient, by ablation of each alone, and in random orders.
-Then half of the heads are cut out, and the smaller model is trained on. `--save` writes benchmarks/results/prune_curve.json and
-docs/images/prune_curve.png.
+Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss
+and accuracy on the validation side while heads are masked one after another: by gradient, by ablation of each
+alone, and in random orders. Then half of the heads are cut out, and the smaller model is trained on. `--save`
+writes benchmarks/results/prune_curve.json and docs/images/prune_curve.png.
 """
 
 from __future__ import annotations

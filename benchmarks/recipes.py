@@ -3,8 +3,9 @@
     python benchmarks/recipes.py char-gpt multi30k --data ../shared/data --out /tmp/runs
     python benchmarks/recipes.py --list
 
-Several run side by side with --side-by-side N. Checkpoints are chosen on validation data alone, the test part is read once at the end.
-BLEU is computed where sacrebleu (and, for tokenised BLEU, sacremoses) is installed; the outputs are kept in any case.
+Several run side by side with --side-by-side N. Checkpoints are chosen on validation data alone, the test part
+is read once at the end. BLEU is computed where sacrebleu (and, for tokenised BLEU, sacremoses) is installed;
+the outputs are kept in any case.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/tokenizer_memory.py [--megabytes 1000] [--kinds bpe wordpiece unigram word char] [--shape zipf] [--save]
 
-The text is words of a fixed seed on one single line: `zipf` draws from two million of them, each as often as its rank
-says, as in written language; `distinct` hardly repeats a word, which is the worst case for trainers that keep each one.
-Memory is the peak of the whole process, imports included; the text lies in a file and is read in pieces.
+The text is words of a fixed seed on one single line: `zipf` draws from two million of them, each as often as
+its rank says, as in written language; `distinct` hardly repeats a word, which is the worst case for trainers
+that keep each one. Memory is the peak of the whole process, imports included; the text lies in a file and is
+read in pieces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The whole training loop of a small GPT on a CPU: data, optimizer, schedule, clipping and log, not the step alone.
 
-Three jobs take turns, step by step, so that noise falls on all alike: `ch.train` on a text file, with its log; a plain
-loop around transformers' GPT-2, as people write it without the `Trainer`; and the bare step of clearhead's model on one unchanging batch.
+Three jobs take turns, step by step, so that noise falls on all alike: `ch.train` on a text file, with its
+log; a plain loop around transformers' GPT-2, as people write it without the `Trainer`; and the bare step of
+clearhead's model on one unchanging batch.
 
 python benchmarks/train_loop.py [--steps 24] [--save]
 """

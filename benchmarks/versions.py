@@ -3,8 +3,9 @@
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before [--rounds 9] [--device cuda] [--save]
 
-Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike. Only names
-that are public in both are used: decoding through `generate`, training through the forward pass and `ch.train`.
+Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike.
+Only names that are public in both are used: decoding through `generate`, training through the forward pass
+and `ch.train`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The equality matrix: every way to put the parts together, held against every way to run them.
 
-family x positions x norm x norm position x key/value heads x feed-forward x window. One test per family, positions and
-norm position; the table at the end of the run shows the largest difference that each check saw in it.
+family x positions x norm x norm position x key/value heads x feed-forward x window. One test per family,
+positions and norm position; the table at the end of the run shows the largest difference that each check saw
+in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Faults as ports of models really have them, each planted by one function.
 
-Those of `code` take pytest's monkeypatch before a model is built; those of `weights` take the model too, once it is there.
+Those of `code` take pytest's monkeypatch before a model is built; those of `weights` take the model too, once
+it is there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The harness's encoder part: any class of an encoder, held against the reference that saved it.
 
-Checked: what the head says and every layer's hidden states (padding on either side, segments where there are some), loss
-and the gradient of every tensor, the way back to the reference, and clearhead to clearhead.
+Checked: what the head says and every layer's hidden states (padding on either side, segments where there are
+some), loss and the gradient of every tensor, the way back to the reference, and clearhead to clearhead.
 """
 
 from __future__ import annotations

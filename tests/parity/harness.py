@@ -1,7 +1,8 @@
 """One harness for every architecture: a random reference model, saved by transformers, must be the same model here.
 
-Checked: logits (padding on either side), every layer's hidden states, greedy continuation, loss and gradients, the way
-back (transformers opens what clearhead saved, with nothing missing or unexpected), and clearhead to clearhead.
+Checked: logits (padding on either side), every layer's hidden states, greedy continuation, loss and
+gradients, the way back (transformers opens what clearhead saved, with nothing missing or unexpected), and
+clearhead to clearhead.
 """
 
 from __future__ import annotations

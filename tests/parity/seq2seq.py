@@ -1,7 +1,7 @@
 """The harness for models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
 
-BART and Marian count positions over padding too, so that a row padded on the left is another row to them. There, a row
-padded on the left must be what the reference makes of the row alone.
+BART and Marian count positions over padding too, so that a row padded on the left is another row to them.
+There, a row padded on the left must be what the reference makes of the row alone.
 """
 
 from __future__ import annotations
