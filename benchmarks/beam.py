@@ -1,7 +1,7 @@
-"""Beam search on the CPU, a translation model of Marian's shape (6 + 6 layers, width 512), float32: clearhead and its peers, in turn.
+"""Time beam search on the CPU: a translation model of Marian's shape, float32, clearhead and peers in turn.
 
-Sources of mixed length in one batch; nothing ends before the last token, on any side. CTranslate2 where it is
-installed.
+The model has 6 + 6 layers and width 512. Sources of mixed length in one batch; nothing ends before the last
+token, on any side. CTranslate2 where it is installed.
 
 python benchmarks/beam.py [--beams 4] [--sentences 32] [--new 32] [--threads 2] [--rounds 3] [--save]
 """
@@ -53,7 +53,7 @@ def reference(folder: Path, vocabulary: int) -> MarianMTModel:
 def translate2(
     folder: Path, model: MarianMTModel, sources: list[list[int]], options: argparse.Namespace
 ) -> Callable[[], object]:
-    """The same weights in CTranslate2: its converter asks for a tokenizer's files, so it is given a vocabulary here."""
+    """Convert the same weights for CTranslate2; give it a vocabulary, as its converter asks for files."""
     import ctranslate2
     from ctranslate2.converters.transformers import MarianMTLoader
 

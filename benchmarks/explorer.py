@@ -1,4 +1,4 @@
-"""The explorer in a real browser: time until the page can be used, frames while one scrolls and hovers, and large models.
+"""Time the explorer in a real browser: until it can be used, frames of scrolling and hovering, large models.
 
 Interactive: from the answer to a run until the page of 512 tokens, 12 layers and 12 heads takes a key press
 and shows the run's tokens. Frames: counted with requestAnimationFrame while the pointer crosses the enlarged

@@ -1,4 +1,6 @@
-"""Compiled decoding on a GPU: a 1.1B Llama shape in bfloat16, prompts of 128 tokens and 256 new ones, at batch 1 and 32.
+"""Time compiled decoding on a GPU: a 1.1B Llama shape in bfloat16, at batch 1 and 32.
+
+Prompts have 128 tokens, and 256 new ones follow.
 
 PYTHONPATH=src python benchmarks/gpu_decode.py [JOB ...] [--seconds N] [--out FILE.json]
 
@@ -132,7 +134,10 @@ def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]
 
 
 def speed(name: str) -> Rows:
-    """Tokens per second: of the steps alone, and of the whole call with the prompt read; seconds to make the step; memory."""
+    """Measure tokens per second, seconds to make the step, and memory.
+
+    Tokens per second are those of the steps alone, and of the whole call with the prompt read.
+    """
     ready, backend = variant(name)
     model = ready(built(BIG))
     found = []
@@ -187,7 +192,10 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
 
 @torch.inference_mode()
 def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int]]) -> dict[str, float]:
-    """How far the logits of one step are from the uncompiled ones, in standard deviations of these, and how often the best differ."""
+    """Measure how far the logits of one step are from the uncompiled ones, and how often the best differ.
+
+    The distance is in standard deviations of the uncompiled logits.
+    """
     cache, same = Handover(PROMPT), ch.Cache()
     first = prefill(model, prompts, cache).argmax(-1)
     prefill(model, prompts, same)

@@ -1,4 +1,6 @@
-"""Training speed on a GPU: the 124M GPT-2 shape, bfloat16, 32 rows of 1,024 tokens, compiled, AdamW fused, gradients clipped.
+"""Time training on a GPU: the 124M GPT-2 shape, bfloat16, 32 rows of 1,024 tokens, compiled.
+
+AdamW is fused, and gradients are clipped.
 
 PYTHONPATH=src python benchmarks/gpu_train.py [JOB ...] [--out FILE.json]
 
@@ -142,7 +144,7 @@ class Enough(Exception):
 
 
 def loop(config: ch.ModelConfig = CONFIG) -> float:
-    """The loop that `clearhead train` runs, timed between two of its reports; validation and checkpoints come later.
+    """Time the loop that `clearhead train` runs, between two reports; validation and checkpoints come later.
 
     The device is a step ahead of the reports. So the first of the two is not the one at which the others are
     waited for.

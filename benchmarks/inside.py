@@ -1,4 +1,4 @@
-"""Looking inside on the CPU: what recording attention costs, what taps cost when nobody listens, and memory for deep models.
+"""Measure what looking inside costs on the CPU: recording attention, silent taps, and memory for deep models.
 
 Recording: all patterns of a decoder of GPT-2's shape against a plain forward pass, in turn, the best of each;
 the output layer, which adds to both alike, is left out. Taps: the calls of one forward pass times what a
@@ -142,7 +142,10 @@ def deep(to: str) -> None:
 
 
 def peak() -> int:
-    """The largest resident size so far, in bytes; pages of mapped files count, although the system may take them back."""
+    """Return the largest resident size so far, in bytes.
+
+    Pages of mapped files count, although the system may take them back.
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

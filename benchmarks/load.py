@@ -1,4 +1,4 @@
-"""Loading a checkpoint of about 500 MB and one short forward pass, float32: clearhead and transformers, in turn.
+"""Load a checkpoint of about 500 MB and run one forward pass, float32: clearhead and transformers in turn.
 
     python benchmarks/load.py [--megabytes 500] [--rounds 5] [--save]
 

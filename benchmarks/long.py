@@ -1,4 +1,4 @@
-"""A long generation on the CPU: what a token costs as the row grows, and how much of the growth is attention itself.
+"""Time a long generation on the CPU: the cost of a token as the row grows, and the share of attention in it.
 
 The work that grows with the row is attention over its keys: the same queries, keys and values through
 PyTorch's kernel alone, timed in the same run at the same lengths. Whatever else grew would show as a rest

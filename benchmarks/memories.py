@@ -30,7 +30,10 @@ UNSEEN = slice(10_000, 12_000)  # beyond what training reads
 
 
 def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], count: int = 10) -> float:
-    """Mean change of the first promoted token's logit, above the mean of all, at a neuron's contexts once the neuron is silent."""
+    """Return how much logit a neuron's first promoted token gains at its contexts once the neuron is silent.
+
+    This is the mean change of the logit above the mean of all logits.
+    """
     m, memory = found.m, found.neuron(name)
     layer, unit = map(int, name.split("."))
     token = token_id(m, memory.promoted[0][0])
@@ -54,7 +57,10 @@ def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], cou
 
 
 def always_with_others(found: Memories) -> float:
-    """Of how many neurons all contexts would agree with what another neuron of their layer promotes: the mean over all others."""
+    """Count the neurons whose contexts would all agree with what another neuron of their layer promotes.
+
+    This is the mean over all others.
+    """
     total = 0.0
     for shelf in found.shelves:
         if shelf.promoted is None:

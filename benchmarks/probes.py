@@ -1,4 +1,6 @@
-"""Probes of MiniLM by depth over a treebank: part of speech, relation to the governor and its place, each with its control task.
+"""Probe MiniLM by depth over a treebank: part of speech, relation to the governor and the governor's place.
+
+Each probe has its control task.
 
     python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR] [--save]
 

@@ -1,4 +1,4 @@
-"""The recipes on real data: trains each, judges it on the test part, and records score, command, seed, device and time.
+"""Train each recipe on real data, judge it on the test part, and record score, command, seed, device, time.
 
     python benchmarks/recipes.py char-gpt multi30k --data ../shared/data --out /tmp/runs
     python benchmarks/recipes.py --list
@@ -31,7 +31,10 @@ ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a data set. `{data}`, `{minilm}`, `{fashion}` and `{runs}`, where runs and made files lie, stand for folders."""
+    """Name a recipe and its data set.
+
+    `{data}`, `{minilm}`, `{fashion}` and `{runs}` stand for folders; runs and made files lie in the last.
+    """
 
     recipe: str
     train: tuple[str, ...]

@@ -35,7 +35,7 @@ LLAMA = {
 
 
 def decode_job(batch: int, device: str) -> Callable[[], float]:
-    """Seconds of decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
+    """Return seconds of decoding: a 124M GPT-2 shape on a CPU, a compiled 1.1B bfloat16 Llama on a GPU."""
     import torch
 
     import clearhead as ch
@@ -58,7 +58,7 @@ def decode_job(batch: int, device: str) -> Callable[[], float]:
 
 
 def train_job(batch: int, device: str) -> Callable[[], float]:
-    """Seconds of a few steps of `ch.train` on characters: 10.7M parameters on a CPU, the 124M shape on a GPU."""
+    """Return seconds of a few `ch.train` steps on characters: 10.7M parameters on a CPU, 124M on a GPU."""
     import torch
 
     import clearhead as ch

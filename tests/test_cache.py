@@ -93,7 +93,7 @@ def test_reorder_may_leave_the_source_alone():
 @every_family
 @pytest.mark.parametrize("padded", [False, True])
 def test_crop(family, form, padded):
-    """Step back to any length, and go on as if nothing had been; a window cache as long as it has forgotten nothing."""
+    """Step back to any length and go on as if nothing had been; a window cache, if nothing is forgotten."""
     model, ids, given = (
         build(family=family, positions="rope", window=(8, None)),
         some_ids(2, 8),

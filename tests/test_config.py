@@ -1,4 +1,4 @@
-"""ModelConfig: every check speaks, every config survives JSON, and `replace` derives anew what was derived."""
+"""ModelConfig: every check speaks, every config survives JSON, and `replace` derives values anew."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def part_of(path: pathlib.Path) -> str:
 
 
 def imported(path: pathlib.Path) -> list[str]:
-    """The parts of clearhead that a file imports, wherever in the file; imports for type checkers alone do not count."""
+    """Return the parts of clearhead that a file imports anywhere; imports for type checkers do not count."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -127,7 +127,7 @@ def test_the_reading_order_names_every_file():
 
 
 def test_importing_is_quick():
-    """What `import clearhead` costs beyond torch: under two seconds of a processor's time, and no heavy library with it."""
+    """`import clearhead` takes under two seconds of processor time beyond torch, and no heavy library."""
     script = (
         "import torch, time, sys; start = time.process_time(); import clearhead; "
         "print(time.process_time() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro', 'fastapi', 'sklearn')))"

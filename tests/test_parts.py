@@ -93,7 +93,7 @@ def test_norm(name, unit_offset):
 @pytest.mark.ledger("D2")
 @pytest.mark.parametrize("name", list(NORMS))
 def test_norm_statistics_are_float32_in_bfloat16(name):
-    """Where bfloat16 sums would be off by several per cent, the answer is the float64 one, rounded once or twice."""
+    """Where bfloat16 sums are off by several per cent, the answer is float64's, rounded once or twice."""
     norm = NORMS[name](4096, 1e-5, name == "layernorm", False).bfloat16()
     x = (torch.randn(4, 4096) + 3).bfloat16()
     expected = NORM_REFERENCES[name](x.double())
@@ -398,7 +398,7 @@ def test_balance_loss():
 
 @pytest.mark.ledger("G2")
 def test_a_compiled_step_with_a_fixed_cache():
-    """The step that generation compiles: the same buffers, the same answers, and no new compilation after the first steps."""
+    """Compile the step of generation: same buffers, same answers, no compilation after the first steps."""
     model, ids = build(positions="rope", n_kv_heads=2), some_ids(2, 8)
     cache = ch.FixedCache(model.config, 2, 8)
     torch._dynamo.reset()

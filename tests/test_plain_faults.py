@@ -1,4 +1,4 @@
-"""Faults of a user that are one clear line: outputs that are inputs, unknown tokens, absurd sizes, runs that were stopped."""
+"""Tell a user's fault in one clear line: outputs that are inputs, unknown tokens, absurd sizes, stops."""
 
 from __future__ import annotations
 

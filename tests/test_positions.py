@@ -50,7 +50,7 @@ def test_rope_angles_are_exact_far_out_in_any_dtype(layout, how):
 
 @pytest.mark.ledger("B4")
 def test_a_bfloat16_model_really_uses_those_angles():
-    """The rotation of q far out, as recorded from a bfloat16 forward pass, is the float64 rotation of its projection."""
+    """Far out, q recorded from a bfloat16 forward pass is the float64 rotation of its projection."""
     model = build(positions="rope", n_layers=1).bfloat16()
     positions = torch.tensor([[4_095, 65_536]])
     with ch.record(model, "blocks.0.attention.q") as seen, torch.no_grad():

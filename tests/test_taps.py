@@ -300,7 +300,7 @@ def test_mistakes_in_names_and_shapes():
 
 @pytest.mark.ledger("K1")
 def test_silence_costs_at_most_one_per_cent():
-    """What all silent taps of a forward pass cost, against the pass itself: counted, not guessed from two noisy runs."""
+    """Count what all silent taps of a forward pass cost against the pass; do not guess from noisy runs."""
     model = ch.Transformer(config(d_model=256, n_layers=4, n_heads=4, d_ff=1024, max_positions=64)).eval()
     ids, x = some_ids(1, 64), torch.zeros(1)
     calls = Counter()

@@ -1,4 +1,4 @@
-"""The commands that use a model: what they print is what the methods give; batches, streams, files; one line for a mistake."""
+"""Commands that use a model print what the methods give: batches, streams, files; a mistake is one line."""
 
 from __future__ import annotations
 

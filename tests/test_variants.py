@@ -1,4 +1,7 @@
-"""What a config can choose beyond the matrix: widths, norms and caps in attention, sharing, pruning, dropout, fronts, heads."""
+"""Check what a config can choose beyond the matrix.
+
+Widths, norms and caps in attention, sharing, pruning, dropout, fronts, heads.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def holds(model: ch.Transformer, **given) -> torch.Tensor:
 @pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_attention_equals_its_formula(kv_heads, qk_norm, softcap):
-    """Norms on queries and keys, cap, scale, values of another width: all in one formula, one head at a time."""
+    """Check norms on queries and keys, cap, scale, another value width in one formula, head by head."""
     shape = config(
         n_kv_heads=kv_heads,
         qk_norm=qk_norm,
@@ -233,7 +236,7 @@ def prune(weights: dict, pruned: dict, n_heads: int, n_kv_heads: int, width: int
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi", "relative"])
 def test_pruned_equals_masked(family, kv_heads, positions):
-    """Heads taken out of the weights equal heads whose z is zeroed, whole groups at a time; cached and padded too."""
+    """Pruned heads equal heads whose z is zeroed, whole groups at a time; cached and padded too."""
     pruned = {"blocks.0.attention": (0, 1), "blocks.1.attention": (2, 3)}
     if kv_heads == 4:
         pruned["blocks.1.attention"] = (1,)
@@ -395,7 +398,7 @@ def test_patches_equal_a_convolution(class_token):
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rope", "none"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_vision(pooling, positions):
-    """The class token, or the mean over patches, decides; without positions the order of patches is not seen."""
+    """The class token, or the mean over patches, decides; without positions the order does not matter."""
     model = build(**PATCHES, class_token=pooling == "cls", pooling=pooling, positions=positions)
     pixels = torch.randn(2, 3, 12, 8)
     with torch.no_grad():

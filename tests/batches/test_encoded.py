@@ -1,4 +1,4 @@
-"""Encoding: what is written, when it is read again instead, when it is made anew, and how little memory it takes."""
+"""Encoding: what is written, when it is read again, when it is made anew, and how little memory it takes."""
 
 from __future__ import annotations
 

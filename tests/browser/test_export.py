@@ -1,4 +1,4 @@
-"""The page as one file: opened from disk without a network it shows what the live page shows; so does a notebook."""
+"""The page as one file from disk, without a network, shows what the live page does; so do notebooks."""
 
 import json
 

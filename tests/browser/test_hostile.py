@@ -1,4 +1,4 @@
-"""Tokens, classes, names and texts that are markup, script or trickery: the page shows them as text, and nothing of them runs."""
+"""Show hostile tokens, classes, names and texts as text: markup, script or trickery, and none of it runs."""
 
 import pytest
 
@@ -98,7 +98,7 @@ def test_inert_in_a_notebook(watched, tmp_path):
 
 @pytest.mark.ledger("F2")
 def test_the_policy_stops_what_would_get_through(live):
-    """Were markup ever made of a text, the page's policy would not run it, nor let it reach another machine."""
+    """If a text ever became markup, the policy would neither run it nor let it reach another machine."""
     seen = live("classifier")
     said = seen.page.evaluate(
         """async () => {

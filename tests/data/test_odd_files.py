@@ -1,4 +1,4 @@
-"""Files as people really have them: blank ones among others, links, old names, odd white space, deep pictures."""
+"""Read files as people have them: blank ones among others, links, old names, odd spaces, deep pictures."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_matrix(family, positions, place, differences):
 
 
 def test_the_matrix_can_fail():
-    """The weights are large enough that a forgotten mask, or a wrong position, is far outside the tolerance."""
+    """Weights are so large that a forgotten mask or a wrong position is far outside the tolerance."""
     for family in ("encoder", "decoder"):
         model = build(family=family, positions="rope")
         ids, mask = pad(some_ids(), "left")

@@ -1,4 +1,7 @@
-"""`evaluate`: its losses are transformers' and a plain loop's, its figures are those counted by hand, every example counts once."""
+"""`evaluate`: losses equal transformers' and a plain loop's, figures equal hand counts.
+
+Every example counts once.
+"""
 
 from __future__ import annotations
 

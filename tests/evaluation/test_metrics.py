@@ -226,7 +226,7 @@ def correlation(sums: np.ndarray) -> float:
 
 
 def test_a_new_metric_is_two_small_functions():
-    """Pearson's correlation of numbers, which no metric that comes along is like: value and interval follow."""
+    """Add Pearson's correlation, which is like no built-in metric, and get value and interval."""
     pearson = Metric(
         lambda said, meant: np.array([(1, a, b, a * a, b * b, a * b) for a, b in zip(said, meant)]),
         correlation,

@@ -1,4 +1,4 @@
-"""Ablation against models whose weights are set to zero by hand, means against plain loops, gradients against differences."""
+"""Compare ablation with weights set to zero by hand, means with plain loops, gradients with differences."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def silenced(model: ch.Transformer, *modules: str) -> ch.Transformer:
 @pytest.mark.ledger("K7")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ablated_equals_weights_of_zero(name, differences):
-    """A head without its columns of `out`; a feed-forward and a layer without the weights that give their answers."""
+    """Zero a head's columns of `out`, or the weights that give the answers of a feed-forward or a layer."""
     model = build(**LAYOUTS[name])
     inputs, stack = given(model), "decoder"
     without = silenced(model)

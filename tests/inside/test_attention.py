@@ -1,4 +1,4 @@
-"""Attention maps: what they hold, cells of long inputs, entropy, rollout, streaming to disk, files, pictures, the command."""
+"""Attention maps: cells of long inputs, entropy, rollout, streaming to disk, files, pictures, the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head roles: planted heads are recognised, scores equal slow loops, induction is learned with two layers and not with one."""
+"""Head roles: planted heads are recognised, scores equal slow loops, induction takes two layers to learn."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
 def repeats(
     generator: torch.Generator, rows: int = 32, length: int = 24, tokens: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """Sequences [B, T + 1] that repeat themselves after 4 to 12 tokens, and where [B, T] that has been seen."""
+    """Return sequences [B, T + 1] that repeat after 4 to 12 tokens, and where [B, T] they repeat."""
     period = torch.randint(4, 13, (rows, 1), generator=generator)
     at = torch.arange(length + 1)
     copy = torch.rand(rows, tokens, generator=generator).argsort(1)
@@ -268,7 +268,7 @@ def trained_on_repeats(n_layers: int, seed: int, steps: int = 350) -> ch.Transfo
 def test_two_layers_learn_induction_and_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To find what came after a token, its keys must know what stood before them: that takes an earlier layer."""
+    """To find what came after a token, keys must know what stood before them: that takes two layers."""
     found: dict[int, HeadRoles] = {}
     for n_layers in (1, 2):
         model = trained_on_repeats(n_layers, seed=1)

@@ -1,4 +1,4 @@
-"""Activation patching: batches against one run at a time, whole layers against the clean run, a circuit planted by hand."""
+"""Activation patching: batches equal single runs, whole layers the clean run; a planted circuit is found."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
 
 
 def planted() -> ch.Model:
-    """Head 0.0 looks at all words alike and turns "cat" into "meow", "dog" into "woof"; nothing else does anything."""
+    """Make head 0.0 look at all words alike and turn "cat" to "meow", "dog" to "woof"; all else is idle."""
     config = ch.ModelConfig(
         vocab_size=6,
         d_model=8,

@@ -1,4 +1,7 @@
-"""Probes: planted labels are found where they are and not before, the control task knows types alone, the sides are apart."""
+"""Probes: planted labels are found where they are and not before; the control task knows types alone.
+
+The two sides are kept apart.
+"""
 
 from __future__ import annotations
 

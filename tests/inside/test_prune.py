@@ -1,4 +1,4 @@
-"""Pruned equals masked, on every kind of attention; smaller checkpoints reload, export and train on; the curve."""
+"""Pruned equals masked for all kinds of attention; small checkpoints reload, export, train on; the curve."""
 
 import dataclasses
 import json
@@ -141,7 +141,10 @@ def test_a_smaller_checkpoint_reloads_bit_for_bit(name, tmp_path):
 
 @pytest.mark.ledger("K7")
 def test_fewer_heads_in_all_layers_load_in_transformers(tmp_path, differences):
-    """An architecture that states the width of its heads needs no word of pruning; others are saved under clearhead's own names."""
+    """Fewer heads fit an architecture that states the width of its heads.
+
+    Others are saved under clearhead's own names.
+    """
     transformers = pytest.importorskip("transformers")
     changes, heads = WHOLE["fewer heads everywhere"]
     smaller = prune(build(**changes), heads)

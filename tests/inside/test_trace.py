@@ -1,4 +1,4 @@
-"""The trace: replayed by hand in float64, priced as the cost model prices, named and shaped as a frozen list says."""
+"""The trace: replayed by hand in float64, priced by the cost model, named and shaped by a frozen list."""
 
 from __future__ import annotations
 

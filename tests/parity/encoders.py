@@ -30,7 +30,7 @@ def said(output: Any) -> Tensor:
 
 
 def text_inputs(model: Any, side: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A padded batch as the reference takes it and as we do; padding holds the padding id, real tokens never do."""
+    """Return a padded batch as the reference takes it and as we do; only padding holds the padding id."""
     config = model.config
     ids, mask = batch(config, side=side)
     ids[~mask] = config.pad_token_id
@@ -135,7 +135,7 @@ def check_back(
     ours_in: dict[str, Tensor],
     **build: Any,
 ) -> None:
-    """Saved here, opened there with nothing missing or unexpected and the same answer; opened here bit for bit.
+    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
 
     Both with the config.json it came with and, fresh, from our config alone.
     """

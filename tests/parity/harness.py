@@ -1,4 +1,4 @@
-"""One harness for every architecture: a random reference model, saved by transformers, must be the same model here.
+"""Check any architecture: a random reference model, saved by transformers, must be the same model here.
 
 Checked: logits (padding on either side), every layer's hidden states, greedy continuation, loss and
 gradients, the way back (transformers opens what clearhead saved, with nothing missing or unexpected), and
@@ -136,7 +136,7 @@ def compare_gradients(
 
 
 def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
-    """Saved here, opened there with nothing missing or unexpected and the same logits; and opened here bit for bit."""
+    """Save here, open there with nothing missing or unexpected and the same logits; open here bit for bit."""
     ours.save(tmp / "saved")
     again, info = type(model).from_pretrained(
         tmp / "saved", output_loading_info=True, attn_implementation="eager"

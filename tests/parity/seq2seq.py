@@ -1,4 +1,4 @@
-"""The harness for models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
+"""Check models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
 
 BART and Marian count positions over padding too, so that a row padded on the left is another row to them.
 There, a row padded on the left must be what the reference makes of the row alone.
@@ -45,7 +45,7 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
 def pair(
     config: transformers.PretrainedConfig, side: str, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source, its mask, target and its mask: rows of several lengths past 32, the target padded on the right."""
+    """Return source, its mask, target, its mask: rows of several lengths past 32, the target padded right."""
     generator = torch.Generator().manual_seed(seed)
     padding = config.pad_token_id or 0
     real = [token for token in range(config.vocab_size) if token != padding]
@@ -86,7 +86,10 @@ def layers(output: Any) -> list[Tensor]:
 def expected(
     model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, side: str
 ) -> tuple[list[Tensor], Tensor]:
-    """What the reference says at the real tokens, row after row: hidden states, then logits (hidden states of a model without)."""
+    """Return what the reference says at the real tokens, row after row: hidden states, then logits.
+
+    For a model without logits, return its hidden states.
+    """
     if side == "right" or not counts_padding(model):
         out = run(model, source, source_mask, target, mask, output_hidden_states=True)
         masks = [source_mask] * len(out.encoder_hidden_states) + [mask] * len(out.decoder_hidden_states)
@@ -162,7 +165,10 @@ def check_greedy(model: Any, ours: ch.Model) -> None:
 
 @torch.inference_mode()
 def check_without_repeats(model: Any, ours: ch.Model, side: str) -> None:
-    """The same with no token twice and no padding: a random model soon says one word for ever, and that would prove little."""
+    """Check the same with no token twice and no padding.
+
+    A random model soon repeats one word for ever, which would prove little.
+    """
     source, source_mask, _, _ = pair(model.config, side)
 
     def fresh(ids: Tensor, scores: Tensor) -> Tensor:
@@ -191,7 +197,10 @@ def check_loss(model: Any, ours: ch.Model) -> None:
 
 
 def check_saved(model: Any, ours: ch.Model, tmp: Path) -> None:
-    """Saved here, the same there with nothing missing or unexpected, and here bit for bit; with its config.json and a fresh one."""
+    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
+
+    Check both with the config.json it came with and with a fresh one.
+    """
     inputs = pair(model.config, "right")
     source, source_mask, target, mask = inputs
 

@@ -62,7 +62,11 @@ def config_of(kind, options):
 
 
 def check(kind, options, tmp_path, fresh=None, greedy_tokens=30):
-    """All of `check_decoder`; `fresh` names the architecture of the config alone, where another that is asked first says the same."""
+    """Run all of `check_decoder`.
+
+    `fresh` names the architecture that the config alone leads to, where another is asked first and says the
+    same.
+    """
     config = config_of(kind, options)
     model = reference(f"{kind}ForCausalLM", config, tmp_path / "reference")
     check_decoder(model, tmp_path / "reference", tmp_path, greedy_tokens)

@@ -1,6 +1,7 @@
-"""Real trained weights: stories260K beside the repository, and models that come as Python packages (requirements-weights.txt).
+"""Real trained weights: stories260K beside the repository, and models that come as Python packages.
 
-The packages are found on disk and never imported; their pickles are read with `weights_only=True`.
+The packages are listed in requirements-weights.txt. The packages are found on disk and never imported; their
+pickles are read with `weights_only=True`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizers trained from files: exact where they promise it, the same from run to run, equal to the reference's reading of them."""
+"""Train tokenizers from files: exact where promised, equal from run to run, read alike by the reference."""
 
 from __future__ import annotations
 

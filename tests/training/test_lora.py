@@ -1,4 +1,4 @@
-"""Low-rank updates: nothing changes at first, only they are trained, and they can be merged and taken out again."""
+"""Low-rank updates: nothing changes at first, only they are trained, and they can be merged and taken out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recipe, trained small: the folder it leaves is one model in clearhead and in transformers; every objective learns."""
+"""Train every recipe small: it leaves one model for clearhead and transformers; every objective learns."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_train_toml_makes_the_same_model_again(name, trained, tmp_path):
 
 
 def test_tables_of_a_recipe_and_a_preset_survive_train_toml(place, tmp_path):
-    """Fields that a preset sets stay as they were changed, also to a default; a table becomes what the config has."""
+    """Changed fields of a preset stay changed, also to a default; a table becomes what the config has."""
     settings = [
         *SIZE,
         *RUN,
@@ -329,7 +329,7 @@ def test_low_rank_updates_are_merged_and_touch_nothing_else(trained):
 
 
 def test_classes_keep_their_numbers_where_a_classifier_learns_on(learned, tmp_path):
-    """A base that knows the classes keeps them in its own order; of one that knows others, the output layer is made anew."""
+    """A base that knows the classes keeps their order; one that knows others gets a new output layer."""
     data, done = write_task("classify", tmp_path), learned("classify")
     turned = ch.load(done.folder)
     turned.description, turned.labels = None, turned.labels[::-1]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: nothing if it never began, the earlier run if it was to replace one, the best if it ended."""
+"""A run leaves nothing if it never began, the earlier run if it was to replace one, the best if it ended."""
 
 from __future__ import annotations
 

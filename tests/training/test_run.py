@@ -154,7 +154,7 @@ def entries(folder):
 
 @pytest.mark.ledger("H8")
 def test_killed_at_ten_moments(text, tmp_path):
-    """SIGKILL ten times, at a random moment of writing a checkpoint or soon after; the end is bit for bit the same."""
+    """Kill ten times while a checkpoint is written or soon after; the end is bit for bit the same."""
     torch.set_num_threads(1)
     often = ("train.save_every=1", "train.steps=40", "train.keep_last=2")
     run(text, tmp_path / "whole", *often)
@@ -341,7 +341,10 @@ def refuse_to_compile(graph, inputs):
 @pytest.mark.ledger("H5")
 @pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
 def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
-    """One that cannot be compiled learns what a plain one does; one that can, nearly so: it makes the slope of GELU in another way."""
+    """A run that cannot be compiled learns exactly what a plain one does; a compiled one nearly the same.
+
+    The difference comes from the slope of GELU, which the compiler computes in another way.
+    """
     data = tmp_path / "data.tsv"
     data.write_text("".join(f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40)))
     plain = torch.nn.Module.compile
