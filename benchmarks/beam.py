@@ -119,7 +119,10 @@ def main() -> None:
         jobs: dict[str, Callable[[], object]] = {"clearhead": ours, "transformers generate": theirs}
         if find_spec("ctranslate2") is not None:
             jobs["ctranslate2"] = translate2(folder / "ct2", peer, sources, options)
-        title = f"CPU beam search, Marian shape float32, {options.beams} beams, {len(sources)} sources of 5 to 40, {options.new} new tokens"
+        title = (
+            f"CPU beam search, Marian shape float32, {options.beams} beams, "
+            f"{len(sources)} sources of 5 to 40, {options.new} new tokens"
+        )
         results = [report(title, alternate(jobs, options.rounds), len(sources) * options.new)]
     if options.save:
         save("cpu_beam", results)

@@ -88,7 +88,8 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     page.goto(url)
     until(
         page,
-        "() => Boolean(window.clearhead && clearhead.store.get('run') && document.querySelectorAll('#input-tokens .chip').length > 100)",
+        "() => Boolean(window.clearhead && clearhead.store.get('run') "
+        "&& document.querySelectorAll('#input-tokens .chip').length > 100)",
     )
     page.keyboard.press("Tab")
     page.evaluate(FRAMES, 0.05)  # two frames were drawn after it

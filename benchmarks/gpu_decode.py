@@ -44,7 +44,8 @@ PROMPT, NEW = 128, 256
 DEFAULT = {"triton.cudagraphs": False}
 DESCENT = {**DEFAULT, "coordinate_descent_tuning": True}
 AUTOTUNE = {**DESCENT, "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
-# By name: which parts have kernels of ours, who compiles the rest, what it is told, how attention is computed otherwise.
+# By name: which parts have kernels of ours, who compiles the rest, what it is told, and how attention is
+# computed otherwise.
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "default": ("some", "inductor", DESCENT, "fused"),  # what `generate` does
     "kernels": ("all", "inductor", DESCENT, "fused"),
@@ -247,7 +248,8 @@ def equality() -> Rows:
             )
             found.append(
                 noted(
-                    f"rows that differ, float32, {name}, {len(batch)} rows, temperature {request.temperature}",
+                    f"rows that differ, float32, {name}, "
+                    f"{len(batch)} rows, temperature {request.temperature}",
                     differ,
                     0,
                 )
@@ -388,7 +390,8 @@ def main() -> None:
         Path(given.out).write_text(json.dumps(body, indent=2) + "\n")
 
     print(
-        f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}{'compile s':>11}{'peak GiB':>10}{'error':>9}"
+        f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}"
+        f"{'compile s':>11}{'peak GiB':>10}{'error':>9}"
     )
     for rows in body["jobs"].values():
         for row in rows if isinstance(rows, list) else ():
@@ -407,7 +410,8 @@ def main() -> None:
                     for x, w in zip(figures, (12, 12, 11, 10))
                 )
                 print(
-                    f"{row['variant']:<38}{row['batch']:>6}{shown}{row.get('logit_error', float('nan')):>9.3f}"
+                    f"{row['variant']:<38}{row['batch']:>6}{shown}"
+                    f"{row.get('logit_error', float('nan')):>9.3f}"
                 )
     unfinished = {job: rows for job, rows in body["jobs"].items() if not isinstance(rows, list)}
     failed = [

@@ -5,11 +5,12 @@ AdamW is fused, and gradients are clipped.
 PYTHONPATH=src python benchmarks/gpu_train.py [JOB ...] [--out FILE.json]
 
 The jobs, each in a process of its own; they are compiled side by side and timed one after another:
-    loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log, the check that all is finite
+    loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log,
+                  the check that all is finite
     step          the bare step of clearhead's model on one unchanging batch
     transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
-    loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape unless told otherwise
+    loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape by default
 
 MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for
 attention, which counts the masked half as if it were computed; over the peak of the device, in half precision
@@ -264,7 +265,10 @@ def main() -> None:
         if options.out:
             body = {
                 "command": f"PYTHONPATH=src python benchmarks/gpu_train.py {' '.join(options.jobs)}",
-                "title": f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, bfloat16 autocast, compiled",
+                "title": (
+                    f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, "
+                    "bfloat16 autocast, compiled"
+                ),
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),

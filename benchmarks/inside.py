@@ -120,7 +120,8 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
 
     took = best({"taps": taps}, 200)["taps"]
     print(
-        f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, {took / forward:.4%} of a forward pass"
+        f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, "
+        f"{took / forward:.4%} of a forward pass"
     )
     return {"silent_tap_calls": sum(calls.values()), "silent_tap_share": round(took / forward, 8)}
 
@@ -158,7 +159,8 @@ def memory(threads: int) -> dict[str, object]:
         size, took, recorded, drawn = int(said[0]), *map(float, said[1:])
         how = f"in {to}, {size} tokens per cell" if size > 1 else f"whole, streamed to {to}"
         print(
-            f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s"
+            f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, "
+            f"all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s"
         )
         figures = {"recorded_gigabytes": round(recorded / 1e9, 3), "drawn_gigabytes": round(drawn / 1e9, 3)}
         found[to] = {"tokens_per_cell": size, **figures, "cpu_seconds": round(took, 2)}

@@ -5,7 +5,8 @@ PyTorch's kernel alone, timed in the same run at the same lengths. Whatever else
 that grows. Times are CPU time of the process, with one thread unless told otherwise, and of the quickest
 tenth: a busy machine only ever adds.
 
-python benchmarks/long.py [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1] [--save]
+python benchmarks/long.py [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1]
+    [--save]
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def main() -> None:
     decode(model, request, prompts, Ends(on_token=watch))
     steps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
     print(
-        f"{options.new} tokens, width {options.width}, {options.layers} layers  [{device_name()}, torch {torch.__version__}]"
+        f"{options.new} tokens, width {options.width}, {options.layers} layers  "
+        f"[{device_name()}, torch {torch.__version__}]"
     )
     print("        tokens   ms a token   attention alone   all the rest")
     curve = []
@@ -134,7 +136,8 @@ def main() -> None:
         print(f"  {start:>5} - {start + len(piece):>5}{whole:>13.3f}{attention:>18.3f}{rest:>15.3f}")
     grown, attended = (curve[-1][key] - curve[0][key] for key in ("ms", "attention_ms"))
     print(
-        f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; all the rest by {grown - attended:+.3f}"
+        f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; "
+        f"all the rest by {grown - attended:+.3f}"
     )
     if options.save:
         result = {"device": device_name(), "torch": torch.__version__, "curve": curve}

@@ -1,6 +1,6 @@
 """Neurons of a model that reads dates: what fires them, what they promote, and what their silence costs.
 
-    python benchmarks/memories.py                        # trains for a minute or two, writes results/memories.json
+    python benchmarks/memories.py  # trains for a minute or two, writes results/memories.json
 
 A date reader is trained on the embedded corpus `dates`; neurons are then read over dates it has not seen. For
 the neurons of highest agreement, each is silenced and the logit of the token it promotes most is read again
@@ -91,11 +91,15 @@ def main() -> None:
         shown.append(
             {**row, "promotes": promoted, "fired_by": places, "logit_change_when_silent": round(change, 3)}
         )
-        line = f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  {promoted[0][0]:>5}  {change:+.2f}"
+        line = (
+            f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  "
+            f"{promoted[0][0]:>5}  {change:+.2f}"
+        )
         print(line, *places[:3], sep="  ")
     others = always_with_others(found)
     print(
-        f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; {others:.0f} would with another's tokens"
+        f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; "
+        f"{others:.0f} would with another's tokens"
     )
     about = {
         "device": device_name(),

@@ -1,6 +1,7 @@
 """Plot quality against heads removed, on a model trained here: an encoder-decoder that turns dates into ISO.
 
-    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve] [--save]
+    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve]
+        [--save]
 
 Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss
 and accuracy on the validation side while heads are masked one after another: by gradient, by ablation of each

@@ -31,7 +31,10 @@ def main() -> None:
     sentences = read_treebank(options.treebank, options.limit)
     found = syntax(m, sentences)
     for row in found.table(50):
-        shares = f"{100 * row.accuracy:6.1f} {100 * row.held_out:6.1f}   {row.distance:+d} {100 * row.baseline:5.1f} {100 * row.gain:+6.1f}"
+        shares = (
+            f"{100 * row.accuracy:6.1f} {100 * row.held_out:6.1f}   "
+            f"{row.distance:+d} {100 * row.baseline:5.1f} {100 * row.gain:+6.1f}"
+        )
         print(f"{row.name:<10} {row.arcs:>5}  {row.head:<5} {row.direction:<13} {shares}")
     roles = head_roles(m, [sentence.text for sentence in sentences[:200]])
     counts = {role: roles.roles.count(role) for role in sorted(set(roles.roles))}

@@ -48,7 +48,8 @@ BOTH = """
     encoder.embedding
     encoder.blocks.0.resid_pre
     encoder.blocks.0.attention.q encoder.blocks.0.attention.k encoder.blocks.0.attention.v
-    encoder.blocks.0.attention.scores encoder.blocks.0.attention.pattern encoder.blocks.0.attention.z encoder.blocks.0.attention.out
+    encoder.blocks.0.attention.scores encoder.blocks.0.attention.pattern
+    encoder.blocks.0.attention.z encoder.blocks.0.attention.out
     encoder.blocks.0.resid_mid
     encoder.blocks.0.feedforward.pre encoder.blocks.0.feedforward.post encoder.blocks.0.feedforward.out
     encoder.blocks.0.resid_post

@@ -19,7 +19,10 @@ from clearhead.tasks.table import TASKS
 from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.training import train_tokenizer
 
-TEXT = "the cat sat on a mat and saw seven old dogs run over green hills while rain fell slowly against windows unbelievably often"
+TEXT = (
+    "the cat sat on a mat and saw seven old dogs run over green hills "
+    "while rain fell slowly against windows unbelievably often"
+)
 WORDS = TEXT.split()
 
 

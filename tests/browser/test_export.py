@@ -21,7 +21,8 @@ SECTIONS = {
 }
 VALUES = """() => {
   const all = {};
-  for (const node of document.querySelectorAll("main [data-value], main [data-id], main [data-entropy], main [data-parameters]")) {
+  const selector = "main [data-value], main [data-id], main [data-entropy], main [data-parameters]";
+  for (const node of document.querySelectorAll(selector)) {
     if (node.closest("#cost")) continue; // live, it begins with another length
     const key = `${node.closest("section").id} ${node.tagName} ${node.id || node.className}`;
     (all[key] ??= []).push(JSON.stringify(node.dataset));

@@ -131,7 +131,8 @@ def test_append_and_step_back(watched, served, family):
             probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
         seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
         seen.wait(
-            "p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6",
+            "p => Math.abs(Number(document.querySelector('#next-table td.number')"
+            "?.dataset.value) - p) < 1e-6",
             float(probabilities.max()),
         )
         seen.page.click("#next-greedy")

@@ -15,7 +15,8 @@ ROLES = {"0.0": HOSTILE[0], "0.1": HOSTILE[1], "1.1": HOSTILE[4]}
 FOREIGN = """() => [...document.querySelectorAll("main *")].filter((node) =>
   ["SCRIPT", "IFRAME", "OBJECT", "EMBED", "STYLE", "LINK", "BASE", "B"].includes(node.tagName)
   || (node.tagName === "IMG" && node.id !== "input-preview")
-  || [...node.attributes].some((attribute) => attribute.name.startsWith("on"))).map((node) => node.outerHTML.slice(0, 200))"""
+  || [...node.attributes].some((attribute) => attribute.name.startsWith("on"))
+).map((node) => node.outerHTML.slice(0, 200))"""
 
 
 def walk(seen):

@@ -174,7 +174,8 @@ def off_by(watched, pattern) -> float:
           const { amountTable } = await import("/colour.js");
           const canvas = document.querySelector("#attention-large canvas.heat");
           const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-          return { table: Array.from(amountTable()), pixels: Array.from(data), shape: [canvas.height, canvas.width] };
+          const shape = [canvas.height, canvas.width];
+          return { table: Array.from(amountTable()), pixels: Array.from(data), shape };
         }"""
     )
     table = np.array(shades["table"]).reshape(256, 3)
@@ -231,7 +232,8 @@ def test_next(live, family):
         best = probabilities.topk(min(20, len(probabilities)))
         wanted = ",".join(map(str, best.indices.tolist()))
         watched.wait(
-            "wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted",
+            "wanted => [...document.querySelectorAll('#next-table tbody tr')]"
+            ".map((row) => row.dataset.id).join() === wanted",
             wanted,
         )
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(

@@ -480,7 +480,8 @@ def test_a_runs_own_recipe_says_how_to_read(tmp_path):
     checkpoint = run / "checkpoints" / "step-10"
     checkpoint.mkdir(parents=True)
     (run / "train.toml").write_text(
-        '[data]\npaths = ["gone.tsv"]\nlowercase = true\nvalidation = ["gone"]\nbatch_size = 7\n[data.columns]\ntext = "review"\n'
+        '[data]\npaths = ["gone.tsv"]\nlowercase = true\nvalidation = ["gone"]\nbatch_size = 7\n'
+        '[data.columns]\ntext = "review"\n'
     )
     (run / "best").symlink_to(checkpoint, target_is_directory=True)
     for folder in (run, checkpoint, run / "best"):

@@ -74,7 +74,8 @@ def test_planted_heads_are_recognised(family: str) -> None:
         allowed = torch.ones_like(gap, dtype=torch.bool) if family == "encoder" else gap <= 0
         rarest = min(range(len(ids)), key=lambda place: (counts[int(ids[place])], -int(ids[place])))
         wanted = {
-            "previous": gap == -1, "next": gap == 1, "first": at[None] == 0, "same": (ids[:, None] == ids[None]) & (gap != 0),
+            "previous": gap == -1, "next": gap == 1, "first": at[None] == 0,
+            "same": (ids[:, None] == ids[None]) & (gap != 0),
             "uniform": allowed, "itself": gap == 0, "position": gap == -3, "rare": at[None] == rarest,
         }  # fmt: skip
         return torch.stack([spread(wanted[role].expand(len(ids), len(ids)), allowed) for role in planted])[

@@ -147,7 +147,7 @@ def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, our
     with torch.no_grad():
         close("reference reads it back", theirs_out(again.eval()), theirs_out(model), 1e-6)
         assert torch.equal(ours_out(ch.load(tmp / "saved").model), ours_out(ours.model))
-    # Without the config.json it came with, the config alone must lead to an architecture that computes the same.
+    # Without its config.json, the config alone must lead to an architecture that computes the same.
     fresh = ch.Model(ours.model)
     fresh.save(tmp / "fresh")
     kind = getattr(transformers, read_json(tmp / "fresh" / "config.json")["architectures"][0])

@@ -25,7 +25,8 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
     """A random model of this class, with norms, biases and rows of padding random too, saved to `folder`."""
     torch.manual_seed(seed)
     model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
-    # Fresh weights are so small that attention is nearly uniform, or T5's tables so large that each token repeats itself.
+    # Change fresh weights: they are so small that attention is nearly uniform, or T5's tables so large that
+    # each token repeats itself.
     t5 = "t5" in config.model_type
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -246,9 +246,9 @@ from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.training import GENERATOR, train_tokenizer
 class Distinct:  # 12 MB on one line, hardly a word of it twice
     def __iter__(self):
-        draw = random.Random(0)
+        draw, letters = random.Random(0), str.maketrans("0123456789", "ghijklmnop")
         for _ in range(11):
-            yield draw.randbytes(500_000).hex(" ", 4).translate(str.maketrans("0123456789", "ghijklmnop")) + " "
+            yield draw.randbytes(500_000).hex(" ", 4).translate(letters) + " "
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 kinds.ROOM[sys.argv[1]] = int(sys.argv[2])

@@ -44,7 +44,8 @@ RUN = (
     "train.lr=0.03",
 )
 ROWS, CONTEXT = "data.batch_size=4", "model.max_positions=32"
-# Of each recipe: its data, what makes it small, the class by which transformers opens it, what is marked by its training.
+# Of each recipe: its data, what makes it small, the class by which transformers opens it, and the rows of
+# the ledger that its training proves.
 CASES = {
     "char-gpt": ("text.txt", (*SIZE, ROWS, CONTEXT), "AutoModelForCausalLM", ("E2",)),
     "char-gpt-cpu": ("text.txt", (*SIZE, ROWS, CONTEXT), "AutoModelForCausalLM", ("E2",)),

@@ -247,7 +247,9 @@ def test_a_base_of_another_family_is_refused(family, task):
     base = loaded(family=family)
     with pytest.raises(
         ConfigError,
-        match=f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such",
+        match=(
+            f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such"
+        ),
     ):
         build(Recipe(model={"base": "the-base"}), task, base.tokenizer, {}, base=base)
     with pytest.raises(ConfigError, match=rf"\[model\] has family {family}"):
@@ -293,7 +295,10 @@ def test_a_base_with_a_smaller_vocabulary_names_both():
     recipe, base = Recipe(model={"base": "the-base"}), loaded()
     with pytest.raises(
         ConfigError,
-        match=r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: leave tokens.model",
+        match=(
+            r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: "
+            r"leave tokens.model"
+        ),
     ):
         build(recipe, "lm", words(14), {}, base=base)
     assert build(recipe, "lm", words(12), {}, base=base).config.vocab_size == 13
