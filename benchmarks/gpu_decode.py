@@ -51,12 +51,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "kernels": ("all", "inductor", DESCENT, "fused"),
     "attention": ("attention", "inductor", DESCENT, "fused"),
     "descent": ("none", "inductor", DESCENT, "fused"),
-    "kernels-recorded": (
-        "all",
-        "eager",
-        {},
-        "fused",
-    ),  # nothing compiled but our kernels; the step recorded as a graph
+    # Nothing is compiled but our kernels, and the step is recorded as a graph.
+    "kernels-recorded": ("all", "eager", {}, "fused"),
     "recorded": ("none", "eager", {}, "fused"),
     "attention-autotune": ("attention", "inductor", AUTOTUNE, "fused"),
     "prototype": ("none", "inductor", DEFAULT, "fused"),

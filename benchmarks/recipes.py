@@ -92,10 +92,8 @@ JOBS = {
     ),
     "sst2-minilm": Job(
         "classify",
-        (
-            "{data}/sst2/glue_train.tsv.gz",
-            "{runs}/sst2_sentences.tsv",
-        ),  # phrases, and the sentences they are from
+        # Phrases, and the sentences they are from.
+        ("{data}/sst2/glue_train.tsv.gz", "{runs}/sst2_sentences.tsv"),
         ("{data}/sst2/test.tsv",),
         ("{data}/sst2/glue_dev.tsv",),
         (

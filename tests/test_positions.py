@@ -261,9 +261,8 @@ def test_relative_bias_equals_the_reference_module():
 def test_alibi_slopes_equal_the_reference(n_heads):
     bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
     assert worst(alibi_slopes(n_heads).float(), bloom) <= 1e-7
-    if (
-        n_heads & (n_heads - 1) == 0
-    ):  # the other reference orders the slopes of other head counts in its own way
+    # The other reference orders the slopes of other head counts in its own way.
+    if n_heads & (n_heads - 1) == 0:
         mpt = -build_mpt_alibi_tensor(n_heads, 2).view(n_heads, 2)[:, 0]
         assert worst(alibi_slopes(n_heads).float(), mpt) <= 1e-7
 

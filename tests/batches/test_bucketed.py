@@ -186,9 +186,8 @@ def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             ids, targets = [], []
-            for word, tag in zip(
-                corpus.train[number].words, corpus.train[number].tags
-            ):  # word by word: the slow way
+            # Go word by word, which is the slow way.
+            for word, tag in zip(corpus.train[number].words, corpus.train[number].tags):
                 pieces = tokenizer.encode([word], is_pretokenized=True, add_special_tokens=False).ids
                 several += len(pieces) > 1
                 ids += pieces

@@ -104,9 +104,8 @@ def test_an_epoch_covers_the_text_with_windows_side_by_side(rows, tmp_path):
         asked = np.zeros(len(stream), dtype=int)
         for start in chosen:
             asked[start + 1 : start + length + 1] += 1
-        assert (
-            asked[chosen[0] + 1 : chosen[-1] + 1] == 1
-        ).all()  # no gap and no overlap up to the last window
+        # There is no gap and no overlap up to the last window.
+        assert (asked[chosen[0] + 1 : chosen[-1] + 1] == 1).all()
         assert (asked == 0).sum() <= length and (asked > 1).sum() < length
         offsets.add(chosen[0])
     assert len(offsets) > 1

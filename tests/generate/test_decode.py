@@ -296,13 +296,8 @@ def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
     assert made[0].ids == fresh.generate(longer, 10, **options).ids
     # Read what is new, and the last token said.
     assert read < len(longer) if "lookup" in options else read == 4 + 9
-    for again in (
-        longer,
-        prompt[:20],
-        [*prompt[:20], *other],
-        other,
-        [prompt[0]],
-    ):  # the same, shorter, other ways to go on
+    # Ask for the same, for a shorter one, and for other ways to go on.
+    for again in (longer, prompt[:20], [*prompt[:20], *other], other, [prompt[0]]):
         assert m.generate(again, 10, reuse=True, **options).ids == fresh.generate(again, 10, **options).ids
     if not options:
         # Of the last prompt, one token is the same.

@@ -65,9 +65,8 @@ def check_forward(
         with ch.record(ours.model, "blocks.*.resid_pre", "blocks.*.resid_post", "hidden") as seen:
             out = ours.model(**ours_in)
         answer = said(theirs)
-        if (
-            side == "left" and answer.ndim == 2
-        ):  # the reference reads its first slot, which is padding here: give it each row alone
+        # The reference reads its first slot, which is padding here: give it each row alone.
+        if side == "left" and answer.ndim == 2:
             answer = torch.cat([said(model(**alone(theirs_in, row))) for row in range(len(answer))])
     mask = ours_in.get("mask", torch.ones(out.hidden.shape[:2], dtype=torch.bool))
     real = mask if answer.ndim == 3 else slice(None)
@@ -120,9 +119,8 @@ def check_backward(
             for part in match.ours
         ]
         given = wanted.pop(name) if name in wanted else wanted.pop(name.removeprefix(architecture.prefix))
-        if (
-            not name.endswith(("predictions.bias", "lm_head.bias")) or given.any()
-        ):  # untied, the reference has that bias and never uses it
+        # Untied, the reference has that bias and never uses it.
+        if not name.endswith(("predictions.bias", "lm_head.bias")) or given.any():
             close(f"gradient of {name}", match.operation.save(mine, ours.config)[0], given, GRADIENTS)
     assert not wanted, f"without a gradient here: {sorted(wanted)}"
 
