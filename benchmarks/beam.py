@@ -1,6 +1,7 @@
-"""Beam search on the CPU, a translation model of Marian's shape (6 + 6 layers, width 512), float32: clearhead and its peers, in turn.
+"""Time beam search on the CPU: a translation model of Marian's shape, float32, clearhead and peers in turn.
 
-Sources of mixed length in one batch; nothing ends before the last token, on any side. CTranslate2 where it is installed.
+The model has 6 + 6 layers and width 512. Sources of mixed length in one batch; nothing ends before the last
+token, on any side. CTranslate2 where it is installed.
 
 python benchmarks/beam.py [--beams 4] [--sentences 32] [--new 32] [--threads 2] [--rounds 3] [--save]
 """
@@ -52,7 +53,7 @@ def reference(folder: Path, vocabulary: int) -> MarianMTModel:
 def translate2(
     folder: Path, model: MarianMTModel, sources: list[list[int]], options: argparse.Namespace
 ) -> Callable[[], object]:
-    """The same weights in CTranslate2: its converter asks for a tokenizer's files, so it is given a vocabulary here."""
+    """Convert the same weights for CTranslate2; give it a vocabulary, as its converter asks for files."""
     import ctranslate2
     from ctranslate2.converters.transformers import MarianMTLoader
 
@@ -61,9 +62,8 @@ def translate2(
     spec = loader.get_model_spec(model)
     spec.register_source_vocabulary(words)
     spec.register_target_vocabulary(words)
-    spec.config.eos_token = spec.config.decoder_start_token = words[
-        0
-    ]  # it needs one, and never writes it before the last token
+    # It needs one, and never writes it before the last token.
+    spec.config.eos_token = spec.config.decoder_start_token = words[0]
     spec.config.unk_token = words[1]
     spec.validate()
     spec.optimize(quantization=None)
@@ -119,7 +119,10 @@ def main() -> None:
         jobs: dict[str, Callable[[], object]] = {"clearhead": ours, "transformers generate": theirs}
         if find_spec("ctranslate2") is not None:
             jobs["ctranslate2"] = translate2(folder / "ct2", peer, sources, options)
-        title = f"CPU beam search, Marian shape float32, {options.beams} beams, {len(sources)} sources of 5 to 40, {options.new} new tokens"
+        title = (
+            f"CPU beam search, Marian shape float32, {options.beams} beams, "
+            f"{len(sources)} sources of 5 to 40, {options.new} new tokens"
+        )
         results = [report(title, alternate(jobs, options.rounds), len(sources) * options.new)]
     if options.save:
         save("cpu_beam", results)

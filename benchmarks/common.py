@@ -1,4 +1,4 @@
-"""What every benchmark here shares: rounds in turn, medians, and a table of ratios to a peer in the same run."""
+"""Share what every benchmark needs: rounds in turn, medians, and ratios to a peer in the same run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
 
 
 def save(name: str, results: list[dict[str, object]]) -> None:
-    """Write results under benchmarks/results/ with the command that is running, options included, and the date."""
+    """Write results under benchmarks/results/ with the running command, its options, and the date."""
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])

@@ -1,4 +1,6 @@
-"""Greedy decoding on the CPU with the cache, 124M GPT-2 shape, float32: clearhead, transformers and, where installed, CTranslate2, in turn.
+"""Time greedy decoding with the cache on the CPU, 124M GPT-2 shape, float32: clearhead and its peers in turn.
+
+The peers are transformers and, where it is installed, CTranslate2.
 
 python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
 """
@@ -20,7 +22,7 @@ from common import alternate, report, save
 
 
 def translate2(peer: object, folder: str, threads: int) -> Callable[[Tensor, int], object]:
-    """The same weights in CTranslate2: its converter asks for a tokenizer's files, so it is given a vocabulary here."""
+    """Convert the same weights for CTranslate2; give it a vocabulary, as its converter asks for files."""
     import ctranslate2
     from ctranslate2.converters.transformers import GPT2Loader
 

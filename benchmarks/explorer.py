@@ -1,10 +1,10 @@
-"""The explorer in a real browser: time until the page can be used, frames while one scrolls and hovers, and large models.
+"""Time the explorer in a real browser: until it can be used, frames of scrolling and hovering, large models.
 
-Interactive: from the answer to a run until the page of 512 tokens, 12 layers and 12 heads takes a key press and shows the run's
-tokens. Frames: counted with requestAnimationFrame while the pointer crosses the enlarged heat map, and while the page
-scrolls through. Deep: the same times for 48 layers over 1,024 tokens, and the size of its file. First paint: from
-navigation until the recorded example is visible, while the model takes long to load. On a machine that others use too,
-the best of several rounds.
+Interactive: from the answer to a run until the page of 512 tokens, 12 layers and 12 heads takes a key press
+and shows the run's tokens. Frames: counted with requestAnimationFrame while the pointer crosses the enlarged
+heat map, and while the page scrolls through. Deep: the same times for 48 layers over 1,024 tokens, and the
+size of its file. First paint: from navigation until the recorded example is visible, while the model takes
+long to load. On a machine that others use too, the best of several rounds.
 
 python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--save]
 """
@@ -88,7 +88,8 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     page.goto(url)
     until(
         page,
-        "() => Boolean(window.clearhead && clearhead.store.get('run') && document.querySelectorAll('#input-tokens .chip').length > 100)",
+        "() => Boolean(window.clearhead && clearhead.store.get('run') "
+        "&& document.querySelectorAll('#input-tokens .chip').length > 100)",
     )
     page.keyboard.press("Tab")
     page.evaluate(FRAMES, 0.05)  # two frames were drawn after it

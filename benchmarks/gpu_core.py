@@ -1,4 +1,4 @@
-"""The core on a GPU: device = CPU, masked rows, bad ids before any kernel, compiled = not, and the taps' cost.
+"""Check the core on a GPU: device = CPU, masked rows, bad ids before any kernel, compiled = not, taps' cost.
 
 PYTHONPATH=src python benchmarks/gpu_core.py [OUT.json]
 """
@@ -29,7 +29,7 @@ def note(name: str, value: float, allowed: float) -> None:
 
 
 def device_equals_cpu() -> None:
-    """Every family and position scheme, float32 and without TF32: logits on the GPU against those on the CPU."""
+    """Compare logits on the GPU with the CPU's: every family and position scheme, float32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     worst = {}
     families, schemes = (

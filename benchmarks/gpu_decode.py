@@ -1,9 +1,12 @@
-"""Compiled decoding on a GPU: a 1.1B Llama shape in bfloat16, prompts of 128 tokens and 256 new ones, at batch 1 and 32.
+"""Time compiled decoding on a GPU: a 1.1B Llama shape in bfloat16, at batch 1 and 32.
+
+Prompts have 128 tokens, and 256 new ones follow.
 
 PYTHONPATH=src python benchmarks/gpu_decode.py [JOB ...] [--seconds N] [--out FILE.json]
 
-A job is a variant of the step (see `VARIANTS`) or one of kernel-equality, equality, lengths, tiles, peer. Each runs in a process of its
-own, so that one that fails or takes too long harms no other; what is done when the time is up is kept.
+A job is a variant of the step (see `VARIANTS`) or one of kernel-equality, equality, lengths, tiles, peer.
+Each runs in a process of its own, so that one that fails or takes too long harms no other; what is done when
+the time is up is kept.
 """
 
 from __future__ import annotations
@@ -41,18 +44,15 @@ PROMPT, NEW = 128, 256
 DEFAULT = {"triton.cudagraphs": False}
 DESCENT = {**DEFAULT, "coordinate_descent_tuning": True}
 AUTOTUNE = {**DESCENT, "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
-# By name: which parts have kernels of ours, who compiles the rest, what it is told, how attention is computed otherwise.
+# By name: which parts have kernels of ours, who compiles the rest, what it is told, and how attention is
+# computed otherwise.
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "default": ("some", "inductor", DESCENT, "fused"),  # what `generate` does
     "kernels": ("all", "inductor", DESCENT, "fused"),
     "attention": ("attention", "inductor", DESCENT, "fused"),
     "descent": ("none", "inductor", DESCENT, "fused"),
-    "kernels-recorded": (
-        "all",
-        "eager",
-        {},
-        "fused",
-    ),  # nothing compiled but our kernels; the step recorded as a graph
+    # Nothing is compiled but our kernels, and the step is recorded as a graph.
+    "kernels-recorded": ("all", "eager", {}, "fused"),
     "recorded": ("none", "eager", {}, "fused"),
     "attention-autotune": ("attention", "inductor", AUTOTUNE, "fused"),
     "prototype": ("none", "inductor", DEFAULT, "fused"),
@@ -103,9 +103,10 @@ def formula(
         return KERNELS["fused"](q, k, v, mask, scale=scale, causal=bool(more["causal"]))
     B, H, _, E = q.shape
     K, S = k.shape[1:3]
+    # [B, K, G, S].
     scores = (q.view(B, K, H // K, 1, E).float() * k[:, :, None].float()).sum(-1) * (
         E**-0.5 if scale is None else scale
-    )  # B K G S
+    )
     pattern = scores.masked_fill(~mask.view(-1, 1, 1, S), float("-inf")).softmax(-1)
     return (pattern[..., None] * v[:, :, None].float()).sum(3).to(q.dtype).view(B, H, 1, -1)
 
@@ -130,7 +131,10 @@ def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]
 
 
 def speed(name: str) -> Rows:
-    """Tokens per second: of the steps alone, and of the whole call with the prompt read; seconds to make the step; memory."""
+    """Measure tokens per second, seconds to make the step, and memory.
+
+    Tokens per second are those of the steps alone, and of the whole call with the prompt read.
+    """
     ready, backend = variant(name)
     model = ready(built(BIG))
     found = []
@@ -185,7 +189,10 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
 
 @torch.inference_mode()
 def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int]]) -> dict[str, float]:
-    """How far the logits of one step are from the uncompiled ones, in standard deviations of these, and how often the best differ."""
+    """Measure how far the logits of one step are from the uncompiled ones, and how often the best differ.
+
+    The distance is in standard deviations of the uncompiled logits.
+    """
     cache, same = Handover(PROMPT), ch.Cache()
     first = prefill(model, prompts, cache).argmax(-1)
     prefill(model, prompts, same)
@@ -237,7 +244,8 @@ def equality() -> Rows:
             )
             found.append(
                 noted(
-                    f"rows that differ, float32, {name}, {len(batch)} rows, temperature {request.temperature}",
+                    f"rows that differ, float32, {name}, "
+                    f"{len(batch)} rows, temperature {request.temperature}",
                     differ,
                     0,
                 )
@@ -378,7 +386,8 @@ def main() -> None:
         Path(given.out).write_text(json.dumps(body, indent=2) + "\n")
 
     print(
-        f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}{'compile s':>11}{'peak GiB':>10}{'error':>9}"
+        f"\n{'variant':<38}{'batch':>6}{'step tok/s':>12}{'whole tok/s':>12}"
+        f"{'compile s':>11}{'peak GiB':>10}{'error':>9}"
     )
     for rows in body["jobs"].values():
         for row in rows if isinstance(rows, list) else ():
@@ -397,7 +406,8 @@ def main() -> None:
                     for x, w in zip(figures, (12, 12, 11, 10))
                 )
                 print(
-                    f"{row['variant']:<38}{row['batch']:>6}{shown}{row.get('logit_error', float('nan')):>9.3f}"
+                    f"{row['variant']:<38}{row['batch']:>6}{shown}"
+                    f"{row.get('logit_error', float('nan')):>9.3f}"
                 )
     unfinished = {job: rows for job, rows in body["jobs"].items() if not isinstance(rows, list)}
     failed = [

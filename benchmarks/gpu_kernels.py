@@ -1,4 +1,4 @@
-"""The kernels of a decode step on a GPU: that they compute their formulas, and how fast each is by how its work is cut up.
+"""Check the kernels of a decode step on a GPU against their formulas, and time each by how work is cut up.
 
 PYTHONPATH=src python benchmarks/gpu_decode.py kernel-equality tiles
 """

@@ -1,16 +1,20 @@
-"""Training speed on a GPU: the 124M GPT-2 shape, bfloat16, 32 rows of 1,024 tokens, compiled, AdamW fused, gradients clipped.
+"""Time training on a GPU: the 124M GPT-2 shape, bfloat16, 32 rows of 1,024 tokens, compiled.
+
+AdamW is fused, and gradients are clipped.
 
 PYTHONPATH=src python benchmarks/gpu_train.py [JOB ...] [--out FILE.json]
 
 The jobs, each in a process of its own; they are compiled side by side and timed one after another:
-    loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log, the check that all is finite
+    loop          clearhead's training loop itself, `train.loop.learn`: data from the CPU, schedule, log,
+                  the check that all is finite
     step          the bare step of clearhead's model on one unchanging batch
     transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
-    loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape unless told otherwise
+    loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape by default
 
-MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for attention, which
-counts the masked half as if it were computed; over the peak of the device, in half precision and without sparsity.
+MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for
+attention, which counts the masked half as if it were computed; over the peak of the device, in half precision
+and without sparsity.
 """
 
 from __future__ import annotations
@@ -141,9 +145,10 @@ class Enough(Exception):
 
 
 def loop(config: ch.ModelConfig = CONFIG) -> float:
-    """The loop that `clearhead train` runs, timed between two of its reports; validation and checkpoints come later.
+    """Time the loop that `clearhead train` runs, between two reports; validation and checkpoints come later.
 
-    The device is a step ahead of the reports. So the first of the two is not the one at which the others are waited for.
+    The device is a step ahead of the reports. So the first of the two is not the one at which the others are
+    waited for.
     """
     device = torch.device("cuda")
     plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss")
@@ -260,7 +265,10 @@ def main() -> None:
         if options.out:
             body = {
                 "command": f"PYTHONPATH=src python benchmarks/gpu_train.py {' '.join(options.jobs)}",
-                "title": f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, bfloat16 autocast, compiled",
+                "title": (
+                    f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, "
+                    "bfloat16 autocast, compiled"
+                ),
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),

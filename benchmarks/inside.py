@@ -1,9 +1,10 @@
-"""Looking inside on the CPU: what recording attention costs, what taps cost when nobody listens, and memory for deep models.
+"""Measure what looking inside costs on the CPU: recording attention, silent taps, and memory for deep models.
 
-Recording: all patterns of a decoder of GPT-2's shape against a plain forward pass, in turn, the best of each; the output
-layer, which adds to both alike, is left out. Taps: the calls of one forward pass times what a silent call takes, against
-the pass. Times are CPU time of the process: a busy machine disturbs it less. Memory: a process of its own records 48
-layers over 1,024 tokens, draws all heads, and says its largest resident size.
+Recording: all patterns of a decoder of GPT-2's shape against a plain forward pass, in turn, the best of each;
+the output layer, which adds to both alike, is left out. Taps: the calls of one forward pass times what a
+silent call takes, against the pass. Times are CPU time of the process: a busy machine disturbs it less.
+Memory: a process of its own records 48 layers over 1,024 tokens, draws all heads, and says its largest
+resident size.
 
 python benchmarks/inside.py [--tokens 512] [--rounds 5] [--threads 2] [--save]
 """
@@ -119,7 +120,8 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
 
     took = best({"taps": taps}, 200)["taps"]
     print(
-        f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, {took / forward:.4%} of a forward pass"
+        f"  silent taps: {sum(calls.values())} calls, {took * 1e6:.1f} µs, "
+        f"{took / forward:.4%} of a forward pass"
     )
     return {"silent_tap_calls": sum(calls.values()), "silent_tap_share": round(took / forward, 8)}
 
@@ -141,7 +143,10 @@ def deep(to: str) -> None:
 
 
 def peak() -> int:
-    """The largest resident size so far, in bytes; pages of mapped files count, although the system may take them back."""
+    """Return the largest resident size so far, in bytes.
+
+    Pages of mapped files count, although the system may take them back.
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -154,7 +159,8 @@ def memory(threads: int) -> dict[str, object]:
         size, took, recorded, drawn = int(said[0]), *map(float, said[1:])
         how = f"in {to}, {size} tokens per cell" if size > 1 else f"whole, streamed to {to}"
         print(
-            f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s"
+            f"  {DEEP} layers, {LONG} tokens {how}: {recorded / 1e9:.2f} GB, "
+            f"all heads drawn {drawn / 1e9:.2f} GB, {took:.1f} s"
         )
         figures = {"recorded_gigabytes": round(recorded / 1e9, 3), "drawn_gigabytes": round(drawn / 1e9, 3)}
         found[to] = {"tokens_per_cell": size, **figures, "cpu_seconds": round(took, 2)}

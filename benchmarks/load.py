@@ -1,11 +1,12 @@
-"""Loading a checkpoint of about 500 MB and one short forward pass, float32: clearhead and transformers, in turn.
+"""Load a checkpoint of about 500 MB and run one forward pass, float32: clearhead and transformers in turn.
 
     python benchmarks/load.py [--megabytes 500] [--rounds 5] [--save]
 
-Each measurement is a process of its own, so that neither inherits memory or warm caches from the other; the file itself
-is in the page cache for both. Time runs from the call to the logits, imports left out. Memory is the peak above what
-the process had after its imports. GPT-2's matrices are stored [in, out]: clearhead turns them once while loading, which
-makes each later step of a single row faster; transformers maps them as they are.
+Each measurement is a process of its own, so that neither inherits memory or warm caches from the other; the
+file itself is in the page cache for both. Time runs from the call to the logits, imports left out. Memory is
+the peak above what the process had after its imports. GPT-2's matrices are stored [in, out]: clearhead turns
+them once while loading, which makes each later step of a single row faster; transformers maps them as they
+are.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ MEASURE = """
 import json, sys, time
 import torch
 kind, folder = sys.argv[1:]
-torch.set_num_threads(1)  # on a machine with neighbours, threads that wait for each other measure the neighbours
+# On a machine with neighbours, threads that wait for each other measure the neighbours.
+torch.set_num_threads(1)
 if kind == "clearhead":
     from clearhead import load as open_model
     load = lambda: open_model(folder).model
 else:
     import transformers
-    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # its modules are lazy: imports are not what is timed
+    # Import the lazy modules now, so that imports are not timed.
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     load = lambda: AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -60,8 +63,11 @@ torch.manual_seed(0)
 if {kind!r} == "gpt2":
     config = transformers.GPT2Config(vocab_size={vocab}, n_layer={layers})
 else:
-    config = transformers.LlamaConfig(vocab_size={vocab}, hidden_size=768, intermediate_size=2048, num_hidden_layers={layers},
-        num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=1024, tie_word_embeddings=True)
+    config = transformers.LlamaConfig(
+        vocab_size={vocab}, hidden_size=768, intermediate_size=2048, num_hidden_layers={layers},
+        num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
 transformers.AutoModelForCausalLM.from_config(config).save_pretrained({str(folder)!r})
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
@@ -105,7 +111,8 @@ def main() -> None:
             rows[name] = row
             print(f"  {name:<14}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
             print(
-                f"   peak {row['peak_over_weights']:.2f} x the weights   clearhead is {row['ours_over_this']:.2f} x as fast"
+                f"   peak {row['peak_over_weights']:.2f} x the weights   "
+                f"clearhead is {row['ours_over_this']:.2f} x as fast"
             )
         results.append({"title": title, "device": DEVICE, "rows": rows})
     if options.save:

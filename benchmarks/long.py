@@ -1,10 +1,12 @@
-"""A long generation on the CPU: what a token costs as the row grows, and how much of the growth is attention itself.
+"""Time a long generation on the CPU: the cost of a token as the row grows, and the share of attention in it.
 
-The work that grows with the row is attention over its keys: the same queries, keys and values through PyTorch's kernel
-alone, timed in the same run at the same lengths. Whatever else grew would show as a rest that grows. Times are CPU time
-of the process, with one thread unless told otherwise, and of the quickest tenth: a busy machine only ever adds.
+The work that grows with the row is attention over its keys: the same queries, keys and values through
+PyTorch's kernel alone, timed in the same run at the same lengths. Whatever else grew would show as a rest
+that grows. Times are CPU time of the process, with one thread unless told otherwise, and of the quickest
+tenth: a busy machine only ever adds.
 
-python benchmarks/long.py [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1] [--save]
+python benchmarks/long.py [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1]
+    [--save]
 """
 
 from __future__ import annotations
@@ -34,18 +36,11 @@ def attention_seconds(config: ch.ModelConfig, keys: int) -> float:
     """Of one token in all layers: one query per head over this many keys in a buffer made for more."""
     E, heads = config.d_model // config.n_heads, config.n_kv_heads or config.n_heads
     q = torch.randn(1, heads, config.n_heads // heads, E)
-    shape = (
-        2,
-        config.n_layers,
-        1,
-        heads,
-        config.max_positions,
-        E,
-    )  # each layer has keys of its own, which the caches must hold in turn
+    # Each layer has keys of its own, which the caches must hold in turn.
+    shape = (2, config.n_layers, 1, heads, config.max_positions, E)
     k, v = torch.randn(shape)[..., :keys, :]
-    others = torch.randn(
-        config.n_layers, 4 * config.d_model, config.d_model
-    )  # and weights, read between, take their place there
+    # Weights are read in between, and push keys out of the caches.
+    others = torch.randn(config.n_layers, 4 * config.d_model, config.d_model)
     times = []
     for _ in range(50):
         took = 0.0
@@ -119,7 +114,8 @@ def main() -> None:
     decode(model, request, prompts, Ends(on_token=watch))
     steps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
     print(
-        f"{options.new} tokens, width {options.width}, {options.layers} layers  [{device_name()}, torch {torch.__version__}]"
+        f"{options.new} tokens, width {options.width}, {options.layers} layers  "
+        f"[{device_name()}, torch {torch.__version__}]"
     )
     print("        tokens   ms a token   attention alone   all the rest")
     curve = []
@@ -140,7 +136,8 @@ def main() -> None:
         print(f"  {start:>5} - {start + len(piece):>5}{whole:>13.3f}{attention:>18.3f}{rest:>15.3f}")
     grown, attended = (curve[-1][key] - curve[0][key] for key in ("ms", "attention_ms"))
     print(
-        f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; all the rest by {grown - attended:+.3f}"
+        f"  grown by {grown:.3f} ms a token, of which attention alone {attended:.3f}; "
+        f"all the rest by {grown - attended:+.3f}"
     )
     if options.save:
         result = {"device": device_name(), "torch": torch.__version__, "curve": curve}

@@ -1,9 +1,10 @@
 """Neurons of a model that reads dates: what fires them, what they promote, and what their silence costs.
 
-    python benchmarks/memories.py                        # trains for a minute or two, writes results/memories.json
+    python benchmarks/memories.py  # trains for a minute or two, writes results/memories.json
 
-A date reader is trained on the embedded corpus `dates`; neurons are then read over dates it has not seen. For the neurons
-of highest agreement, each is silenced and the logit of the token it promotes most is read again at the places that fire it.
+A date reader is trained on the embedded corpus `dates`; neurons are then read over dates it has not seen. For
+the neurons of highest agreement, each is silenced and the logit of the token it promotes most is read again
+at the places that fire it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 import clearhead as ch
 from clearhead.data.corpora import CORPORA
 from clearhead.inside.memories import Memories, memories
-from clearhead.inside.memories.passages import WINDOW
 from clearhead.inside.memories.neurons import token_id
+from clearhead.inside.memories.passages import WINDOW
 from common import device_name, save
 
 SETTINGS = [
@@ -29,7 +30,10 @@ UNSEEN = slice(10_000, 12_000)  # beyond what training reads
 
 
 def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], count: int = 10) -> float:
-    """Mean change of the first promoted token's logit, above the mean of all, at a neuron's contexts once the neuron is silent."""
+    """Return how much logit a neuron's first promoted token gains at its contexts once the neuron is silent.
+
+    This is the mean change of the logit above the mean of all logits.
+    """
     m, memory = found.m, found.neuron(name)
     layer, unit = map(int, name.split("."))
     token = token_id(m, memory.promoted[0][0])
@@ -53,7 +57,10 @@ def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], cou
 
 
 def always_with_others(found: Memories) -> float:
-    """Of how many neurons all contexts would agree with what another neuron of their layer promotes: the mean over all others."""
+    """Count the neurons whose contexts would all agree with what another neuron of their layer promotes.
+
+    This is the mean over all others.
+    """
     total = 0.0
     for shelf in found.shelves:
         if shelf.promoted is None:
@@ -84,11 +91,15 @@ def main() -> None:
         shown.append(
             {**row, "promotes": promoted, "fired_by": places, "logit_change_when_silent": round(change, 3)}
         )
-        line = f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  {promoted[0][0]:>5}  {change:+.2f}"
+        line = (
+            f"{memory.name:>6}  {memory.agreement:.0%} (chance {memory.chance:.0%})  "
+            f"{promoted[0][0]:>5}  {change:+.2f}"
+        )
         print(line, *places[:3], sep="  ")
     others = always_with_others(found)
     print(
-        f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; {others:.0f} would with another's tokens"
+        f"{len(always)} of {len(written)} decoder neurons agree in all {found.top} contexts; "
+        f"{others:.0f} would with another's tokens"
     )
     about = {
         "device": device_name(),

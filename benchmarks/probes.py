@@ -1,10 +1,14 @@
-"""Probes of MiniLM by depth over a treebank: part of speech, relation to the governor and its place, each with its control task.
+"""Probe MiniLM by depth over a treebank: part of speech, relation to the governor and the governor's place.
 
-    python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR] [--save]
+Each probe has its control task.
 
-The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with `*-train.conllu[.gz]`
-to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared folder. With --save the
-figures go to results/minilm_probes.json and the picture of the first column to docs/images/.
+    python benchmarks/probes.py [--columns upos relation arc] [--words 20000] [--model DIR] [--treebank DIR]
+        [--save]
+
+The model is all-MiniLM-L6-v2, by default that of requirements-weights.txt; the treebank a folder with
+`*-train.conllu[.gz]` to train on and `*-dev.conllu[.gz]` to test on, by default UD English EWT in the shared
+folder. With --save the figures go to results/minilm_probes.json and the picture of the first column to
+docs/images/.
 """
 
 from __future__ import annotations
@@ -37,16 +41,19 @@ def part(folder: Path, name: str) -> Path:
 
 def shown(found: Probes) -> None:
     print(
-        f"\n{found.column}: {len(found.labels)} labels, {found.train:,} words to train on, {found.test:,} to test on"
+        f"\n{found.column}: {len(found.labels)} labels, {found.train:,} words to train on, "
+        f"{found.test:,} to test on"
     )
     for layer in found.layers:
         low, high = layer.interval
         print(
-            f"  {layer.name:<10} {layer.accuracy:.4f} ({low:.4f} to {high:.4f})   control {layer.control:.4f}   {layer.selectivity:+.4f}",
+            f"  {layer.name:<10} {layer.accuracy:.4f} ({low:.4f} to {high:.4f})   "
+            f"control {layer.control:.4f}   {layer.selectivity:+.4f}",
             flush=True,
         )
     print(
-        f"  most frequent label {found.majority:.4f}, of each word type {found.by_type:.4f}, types seen {found.seen:.4f}",
+        f"  most frequent label {found.majority:.4f}, of each word type {found.by_type:.4f}, "
+        f"types seen {found.seen:.4f}",
         flush=True,
     )
 

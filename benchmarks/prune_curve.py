@@ -1,11 +1,12 @@
-"""Quality against heads removed, on a model trained here: dates as people write them -> ISO, an encoder-decoder.
+"""Plot quality against heads removed, on a model trained here: an encoder-decoder that turns dates into ISO.
 
-    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve] [--save]
+    python benchmarks/prune_curve.py [--steps 600] [--orders 5] [--examples 300] [--out /tmp/prune-curve]
+        [--save]
 
-Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss and accuracy on
-the validation side while heads are masked one after another: by gradient, by ablation of each alone, and in random orders.
-Then half of the heads are cut out, and the smaller model is trained on. `--save` writes benchmarks/results/prune_curve.json and
-docs/images/prune_curve.png.
+Trains a small model on the embedded corpus, ranks its heads on part of the training side and measures loss
+and accuracy on the validation side while heads are masked one after another: by gradient, by ablation of each
+alone, and in random orders. Then half of the heads are cut out, and the smaller model is trained on. `--save`
+writes benchmarks/results/prune_curve.json and docs/images/prune_curve.png.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def trained(out: Path, steps: int, base: Path | None = None) -> Path:
 
 
 def both_sides(m: ch.Model, most: int) -> tuple[Examples, Examples]:
-    """Examples to rank heads on, of the training side, and to measure on, of the validation side, in the order of the corpus."""
+    """Return examples to rank heads on and examples to measure on, in the order of the corpus.
+
+    The former are of the training side, the latter of the validation side.
+    """
     corpus = open_data(DataPlan(paths=("dates",)))
     sides = [list(corpus.train)[:most], list(corpus.validation)[:most]]
     made = [examples_from(m, dataclasses.replace(corpus, validation=rows)) for rows in sides]

@@ -1,10 +1,11 @@
-"""The recipes on real data: trains each, judges it on the test part, and records score, command, seed, device and time.
+"""Train each recipe on real data, judge it on the test part, and record score, command, seed, device, time.
 
     python benchmarks/recipes.py char-gpt multi30k --data ../shared/data --out /tmp/runs
     python benchmarks/recipes.py --list
 
-Several run side by side with --side-by-side N. Checkpoints are chosen on validation data alone, the test part is read once at the end.
-BLEU is computed where sacrebleu (and, for tokenised BLEU, sacremoses) is installed; the outputs are kept in any case.
+Several run side by side with --side-by-side N. Checkpoints are chosen on validation data alone, the test part
+is read once at the end. BLEU is computed where sacrebleu (and, for tokenised BLEU, sacremoses) is installed;
+the outputs are kept in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a data set. `{data}`, `{minilm}`, `{fashion}` and `{runs}`, where runs and made files lie, stand for folders."""
+    """Name a recipe and its data set.
+
+    `{data}`, `{minilm}`, `{fashion}` and `{runs}` stand for folders; runs and made files lie in the last.
+    """
 
     recipe: str
     train: tuple[str, ...]
@@ -38,9 +42,8 @@ class Job:
     test: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     generation: dict[str, object] = field(default_factory=dict)
-    made: dict[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # files made beforehand: another, so many times over
+    # Files to make beforehand: each is another file, repeated so many times.
+    made: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 JOBS = {
@@ -89,10 +92,8 @@ JOBS = {
     ),
     "sst2-minilm": Job(
         "classify",
-        (
-            "{data}/sst2/glue_train.tsv.gz",
-            "{runs}/sst2_sentences.tsv",
-        ),  # phrases, and the sentences they are from
+        # Phrases, and the sentences they are from.
+        ("{data}/sst2/glue_train.tsv.gz", "{runs}/sst2_sentences.tsv"),
         ("{data}/sst2/test.tsv",),
         ("{data}/sst2/glue_dev.tsv",),
         (

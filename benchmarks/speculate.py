@@ -1,9 +1,10 @@
-"""Speculation on the CPU, greedy, one row: tokens a second with and without guesses, in turn, and runs of the model per token.
+"""Time speculation on the CPU, greedy, one row: tokens a second with and without guesses, in turn.
 
-Each setting is what it says. `weights`: real stories260K weights tell a story and repeat themselves as much as they do.
-`periodic`: a 124M GPT-2 shape with random weights, whose text goes in circles: the most that lookup can give. `near`: its
-first layer alone guesses for it, which with random weights is nearly always right: the most that such a draft can give.
-`far`: another random layer guesses, always wrong: what speculation costs where it fails.
+Runs of the model per token are counted too. Each setting is what it says. `weights`: real stories260K weights
+tell a story and repeat themselves as much as they do. `periodic`: a 124M GPT-2 shape with random weights,
+whose text goes in circles: the most that lookup can give. `near`: its first layer alone guesses for it, which
+with random weights is nearly always right: the most that such a draft can give. `far`: another random layer
+guesses, always wrong: what speculation costs where it fails.
 
 python benchmarks/speculate.py [--weights DIR] [--new 120] [--lookup 8] [--rounds 3] [--threads 1] [--save]
 """

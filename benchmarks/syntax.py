@@ -31,7 +31,10 @@ def main() -> None:
     sentences = read_treebank(options.treebank, options.limit)
     found = syntax(m, sentences)
     for row in found.table(50):
-        shares = f"{100 * row.accuracy:6.1f} {100 * row.held_out:6.1f}   {row.distance:+d} {100 * row.baseline:5.1f} {100 * row.gain:+6.1f}"
+        shares = (
+            f"{100 * row.accuracy:6.1f} {100 * row.held_out:6.1f}   "
+            f"{row.distance:+d} {100 * row.baseline:5.1f} {100 * row.gain:+6.1f}"
+        )
         print(f"{row.name:<10} {row.arcs:>5}  {row.head:<5} {row.direction:<13} {shares}")
     roles = head_roles(m, [sentence.text for sentence in sentences[:200]])
     counts = {role: roles.roles.count(role) for role in sorted(set(roles.roles))}
@@ -51,10 +54,8 @@ def main() -> None:
             "lost": found.lost,
         }
         named = {str(head): role for head, role in zip(roles.heads, roles.roles) if role != "mixed"}
-        sys.argv[1:3] = [
-            options.folder.name,
-            options.treebank.name,
-        ]  # what is saved names no folder of this machine
+        # Save names alone, and no folder of this machine.
+        sys.argv[1:3] = [options.folder.name, options.treebank.name]
         save(options.name, [data | {"relations": relations, "roles": counts, "named": named}])
 
 

@@ -1,10 +1,12 @@
 """Peak memory and time of training a tokenizer on a large generated text, each kind in a process of its own.
 
-    python benchmarks/tokenizer_memory.py [--megabytes 1000] [--kinds bpe wordpiece unigram word char] [--shape zipf] [--save]
+    python benchmarks/tokenizer_memory.py [--megabytes 1000] [--kinds bpe wordpiece unigram word char]
+        [--shape zipf] [--save]
 
-The text is words of a fixed seed on one single line: `zipf` draws from two million of them, each as often as its rank
-says, as in written language; `distinct` hardly repeats a word, which is the worst case for trainers that keep each one.
-Memory is the peak of the whole process, imports included; the text lies in a file and is read in pieces.
+The text is words of a fixed seed on one single line: `zipf` draws from two million of them, each as often as
+its rank says, as in written language; `distinct` hardly repeats a word, which is the worst case for trainers
+that keep each one. Memory is the peak of the whole process, imports included; the text lies in a file and is
+read in pieces.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ from clearhead.tokens.training import GENERATOR, train_tokenizer
 kind, path = sys.argv[1], Path(sys.argv[2])
 def peak():
     try:  # the kernel's own figure; ru_maxrss also counts what the parent process had
-        return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        lines = open("/proc/self/status")
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 before, start = peak(), time.perf_counter()
 made = train_tokenizer(TextFiles((path,)), TokensPlan(kind=kind), GENERATOR, path.stat().st_size)
-print(json.dumps({"seconds": time.perf_counter() - start, "before": before, "peak": peak(), "vocab_size": made.get_vocab_size()}))
+seconds = time.perf_counter() - start
+found = {"seconds": seconds, "before": before, "peak": peak(), "vocab_size": made.get_vocab_size()}
+print(json.dumps(found))
 """
 
 
@@ -58,9 +63,8 @@ def write(path: Path, size: int, shape: str) -> None:
     with path.open("w", encoding="ascii") as file:
         while file.tell() < size:
             if shape == "zipf":
-                drawn = known[
-                    np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)
-                ]  # rank r as often as 1/r
+                # Draw rank r as often as 1/r.
+                drawn = known[np.exp(generator.random(BLOCK) * np.log(N_WORDS)).astype(int)]
             else:
                 drawn = np.array(words(generator, BLOCK), dtype=object)
             file.write(" ".join(drawn) + " ")
@@ -88,7 +92,8 @@ def main() -> None:
             row = {"peak_mb": round(seen["peak"] / 1e6), "before_mb": round(seen["before"] / 1e6)}
             rows[kind] = row | {"seconds": round(seen["seconds"], 1), "vocab_size": seen["vocab_size"]}
             print(
-                f"  {kind:<10} peak {row['peak_mb']:>5} MB   {seen['seconds']:>7.1f} s   {seen['vocab_size']:>6} tokens",
+                f"  {kind:<10} peak {row['peak_mb']:>5} MB   {seen['seconds']:>7.1f} s   "
+                f"{seen['vocab_size']:>6} tokens",
                 flush=True,
             )
     if options.save:

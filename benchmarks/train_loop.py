@@ -1,7 +1,8 @@
-"""The whole training loop of a small GPT on a CPU: data, optimizer, schedule, clipping and log, not the step alone.
+"""Time the whole training loop of a small GPT on a CPU: data, optimizer, schedule, clipping and log.
 
-Three jobs take turns, step by step, so that noise falls on all alike: `ch.train` on a text file, with its log; a plain
-loop around transformers' GPT-2, as people write it without the `Trainer`; and the bare step of clearhead's model on one unchanging batch.
+Three jobs take turns, step by step, so that noise falls on all alike: `ch.train` on a text file, with its
+log; a plain loop around transformers' GPT-2, as people write it without the `Trainer`; and the bare step of
+clearhead's model on one unchanging batch.
 
 python benchmarks/train_loop.py [--steps 24] [--save]
 """
@@ -42,7 +43,7 @@ def bare(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> Callable
 
 
 def peer(text: torch.Tensor, vocab: int, steps: int) -> Callable[[], None]:
-    """A loop of one's own around transformers: random windows, a schedule, clipping, the loss read at every step."""
+    """Run a plain loop around transformers: random windows, schedule, clipping, the loss at every step."""
     from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
     sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}

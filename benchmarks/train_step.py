@@ -1,4 +1,4 @@
-"""One CPU training step of a small GPT: clearhead, transformers' GPT-2 and a hand-written minimal GPT, in turn.
+"""Time one CPU training step of a small GPT: clearhead, transformers' GPT-2 and a minimal GPT, in turn.
 
 python benchmarks/train_step.py [--rounds 12] [--save]
 """

@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before [--rounds 9] [--device cuda] [--save]
 
-Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike. Only names
-that are public in both are used: decoding through `generate`, training through the forward pass and `ch.train`.
+Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike.
+Only names that are public in both are used: decoding through `generate`, training through `ch.train`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLAMA = {
 
 
 def decode_job(batch: int, device: str) -> Callable[[], float]:
-    """Seconds of decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
+    """Time decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
     import torch
 
     import clearhead as ch
@@ -58,7 +58,7 @@ def decode_job(batch: int, device: str) -> Callable[[], float]:
 
 
 def train_job(batch: int, device: str) -> Callable[[], float]:
-    """Seconds of a step of `ch.train` on characters: 10.7M parameters on a CPU, the 124M shape on a GPU."""
+    """Time a step of `ch.train` on characters: 10.7M parameters on a CPU, the 124M shape on a GPU."""
     import torch
 
     import clearhead as ch
@@ -67,11 +67,8 @@ def train_job(batch: int, device: str) -> Callable[[], float]:
     folder = Path(tempfile.mkdtemp())
     text = folder / "text.txt"
     text.write_text(Path(torch.__file__).parent.joinpath("functional.py").read_text() * (20 if gpu else 1))
-    sizes = (
-        {"d_model": 768, "n_layers": 12, "n_heads": 12}
-        if gpu
-        else {"d_model": 384, "n_layers": 6, "n_heads": 6}
-    )
+    width, depth = (768, 12) if gpu else (384, 6)
+    sizes = {"d_model": width, "n_layers": depth, "n_heads": depth}
     model = {**sizes, "max_positions": 1024 if gpu else 256, "dropout": 0.0}
     warm, steps = (20, 60) if gpu else (2, 8)
     settings = [f"model.{name}={value}" for name, value in model.items()]

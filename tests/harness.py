@@ -1,4 +1,4 @@
-"""What the tests share: micro models, inputs, the ways to run a model, and the checks every part must pass."""
+"""Share what the tests need: micro models, inputs, ways to run a model, and checks every part must pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def worst(a: Tensor, b: Tensor) -> float:
 
 
 def in_pieces(model: ch.Transformer, ids: Tensor, sizes: list[int], cache: ch.Cache, **given) -> Tensor:
-    """Logits of `ids` fed through `cache` in pieces of these sizes; tensors [B, T] among `given` are cut alongside."""
+    """Return logits of `ids` fed through `cache` in pieces; cut tensors [B, T] among `given` alongside."""
     along = {
         name: given.pop(name)
         for name in ("mask", "positions", "documents", "types")
@@ -77,7 +77,7 @@ def chunks(length: int, size: int) -> list[int]:
 
 
 def pad(ids: Tensor, where: str, seed: int = 9) -> tuple[Tensor, Tensor]:
-    """`ids` with three slots of random ids added left, right or in between, and the mask that says which are real."""
+    """Add three slots of random ids to `ids`, left, right or between; return also the mask of real ones."""
     batch, length = ids.shape
     slots = {
         "left": range(3, 3 + length),

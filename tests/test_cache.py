@@ -93,7 +93,7 @@ def test_reorder_may_leave_the_source_alone():
 @every_family
 @pytest.mark.parametrize("padded", [False, True])
 def test_crop(family, form, padded):
-    """Step back to any length, and go on as if nothing had been; a window cache as long as it has forgotten nothing."""
+    """Step back to any length and go on as if nothing had been; a window cache, if nothing is forgotten."""
     model, ids, given = (
         build(family=family, positions="rope", window=(8, None)),
         some_ids(2, 8),
@@ -228,9 +228,8 @@ def test_a_pairwise_bias_from_the_caller(positions, shape):
         forbidden = torch.zeros(1, 1, 8, 8).masked_fill(
             torch.eye(8).roll(-1, 0)[None, None] > 0, float("-inf")
         )
-        assert (
-            model(ids, bias=forbidden).logits.isfinite().all()
-        )  # the previous token shut out, all else as before
+        # The previous token shut out, all else as before.
+        assert model(ids, bias=forbidden).logits.isfinite().all()
 
 
 @pytest.mark.ledger("B9")

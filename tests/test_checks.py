@@ -165,11 +165,8 @@ def test_half_precision_has_a_tolerance_of_its_own(name):
     model = ch.Transformer(build(**FAMILIES[name]).config).bfloat16()
     rows = ch.check(model)
     assert not_passed(rows) == []
-    assert {row.tolerance for row in rows} == {
-        5e-2,
-        1e-5,
-        0.0,
-    }  # the copies that test the code alone are float32
+    # The copies that test the code alone are float32.
+    assert {row.tolerance for row in rows} == {5e-2, 1e-5, 0.0}
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 

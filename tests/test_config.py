@@ -1,4 +1,4 @@
-"""ModelConfig: every check speaks, every config survives JSON, and `replace` derives anew what was derived."""
+"""ModelConfig: every check speaks, every config survives JSON, and `replace` derives values anew."""
 
 from __future__ import annotations
 
@@ -323,9 +323,8 @@ def test_json_round_trip_is_exact(choices):
     """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""
     scaling = choices.get("rope_scaling")
     pairs = (choices.get("d_head") or 4) // 2
-    assume(
-        scaling is None or scaling.kind != "longrope" or pairs == len(scaling.short_factor)
-    )  # any other is refused
+    # Any other length is refused.
+    assume(scaling is None or scaling.kind != "longrope" or pairs == len(scaling.short_factor))
     there = config(**choices)
     text = there.to_json()
     back = ch.ModelConfig.from_json(text)

@@ -7,9 +7,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(
-    r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL
-)  # "```python no-run" is for what needs a user's files
+# "```python no-run" is for what needs a user's files.
+BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: pathlib.Path) -> list[tuple[int, str]]:
@@ -27,9 +26,8 @@ def test_the_code_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page.stem}
     for line, code in blocks(page):
-        exec(
-            compile("\n" * line + code, str(page), "exec"), namespace
-        )  # the empty lines make a traceback point into the page
+        # The empty lines make a traceback point into the page.
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
 
 
 def test_blocks_are_found_and_no_run_is_left_out(tmp_path: pathlib.Path) -> None:

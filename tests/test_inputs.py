@@ -194,7 +194,7 @@ def test_the_table_of_positions_ends_in_a_cache_too(make):
 
 @pytest.mark.ledger("A4", "B3")
 def test_padding_takes_no_position():
-    """A batch longer than the table is fine as long as no row has more real tokens than it has rows; cached too."""
+    """A batch may be longer than the table if the real tokens of each row fit; cached too."""
     model, ids = build(max_positions=6), some_ids(2, 8)
     mask = torch.ones(2, 8, dtype=torch.bool)
     mask[:, :2] = False

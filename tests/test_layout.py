@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import pathlib
 import re
 import subprocess
@@ -15,15 +16,21 @@ from clearhead.config import Initialisation
 
 SOURCE = pathlib.Path(clearhead.__file__).parent
 MODEL = sorted((SOURCE / "model").glob("*.py"))
+# A part imports from the rows above its own. Within a row modules may import each other, in one direction.
 LAYERS = [
     {"errors"},
     {"typed"},
     {"config"},
-    {"model", "presets", "costs"},
-    {"tokens", "data", "batches"},
-    {"fast", "generate", "hub", "training", "evaluation", "bundle", "tasks", "api"},
-    {"inside", "long", "parallel", "report"},
-    {"plot", "explorer", "serve", "lab", "tour"},
+    {"model", "presets"},
+    {"costs", "fast", "tokens"},
+    {"data"},
+    {"batches", "hub"},
+    {"generate"},
+    {"bundle"},
+    {"api", "tasks", "training", "evaluation"},
+    {"inside", "lab"},
+    {"plot", "explorer", "report"},
+    {"tour"},
     {"commands"},
     {"cli", "__main__"},
 ]
@@ -38,29 +45,35 @@ def part_of(path: pathlib.Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported(path: pathlib.Path) -> list[str]:
-    """The parts of clearhead that a file imports, wherever in the file; imports for type checkers alone do not count."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    names = []
-    for node in ast.walk(tree):
+def module_of(path: pathlib.Path) -> str:
+    """The dotted name of a file of the package."""
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imported_modules(path: pathlib.Path) -> set[str]:
+    """The modules of the package that a file imports: at its top, inside functions, and for type checkers."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names += (
-                [f"{node.module}.{alias.name}" for alias in node.names]
-                if node.module == "clearhead"
-                else [node.module]
-            )
-    return [name.split(".")[1] for name in names if name.startswith("clearhead.")]
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
+    return {name for name in found if name in FILES} - {"clearhead", module_of(path)}
+
+
+def imported(path: pathlib.Path) -> list[str]:
+    """The parts of clearhead that a file imports."""
+    return [name.split(".")[1] for name in imported_modules(path)]
 
 
 @pytest.mark.ledger("E5")
 def test_imports_go_one_way():
     wrong = []
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in FILES.values():
         mine = part_of(path)
         if mine == "__init__":
             continue
@@ -69,6 +82,50 @@ def test_imports_go_one_way():
             if theirs != mine and (theirs not in RANK or RANK[theirs] > RANK[mine]):
                 wrong.append(f"{path.relative_to(SOURCE)} imports {theirs}")
     assert not wrong
+
+
+def test_no_module_imports_one_that_imports_it():
+    """Whoever imports, and however deep inside a function, no chain of imports leads back."""
+    try:
+        list(
+            graphlib.TopologicalSorter(
+                {name: imported_modules(path) for name, path in FILES.items()}
+            ).static_order()
+        )
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_no_class_name_is_used_twice():
+    classes = [
+        (node.name, name)
+        for name, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    seen: dict[str, list[str]] = {}
+    for name, module in classes:
+        seen.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in seen.items() if len(modules) > 1} == {}
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_files_are_short_and_narrow(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 350
+    assert [number for number, line in enumerate(lines, start=1) if len(line) > 110] == []
+
+
+@pytest.mark.parametrize("path", FILES.values(), ids=FILES)
+def test_no_class_is_reassigned(path):
+    """A faster part is a new module: no code changes the class or the private fields of another one."""
+    private = {"__class__", "_modules", "_parameters", "_buffers", "_compiled_call_impl"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            assert not (isinstance(target, ast.Attribute) and target.attr in private), ast.unparse(node)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+            assert not any(isinstance(one, ast.Constant) and one.value in private for one in node.args)
 
 
 def test_the_model_imports_only_what_is_below_it():
@@ -105,10 +162,8 @@ def test_no_family_and_no_architecture_under_model(path):
     names = code_names(path)
     assert "family" not in names
     assert "encoder-decoder" not in names
-    published = {
-        *Initialisation.__args__,
-        "llama3",
-    }  # initialisations and a kind of RoPE scaling that have no other name
+    # Initialisations and a kind of RoPE scaling that have no other name.
+    published = {*Initialisation.__args__, "llama3"}
     found = [name for name in names if ARCHITECTURE.search(name.lower()) and name not in published]
     assert not found
 
@@ -129,10 +184,11 @@ def test_the_reading_order_names_every_file():
 
 
 def test_importing_is_quick():
-    """What `import clearhead` costs beyond torch: under two seconds of a processor's time, and no heavy library with it."""
+    """`import clearhead` takes under two processor seconds beyond torch, and loads no heavy library."""
     script = (
         "import torch, time, sys; start = time.process_time(); import clearhead; "
-        "print(time.process_time() - start, any(m in sys.modules for m in ('transformers', 'matplotlib', 'tyro', 'fastapi', 'sklearn')))"
+        "print(time.process_time() - start, any(m in sys.modules for m in "
+        "('transformers', 'matplotlib', 'tyro', 'fastapi', 'sklearn')))"
     )
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

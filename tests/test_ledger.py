@@ -26,11 +26,9 @@ def test_tests_name_known_rows_only() -> None:
 
 
 def test_rows_are_found_in_marks_and_comments() -> None:
-    source = '@pytest.mark.LEDGER("C4", "M5")\npytestmark = pytest.mark.LEDGER(\n    "H10",\n)\nx = 1  # LEDGER: A1, B2\ny = "K1"\n'
-    assert tool.rows_named(source.replace("LEDGER", "ledger")) == {
-        "C4",
-        "M5",
-        "H10",
-        "A1",
-        "B2",
-    }  # in capitals, this file names none
+    # In capitals, so that this file itself names no row.
+    source = (
+        '@pytest.mark.LEDGER("C4", "M5")\npytestmark = pytest.mark.LEDGER(\n    "H10",\n)\n'
+        'x = 1  # LEDGER: A1, B2\ny = "K1"\n'
+    )
+    assert tool.rows_named(source.replace("LEDGER", "ledger")) == {"C4", "M5", "H10", "A1", "B2"}

@@ -159,9 +159,8 @@ def test_prefix(positions):
         assert worst(zero, model(ids).logits) <= TOLERANCE
         changed = ids.clone()
         changed[:, 6:] = (ids[:, 6:] + 1) % V
-        assert torch.equal(
-            model(changed, prefix=prefix).logits[:, :6], logits[:, :6]
-        )  # still causal after the prefix
+        # Still causal after the prefix.
+        assert torch.equal(model(changed, prefix=prefix).logits[:, :6], logits[:, :6])
         for make in (ch.Cache(), ch.WindowCache(), ch.FixedCache(model.config, 2, T)):
             assert worst(in_pieces(model, ids, [5, 1, 2], make, prefix=prefix), logits) <= TOLERANCE
 

@@ -57,7 +57,7 @@ def compiled_equals(model: nn.Module, *inputs, **given) -> None:
     assert worst(theirs, ours) <= TOLERANCE
 
 
-# Norms ----------------------------------------------------------------------------------------------------------------
+# Norms ------------------------------------------------------------------------------------------------------
 
 NORM_REFERENCES = {
     "layernorm": lambda x: (
@@ -79,9 +79,8 @@ def test_norm(name, unit_offset):
     expected = expected + norm.bias.double() if getattr(norm, "bias", None) is not None else expected
     assert worst(norm(x).double(), expected) <= TOLERANCE
     fresh = NORMS[name](12, 1e-5, name == "layernorm", unit_offset)
-    assert (
-        worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE
-    )  # a new norm scales by one
+    # A new norm scales by one.
+    assert worst(fresh(x).double(), NORM_REFERENCES[name](x.double())) <= TOLERANCE
     module = make()
     gradcheck(module, module, x[:1, :2])
     every_dtype_kept(norm, norm, x)
@@ -94,7 +93,7 @@ def test_norm(name, unit_offset):
 @pytest.mark.ledger("D2")
 @pytest.mark.parametrize("name", list(NORMS))
 def test_norm_statistics_are_float32_in_bfloat16(name):
-    """Where bfloat16 sums would be off by several per cent, the answer is the float64 one, rounded once or twice."""
+    """Where bfloat16 sums are off by several per cent, the answer is float64's, rounded once or twice."""
     norm = NORMS[name](4096, 1e-5, name == "layernorm", False).bfloat16()
     x = (torch.randn(4, 4096) + 3).bfloat16()
     expected = NORM_REFERENCES[name](x.double())
@@ -104,7 +103,7 @@ def test_norm_statistics_are_float32_in_bfloat16(name):
     assert ((wide.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
 
 
-# Positions ------------------------------------------------------------------------------------------------------------
+# Positions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("B2", "B3", "B4", "B5", "B6", "B7")
@@ -132,7 +131,7 @@ def test_positions(name, family):
     gradcheck(model, lambda: model(ids[:1, :4], **{key: x[:1] for key, x in given.items()}).logits)
 
 
-# Activations ----------------------------------------------------------------------------------------------------------
+# Activations ------------------------------------------------------------------------------------------------
 
 ACTIVATION_REFERENCES = {
     "relu": lambda x: x.clamp(min=0),
@@ -168,7 +167,7 @@ def test_feedforward_is_four_times_as_wide_unless_set():
     assert build(d_ff=None).decoder.blocks[0].feedforward.up.weight.shape == (64, 16)
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
+# Kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C1", "C5")
@@ -213,7 +212,7 @@ def test_kernels_by_name():
     assert {block.attention.kernel for block in model.decoder.blocks} == {"fused"}
 
 
-# Heads ----------------------------------------------------------------------------------------------------------------
+# Heads ------------------------------------------------------------------------------------------------------
 
 HEAD_SHAPES = {
     "lm": (2, 8, V),
@@ -252,7 +251,7 @@ def test_head(name, family):
     every_dtype_kept(lambda x: head(x, real), head, hidden)
 
 
-# Fronts ---------------------------------------------------------------------------------------------------------------
+# Fronts -----------------------------------------------------------------------------------------------------
 
 INPUTS = {
     "tokens": some_ids(),
@@ -299,7 +298,7 @@ def test_front(name, head):
         assert worst(again if head == "classifier" else again[:, : LENGTHS[name]], said) <= TOLERANCE
 
 
-# Experts --------------------------------------------------------------------------------------------------------------
+# Experts ----------------------------------------------------------------------------------------------------
 
 
 def experts_by_loops(part: Experts, x: torch.Tensor, order: str, renormalise: bool) -> torch.Tensor:
@@ -336,7 +335,10 @@ def test_experts_equal_a_loop_over_tokens(order, renormalise, active):
 
 @pytest.mark.ledger("D5")
 def test_no_token_is_dropped_when_all_want_one_expert():
-    part, x = scramble(Experts(config(n_experts=4, n_active_experts=1, d_ff=8).main)), torch.rand(3, 50, 16) + 0.1
+    part, x = (
+        scramble(Experts(config(n_experts=4, n_active_experts=1, d_ff=8).main)),
+        torch.rand(3, 50, 16) + 0.1,
+    )
     part.router.weight.data.zero_()
     part.router.weight.data[2] = 1.0
     assert worst(part(x), part.experts[2](x)) <= 1e-6
@@ -391,12 +393,12 @@ def test_balance_loss():
     assert ch.balance_loss(model).item() == 0
 
 
-# Compiled for real ----------------------------------------------------------------------------------------------------
+# Compiled for real ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G2")
 def test_a_compiled_step_with_a_fixed_cache():
-    """The step that generation compiles: the same buffers, the same answers, and no new compilation after the first steps."""
+    """Compile the step of generation: same buffers, same answers, no compilation after the first steps."""
     model, ids = build(positions="rope", n_kv_heads=2), some_ids(2, 8)
     cache = ch.FixedCache(model.config, 2, 8)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Faults of a user that are one clear line: outputs that are inputs, unknown tokens, absurd sizes, runs that were stopped."""
+"""Tell a user's fault in one clear line: outputs that are inputs, unknown tokens, absurd sizes, stops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(capsys, *arguments) -> str:
     return error
 
 
-# Output -----------------------------------------------------------------------------------------------------------------
+# Output -----------------------------------------------------------------------------------------------------
 
 
 def test_an_output_that_is_the_input_is_refused(tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
     assert got == ["a line\n"] and pipe.is_fifo()
 
 
-# Unknown tokens ---------------------------------------------------------------------------------------------------------
+# Unknown tokens ---------------------------------------------------------------------------------------------
 
 
 def test_unknown_tokens_are_said_and_leave_no_bits_per_byte(tmp_path):
@@ -101,7 +101,7 @@ def test_bytes_spell_everything(kind, tmp_path):
     assert "bits_per_byte" in found.metrics and not [line for line in found.said if "unknown" in line]
 
 
-# Sizes ------------------------------------------------------------------------------------------------------------------
+# Sizes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_absurd_size_is_refused_at_once(model, line):
         build(Recipe(model=model), "lm", words(13), {})
 
 
-# Folders and texts ------------------------------------------------------------------------------------------------------
+# Folders and texts ------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_stopped_names_the_way_on(tmp_path, capsys):

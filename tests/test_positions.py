@@ -50,7 +50,7 @@ def test_rope_angles_are_exact_far_out_in_any_dtype(layout, how):
 
 @pytest.mark.ledger("B4")
 def test_a_bfloat16_model_really_uses_those_angles():
-    """The rotation of q far out, as recorded from a bfloat16 forward pass, is the float64 rotation of its projection."""
+    """Far out, q recorded from a bfloat16 forward pass is the float64 rotation of its projection."""
     model = build(positions="rope", n_layers=1).bfloat16()
     positions = torch.tensor([[4_095, 65_536]])
     with ch.record(model, "blocks.0.attention.q") as seen, torch.no_grad():
@@ -252,9 +252,8 @@ def test_relative_bias_equals_the_reference_module():
         assert torch.equal(
             model.main.positions.bias(where, where, torch.float32), theirs.compute_bias(30, 30)
         )
-        assert (
-            sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1
-        )  # one table per stack
+        # One table per stack.
+        assert sum("table" in name for name, _ in model.named_parameters() if "positions" in name) == 1
 
 
 @pytest.mark.ledger("B6")
@@ -262,9 +261,8 @@ def test_relative_bias_equals_the_reference_module():
 def test_alibi_slopes_equal_the_reference(n_heads):
     bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
     assert worst(alibi_slopes(n_heads).float(), bloom) <= 1e-7
-    if (
-        n_heads & (n_heads - 1) == 0
-    ):  # the other reference orders the slopes of other head counts in its own way
+    # The other reference orders the slopes of other head counts in its own way.
+    if n_heads & (n_heads - 1) == 0:
         mpt = -build_mpt_alibi_tensor(n_heads, 2).view(n_heads, 2)[:, 0]
         assert worst(alibi_slopes(n_heads).float(), mpt) <= 1e-7
 

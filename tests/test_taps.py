@@ -48,7 +48,8 @@ BOTH = """
     encoder.embedding
     encoder.blocks.0.resid_pre
     encoder.blocks.0.attention.q encoder.blocks.0.attention.k encoder.blocks.0.attention.v
-    encoder.blocks.0.attention.scores encoder.blocks.0.attention.pattern encoder.blocks.0.attention.z encoder.blocks.0.attention.out
+    encoder.blocks.0.attention.scores encoder.blocks.0.attention.pattern
+    encoder.blocks.0.attention.z encoder.blocks.0.attention.out
     encoder.blocks.0.resid_mid
     encoder.blocks.0.feedforward.pre encoder.blocks.0.feedforward.post encoder.blocks.0.feedforward.out
     encoder.blocks.0.resid_post
@@ -300,7 +301,7 @@ def test_mistakes_in_names_and_shapes():
 
 @pytest.mark.ledger("K1")
 def test_silence_costs_at_most_one_per_cent():
-    """What all silent taps of a forward pass cost, against the pass itself: counted, not guessed from two noisy runs."""
+    """Count what all silent taps of a forward pass cost against the pass; do not guess from noisy runs."""
     model = ch.Transformer(config(d_model=256, n_layers=4, n_heads=4, d_ff=1024, max_positions=64)).eval()
     ids, x = some_ids(1, 64), torch.zeros(1)
     calls = Counter()
@@ -333,9 +334,8 @@ def test_silence_costs_at_most_one_per_cent():
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("clearhead.model.transformer.tap_for", lambda model: Counting(()))
         model(ids)
-    assert (
-        calls["call"] == len(ch.tap_names(model.config)) - 2 * 4
-    )  # scores and pattern stay inside the fused kernel
+    # Scores and pattern stay inside the fused kernel.
+    assert calls["call"] == len(ch.tap_names(model.config)) - 2 * 4
     with torch.no_grad():
         forward = fastest(lambda: model(ids), 30)
 

@@ -190,9 +190,8 @@ def test_images_are_transformers(vit, tmp_path):
     ).astype(np.uint8)
     Image.fromarray(smooth).save(tmp_path / "image.png")
     wanted = {row["label"]: row["score"] for row in theirs(Image.fromarray(smooth))}
-    assert m.classify(str(tmp_path / "image.png")).scores == pytest.approx(
-        wanted, abs=0.02
-    )  # resized, to one level of 256
+    # The picture is resized: equal to one level of 256.
+    assert m.classify(str(tmp_path / "image.png")).scores == pytest.approx(wanted, abs=0.02)
     m.save(tmp_path / "again")
     assert ch.load(tmp_path / "again").classify(smooth).scores == pytest.approx(
         m.classify(smooth).scores, abs=1e-5

@@ -1,4 +1,4 @@
-"""The commands that use a model: what they print is what the methods give; batches, streams, files; one line for a mistake."""
+"""Commands that use a model print what the methods give: batches, streams, files; a mistake is one line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def readers(tmp_path_factory) -> dict[str, pathlib.Path]:
     return {**made, "embed": made["fill"]}
 
 
-# Generate, translate, score -----------------------------------------------------------------------------------------------
+# Generate, translate, score ---------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("G1")
@@ -281,7 +281,7 @@ def test_the_golden_story(shared, capsys):
     assert out == text + "\n"
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1")
@@ -333,7 +333,7 @@ def test_plain_output(name, readers, capsys, stdin):
     assert len(out.splitlines()) == 3
 
 
-# Mistakes ---------------------------------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

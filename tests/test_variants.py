@@ -1,4 +1,7 @@
-"""What a config can choose beyond the matrix: widths, norms and caps in attention, sharing, pruning, dropout, fronts, heads."""
+"""Check what a config can choose beyond the matrix.
+
+Widths, norms and caps in attention, sharing, pruning, dropout, fronts, heads.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def holds(model: ch.Transformer, **given) -> torch.Tensor:
     return logits
 
 
-# Attention ------------------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C1", "C3", "C4")
@@ -47,7 +50,7 @@ def holds(model: ch.Transformer, **given) -> torch.Tensor:
 @pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_attention_equals_its_formula(kv_heads, qk_norm, softcap):
-    """Norms on queries and keys, cap, scale, values of another width: all in one formula, one head at a time."""
+    """Check norms on queries and keys, cap, scale, another value width in one formula, head by head."""
     shape = config(
         n_kv_heads=kv_heads,
         qk_norm=qk_norm,
@@ -126,7 +129,7 @@ def test_stacks_of_different_shapes():
     assert holds(model, source=some_ids(2, 5, vocab=7)).shape == (2, 8, V)
 
 
-# Embedding and sharing ------------------------------------------------------------------------------------------------
+# Embedding and sharing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("B8")
@@ -174,9 +177,8 @@ def test_embedding_equals_its_formula(family):
         x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[types] + where.table.weight[:8]
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
         model(ids, **given)
-        x = (
-            part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]
-        )  # no types: all zero
+        # Without types, all are type 0.
+        x = part.front.tokens.weight[ids] * 3.0 + part.types.weight[0] + where.table.weight[:8]
         assert worst(part.project(part.norm(x)), seen["embedding"]) <= 1e-6
     holds(model, **given)
 
@@ -209,7 +211,7 @@ def test_shared_layers(family):
     holds(shared, **given)
 
 
-# Pruning --------------------------------------------------------------------------------------------------------------
+# Pruning ----------------------------------------------------------------------------------------------------
 
 
 def prune(weights: dict, pruned: dict, n_heads: int, n_kv_heads: int, width: int) -> dict:
@@ -234,7 +236,7 @@ def prune(weights: dict, pruned: dict, n_heads: int, n_kv_heads: int, width: int
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi", "relative"])
 def test_pruned_equals_masked(family, kv_heads, positions):
-    """Heads taken out of the weights equal heads whose z is zeroed, whole groups at a time; cached and padded too."""
+    """Pruned heads equal heads whose z is zeroed, whole groups at a time; cached and padded too."""
     pruned = {"blocks.0.attention": (0, 1), "blocks.1.attention": (2, 3)}
     if kv_heads == 4:
         pruned["blocks.1.attention"] = (1,)
@@ -257,7 +259,7 @@ def test_pruned_equals_masked(family, kv_heads, positions):
     assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in whole.parameters())
 
 
-# Dropout --------------------------------------------------------------------------------------------------------------
+# Dropout ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("C7", "D4")
@@ -274,9 +276,8 @@ def test_dropout_in_training_only(family, kernel, name):
         given_for(family),
     )
     with ch.attending(model, kernel):
-        assert (
-            worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE
-        )  # nothing in evaluation
+        # Nothing is dropped in evaluation.
+        assert worst(model(ids, **given).logits, twin(ids, **given).logits) <= TOLERANCE
         model.train()
         torch.manual_seed(1)
         first = model(ids, **given).logits
@@ -310,14 +311,13 @@ def test_attention_dropout_drops_weights_not_values():
     model = build(attention_dropout=0.5, n_layers=1, positions="none").train()
     with ch.record(model, "*.pattern", "*.v", "*.z") as seen:
         model(some_ids())
-    assert (
-        worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6
-    )  # what is shown is before dropout
+    # The recorded pattern is that before dropout.
+    assert worst(seen["blocks.0.attention.pattern"].sum(-1), torch.ones(2, 4, 8)) <= 1e-6
     undropped = seen["blocks.0.attention.pattern"] @ seen["blocks.0.attention.v"]
     assert worst(undropped, seen["blocks.0.attention.z"]) > 1e-2
 
 
-# Initialisation -------------------------------------------------------------------------------------------------------
+# Initialisation ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("D7")
@@ -365,7 +365,7 @@ def test_seeds_decide_the_weights():
     )
 
 
-# Fronts ---------------------------------------------------------------------------------------------------------------
+# Fronts -----------------------------------------------------------------------------------------------------
 
 PATCHES = {
     "family": "encoder",
@@ -398,7 +398,7 @@ def test_patches_equal_a_convolution(class_token):
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rope", "none"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_vision(pooling, positions):
-    """The class token, or the mean over patches, decides; without positions the order of patches is not seen."""
+    """The class token, or the mean over patches, decides; without positions the order does not matter."""
     model = build(**PATCHES, class_token=pooling == "cls", pooling=pooling, positions=positions)
     pixels = torch.randn(2, 3, 12, 8)
     with torch.no_grad():
@@ -480,7 +480,7 @@ def test_vectors_padded_and_cached(family):
             assert worst(torch.cat(pieces, 1)[:, mask[0]], alone) <= TOLERANCE
 
 
-# Heads ----------------------------------------------------------------------------------------------------------------
+# Heads ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("E1", "E2")

@@ -1,4 +1,4 @@
-"""The worked numbers of the ledger's section M, each computed. `docs/worked-numbers.md` tells the same story to a reader."""
+"""Compute the worked numbers of the ledger's section M, which `docs/worked-numbers.md` explains."""
 
 import math
 
@@ -97,7 +97,7 @@ def test_why_scores_are_scaled() -> None:
     assert (products / 8).std().item() == pytest.approx(1, rel=0.03)
 
     def largest_weight_and_gradient(scale: float) -> tuple[float, float]:
-        """Means over many queries of the largest of 32 weights, and of the gradient that a score gets from a random goal."""
+        """Return the mean largest of 32 weights, and the median gradient of scores for a random goal."""
         scores = (q[:512] @ k[:32].T * scale).requires_grad_()
         weights = scores.softmax(-1)
         goal = torch.randn(weights.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -1,7 +1,7 @@
 """Which rows of docs/ledger.md have tests: `python tools/ledger.py`, or `--missing` for those that have none.
 
-A test names its rows with `@pytest.mark.ledger("C4", "M5")` (or `pytest.mark.ledger` anywhere else a mark may stand) or
-with a comment `# ledger: C4, M5`.
+A test names its rows with `@pytest.mark.ledger("C4", "M5")` (or `pytest.mark.ledger` anywhere else a mark may
+stand) or with a comment `# ledger: C4, M5`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the example that the explorer paints while a model loads: a small GPT, trained here on an embedded corpus.
+"""Write the example that the explorer paints while a model loads: a small GPT, trained on an embedded corpus.
 
 python tools/record_example.py
 """

@@ -1,4 +1,4 @@
-"""Pictures of every section of the explorer, light and dark, for the docs: a model trained here, a real browser.
+"""Take pictures of every section of the explorer for the docs, light and dark, in a real browser.
 
 python tools/screenshots.py --model /tmp/example-model
 """

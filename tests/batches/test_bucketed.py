@@ -80,7 +80,7 @@ def test_ten_thousand_pairs_pad_little():
     assert buckets.waste(order) < 0.06
 
 
-# Frames -----------------------------------------------------------------------------------------------------------------
+# Frames -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -91,9 +91,8 @@ def test_pairs_are_framed_for_teacher_forcing(tmp_path):
         for row, number in enumerate(batch.numbers.tolist()):
             example = corpus.train[number]
             target = tokenizer.encode(example.target, add_special_tokens=False).ids
-            expect(
-                batch.source[row], tokenizer.encode(example.source).ids, special["pad"]
-            )  # ends with eos: the template's
+            # The source ends with the eos of the tokenizer's template.
+            expect(batch.source[row], tokenizer.encode(example.source).ids, special["pad"])
             assert tokenizer.encode(example.source).ids[-1] == special["eos"]
             expect(batch.ids[row], [special["bos"], *target], special["pad"])
             expect(batch.targets[row], [*target, special["eos"]], IGNORE)
@@ -187,9 +186,8 @@ def test_tags_stand_at_the_first_piece_of_each_word(length, kind, tmp_path):
     for batch in batches.all():
         for row, number in enumerate(batch.numbers.tolist()):
             ids, targets = [], []
-            for word, tag in zip(
-                corpus.train[number].words, corpus.train[number].tags
-            ):  # word by word: the slow way
+            # Go word by word, which is the slow way.
+            for word, tag in zip(corpus.train[number].words, corpus.train[number].tags):
                 pieces = tokenizer.encode([word], is_pretokenized=True, add_special_tokens=False).ids
                 several += len(pieces) > 1
                 ids += pieces
@@ -269,7 +267,7 @@ def test_answers_are_found_again_from_their_tokens(length, kind, tmp_path):
     assert (windows > 200) == (length < 512)
 
 
-# Mistakes in the data ---------------------------------------------------------------------------------------------------
+# Mistakes in the data ---------------------------------------------------------------------------------------
 
 
 def test_wrong_examples_are_named(tmp_path):

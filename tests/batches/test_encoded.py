@@ -1,4 +1,4 @@
-"""Encoding: what is written, when it is read again instead, when it is made anew, and how little memory it takes."""
+"""Encoding: what is written, when it is read again, when it is made anew, and how little memory it takes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     assert not list((tmp_path / "full").iterdir())
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "wordpiece", "unigram", "word"])
@@ -210,9 +210,8 @@ def test_truncation_and_padding_of_the_tokenizer_are_not_applied(tmp_path):
     corpus = corpus_of("seq2seq")
     strict = encode_corpus(corpus, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
     assert all((plain[name] == strict[name]).all() for name in plain.arrays)
-    assert (
-        tokenizer.truncation is not None and tokenizer.padding is not None
-    )  # the user's own stays as it was
+    # The user's own tokenizer stays as it was.
+    assert tokenizer.truncation is not None and tokenizer.padding is not None
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
@@ -231,6 +230,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     corpus = dataclasses.replace(text_corpus(), train=Text(), fingerprint="endless")
     encoded = encoded_of("lm", tmp_path, kind="char", corpus=corpus)
     assert len(encoded["ids"]) > 2.5e6
-    assert (
-        max(taken) - taken[0] < 20
-    )  # while two more million tokens were encoded, which would take a hundred and more
+    # Two million more tokens were encoded meanwhile; to keep them would take more than 100 MB.
+    assert max(taken) - taken[0] < 20

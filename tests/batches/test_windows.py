@@ -65,7 +65,7 @@ def test_validation_is_the_same_each_time_and_leaves_nothing_out(task, tmp_path)
         assert sorted(numbers.tolist()) == list(range(len(corpus_of(task).validation)))
 
 
-# The next token ---------------------------------------------------------------------------------------------------------
+# The next token ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -79,9 +79,8 @@ def test_validation_asks_for_every_token_but_the_first_once(tmp_path):
     kept = torch.cat([real(batch.ids, batch.mask).reshape(-1) for batch in batches.all()])
     assert inputs[kept].tolist() == stream[:-1].tolist()
     last = list(batches.all())[-1]
-    assert (
-        last.mask is not None and not last.mask.all()
-    )  # the stream does not fill its last row: otherwise this test proves less
+    # The stream does not fill its last row: otherwise this test proves less.
+    assert last.mask is not None and not last.mask.all()
 
 
 @pytest.mark.ledger("H6")
@@ -105,9 +104,8 @@ def test_an_epoch_covers_the_text_with_windows_side_by_side(rows, tmp_path):
         asked = np.zeros(len(stream), dtype=int)
         for start in chosen:
             asked[start + 1 : start + length + 1] += 1
-        assert (
-            asked[chosen[0] + 1 : chosen[-1] + 1] == 1
-        ).all()  # no gap and no overlap up to the last window
+        # There is no gap and no overlap up to the last window.
+        assert (asked[chosen[0] + 1 : chosen[-1] + 1] == 1).all()
         assert (asked == 0).sum() <= length and (asked > 1).sum() < length
         offsets.add(chosen[0])
     assert len(offsets) > 1
@@ -131,7 +129,7 @@ def test_batch_tokens_set_the_rows(tmp_path):
     assert batches_of("lm", tmp_path, length=16, batch_tokens=100).at(0).ids.shape == (6, 16)
 
 
-# Packed documents -------------------------------------------------------------------------------------------------------
+# Packed documents -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H6")
@@ -153,9 +151,8 @@ def test_packed_documents_come_out_as_they_would_alone(tmp_path, differences):
         pieces = [sequence[at : at + length + 1] for at in range(0, len(document), length)]
         whole += len(pieces) == 1
         wanted += [(tuple(piece[:-1]), tuple(piece[1:])) for piece in pieces]
-    assert whole > 10 and len(wanted) > len(
-        documents
-    )  # both kinds are there: those that fit and those that do not
+    # Both kinds are there: those that fit and those that do not.
+    assert whole > 10 and len(wanted) > len(documents)
     found = []
     rows = math.ceil(batches.n_rows / 4)
     for index in range(rows):
@@ -184,7 +181,7 @@ def test_packing_puts_everything_somewhere_and_overfills_nothing():
     assert n_rows <= math.ceil(lengths.sum() / 100) * 1.02
 
 
-# Hidden tokens and spans ------------------------------------------------------------------------------------------------
+# Hidden tokens and spans ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -217,9 +214,8 @@ def test_masking_hits_its_shares(tmp_path):
     assert within(chosen, chances, 0.15)
     assert within(masked, chosen, 0.8)
     vocabulary = encoded.vocab_size - len(set(special.values()))
-    assert within(
-        kept, chosen, 0.1 + 0.1 / vocabulary
-    )  # a token drawn at random may be the one that stood there
+    # A token drawn at random may be the one that stood there.
+    assert within(kept, chosen, 0.1 + 0.1 / vocabulary)
 
 
 def test_each_row_has_a_target_and_special_tokens_are_never_hidden():
@@ -303,7 +299,7 @@ def test_denoise_batches(training, tmp_path):
         assert text == stream.tolist()
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H1")
@@ -321,9 +317,8 @@ def test_pictures_are_normalised_by_the_training_set(tmp_path):
         numbers = torch.cat([batches.at(epoch * 5 + index).numbers for index in range(5)])
         assert sorted(numbers.tolist()) == list(range(50))
     validation = next(batches_of("image", tmp_path, training=False, batch_size=10, augment=("flip",)).all())
-    wanted = ((corpus.validation.pixels / 255 - mean) / std).transpose(
-        0, 3, 1, 2
-    )  # neither changed nor shuffled
+    # Validation pictures are neither changed nor shuffled.
+    wanted = ((corpus.validation.pixels / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert np.abs(validation.ids.numpy() - wanted).max() < 1e-5
 
 
@@ -357,9 +352,8 @@ def test_augmentations_move_pixels_and_invent_none():
 
 def test_mixed_pictures_have_the_labels_of_what_they_show():
     labels = np.arange(40) % 5
-    pixels = np.broadcast_to(labels[:, None, None, None], (40, 3, 16, 16)).astype(
-        np.float32
-    )  # each shows its label
+    # Each picture shows its label.
+    pixels = np.broadcast_to(labels[:, None, None, None], (40, 3, 16, 16)).astype(np.float32)
     mixed, shares = mix(pixels, labels, np.random.default_rng(0))
     shown = np.stack([(mixed[:, 0] == label).mean((1, 2)) for label in range(5)], axis=1)
     assert np.abs(shares - shown).max() < 1e-6 and np.abs(shares.sum(1) - 1).max() < 1e-6
@@ -368,9 +362,8 @@ def test_mixed_pictures_have_the_labels_of_what_they_show():
 
 def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_path):
     batch = batches_of("image", tmp_path, batch_size=10, augment=("flip", "mix")).at(0)
-    config = ch.preset("micro-vit").replace(
-        image_size=(8, 8), patch_size=4, n_channels=3, n_classes=7
-    )  # more classes than the data has
+    # More classes than the data has.
+    config = ch.preset("micro-vit").replace(image_size=(8, 8), patch_size=4, n_channels=3, n_classes=7)
     model = ch.Transformer(config).eval()
     logits = model(batch.ids).logits
     smooth = torch.full_like(logits, 0.1 / 7)
@@ -384,7 +377,7 @@ def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_p
     )
 
 
-# What the model sees ----------------------------------------------------------------------------------------------------
+# What the model sees ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H6")

@@ -19,7 +19,10 @@ from clearhead.tasks.table import TASKS
 from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.training import train_tokenizer
 
-TEXT = "the cat sat on a mat and saw seven old dogs run over green hills while rain fell slowly against windows unbelievably often"
+TEXT = (
+    "the cat sat on a mat and saw seven old dogs run over green hills "
+    "while rain fell slowly against windows unbelievably often"
+)
 WORDS = TEXT.split()
 
 
@@ -180,9 +183,8 @@ def model_for(task: str, vocab_size: int, length: int = 64) -> ch.Transformer:
 def loss_of(model: ch.Transformer, batch: Batch) -> torch.Tensor:
     """The sum of the losses of a batch, written down independently of the trainer."""
     logits = model(**batch.arguments()).logits
-    if (
-        batch.targets.ndim == 2 and batch.targets.shape != batch.ids.shape
-    ):  # first and last token of an answer
+    # Targets of this shape are the first and last token of an answer.
+    if batch.targets.ndim == 2 and batch.targets.shape != batch.ids.shape:
         logits = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], float("-inf"))
         logits, targets = logits.transpose(1, 2).reshape(-1, logits.shape[1]), batch.targets.reshape(-1)
     else:

@@ -81,7 +81,10 @@ class Watched:
         return self.page.eval_on_selector_all(selector, "nodes => nodes.map((node) => node.textContent)")
 
     def wait(self, condition: str, given: Any = None, seconds: float = 20) -> None:
-        """Wait until a function of the page gives something true. The page's policy forbids it to be polled from within."""
+        """Wait until a function of the page gives something true.
+
+        The page's policy forbids polling from within the page.
+        """
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition, given):
             assert time.monotonic() < end, (

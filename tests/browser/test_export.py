@@ -1,4 +1,4 @@
-"""The page as one file: opened from disk without a network it shows what the live page shows; so does a notebook."""
+"""The page as one file from disk, without a network, shows what the live page does; so do notebooks."""
 
 import json
 
@@ -21,7 +21,8 @@ SECTIONS = {
 }
 VALUES = """() => {
   const all = {};
-  for (const node of document.querySelectorAll("main [data-value], main [data-id], main [data-entropy], main [data-parameters]")) {
+  const selector = "main [data-value], main [data-id], main [data-entropy], main [data-parameters]";
+  for (const node of document.querySelectorAll(selector)) {
     if (node.closest("#cost")) continue; // live, it begins with another length
     const key = `${node.closest("section").id} ${node.tagName} ${node.id || node.className}`;
     (all[key] ??= []).push(JSON.stringify(node.dataset));

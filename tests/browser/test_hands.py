@@ -1,4 +1,4 @@
-"""What one does on the page with hands: by keys alone, appending tokens, choosing another place, being told what is wrong."""
+"""Use the page by hand: by keys alone, appending tokens, choosing another place, being told what is wrong."""
 
 import io
 
@@ -117,7 +117,7 @@ def test_keys_alone(watched, served):
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_append_and_step_back(watched, served, family):
-    """The likeliest token is appended, its probability kept; the model then reads one more; a step back is where one was."""
+    """Append the likeliest token and keep its probability; the model then reads one more; then step back."""
     m, text = toy(family), TEXTS[family]
     target = ["speak"] if family == "encoder-decoder" else []
     seen = watched().open(served(family).url)
@@ -131,7 +131,8 @@ def test_append_and_step_back(watched, served, family):
             probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
         seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
         seen.wait(
-            "p => Math.abs(Number(document.querySelector('#next-table td.number')?.dataset.value) - p) < 1e-6",
+            "p => Math.abs(Number(document.querySelector('#next-table td.number')"
+            "?.dataset.value) - p) < 1e-6",
             float(probabilities.max()),
         )
         seen.page.click("#next-greedy")
@@ -151,7 +152,7 @@ def test_append_and_step_back(watched, served, family):
 
 @pytest.mark.ledger("F2")
 def test_another_source_gets_its_own_answer(watched, served):
-    """What the model wrote of the last text is not sent along with the next one; what somebody wrote is kept, and explained."""
+    """Send along what somebody wrote, and explain it; never send what the model wrote of the last text."""
     m = toy("encoder-decoder")
     seen = watched().open(served("encoder-decoder").url)
     for text in ("Ein Hund", "the king"):

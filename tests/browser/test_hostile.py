@@ -1,4 +1,4 @@
-"""Tokens, classes, names and texts that are markup, script or trickery: the page shows them as text, and nothing of them runs."""
+"""Show hostile tokens, classes, names and texts as text: markup, script or trickery, and none of it runs."""
 
 import pytest
 
@@ -15,7 +15,8 @@ ROLES = {"0.0": HOSTILE[0], "0.1": HOSTILE[1], "1.1": HOSTILE[4]}
 FOREIGN = """() => [...document.querySelectorAll("main *")].filter((node) =>
   ["SCRIPT", "IFRAME", "OBJECT", "EMBED", "STYLE", "LINK", "BASE", "B"].includes(node.tagName)
   || (node.tagName === "IMG" && node.id !== "input-preview")
-  || [...node.attributes].some((attribute) => attribute.name.startsWith("on"))).map((node) => node.outerHTML.slice(0, 200))"""
+  || [...node.attributes].some((attribute) => attribute.name.startsWith("on"))
+).map((node) => node.outerHTML.slice(0, 200))"""
 
 
 def walk(seen):
@@ -98,7 +99,7 @@ def test_inert_in_a_notebook(watched, tmp_path):
 
 @pytest.mark.ledger("F2")
 def test_the_policy_stops_what_would_get_through(live):
-    """Were markup ever made of a text, the page's policy would not run it, nor let it reach another machine."""
+    """If a text ever became markup, the policy would neither run it nor let it reach another machine."""
     seen = live("classifier")
     said = seen.page.evaluate(
         """async () => {

@@ -1,4 +1,4 @@
-"""What the page shows against what `inside` computes for the same input, number by number, for every family."""
+"""Compare what the page shows with what `inside` computes for the same input, number by number."""
 
 import io
 import re
@@ -131,7 +131,7 @@ def test_flow(live, family):
 
 @pytest.mark.ledger("K2")
 def test_attention(live, family):
-    """Every pixel of a head is its weight's colour; thumbnails say each head's entropy; chips say where a token looks."""
+    """Each pixel of a head has its weight's colour; thumbnails show entropy; chips show where tokens look."""
     watched, prepared, given = shown(live, family)
     maps = attention(prepared.m, *given, budget=None)
     for kind in dict.fromkeys(each.kind for each in maps.maps):
@@ -165,13 +165,17 @@ def test_attention(live, family):
 
 
 def off_by(watched, pattern) -> float:
-    """How far the enlarged heat map's colours are from those of a pattern, as a weight; half a level of 255 is 1/510."""
+    """Return how far the enlarged heat map's colours are from those of a pattern, as a weight.
+
+    Half a level of 255 is 1/510.
+    """
     shades = watched.page.evaluate(
         """async () => {
           const { amountTable } = await import("/colour.js");
           const canvas = document.querySelector("#attention-large canvas.heat");
           const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-          return { table: Array.from(amountTable()), pixels: Array.from(data), shape: [canvas.height, canvas.width] };
+          const shape = [canvas.height, canvas.width];
+          return { table: Array.from(amountTable()), pixels: Array.from(data), shape };
         }"""
     )
     table = np.array(shades["table"]).reshape(256, 3)
@@ -217,7 +221,7 @@ def test_lens(live, family):
 
 @pytest.mark.ledger("F2")
 def test_next(live, family):
-    """Probabilities of what comes next, at every column, and where they are known to the tokens that follow."""
+    """Check the probabilities of what comes next at every column, and of the tokens that follow if known."""
     watched, prepared, _ = shown(live, family)
     scores, column = scores_of(prepared), column_of(family, prepared)
     watched.look("next", "#next-table tbody tr")
@@ -228,7 +232,8 @@ def test_next(live, family):
         best = probabilities.topk(min(20, len(probabilities)))
         wanted = ",".join(map(str, best.indices.tolist()))
         watched.wait(
-            "wanted => [...document.querySelectorAll('#next-table tbody tr')].map((row) => row.dataset.id).join() === wanted",
+            "wanted => [...document.querySelectorAll('#next-table tbody tr')]"
+            ".map((row) => row.dataset.id).join() === wanted",
             wanted,
         )
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(

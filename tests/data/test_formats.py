@@ -244,7 +244,7 @@ def test_lowering_a_context_keeps_the_answer_in_place(tmp_path):
     assert row.context[row.start :] == "ada" == row.answer
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 def idx(array: np.ndarray) -> bytes:

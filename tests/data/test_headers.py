@@ -108,7 +108,9 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
     apart = open_data(DataPlan(paths=(paths[0],), validation=(paths[1],)))
     assert {(row.text, row.label) for row in (*apart.train, *apart.validation)} == set(FILMS)
     for corpus in (together, apart):
-        assert f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.notes
+        assert (
+            f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.notes
+        )
 
 
 def test_another_header_is_refused_not_read_as_an_example(tmp_path):

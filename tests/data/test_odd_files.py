@@ -1,4 +1,4 @@
-"""Files as people really have them: blank ones among others, links, old names, odd white space, deep pictures."""
+"""Read files as people have them: blank ones among others, links, old names, odd spaces, deep pictures."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_text_of_unknown_words_has_nothing_to_guess(tmp_path):
         batches_of("mlm", tmp_path, training=False, corpus=corpus)
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_sixteen_bits_keep_their_shades(tmp_path):

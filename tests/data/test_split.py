@@ -77,7 +77,7 @@ def test_rare_labels_train(tmp_path):
     assert {row.label for row in corpus.validation} <= known
 
 
-# Text -------------------------------------------------------------------------------------------------------------------
+# Text -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -148,7 +148,7 @@ def test_validation_files_are_left_out_of_a_folder(tmp_path):
     assert "1 validation file left out of training" in corpus.notes
 
 
-# Fingerprints -----------------------------------------------------------------------------------------------------------
+# Fingerprints -----------------------------------------------------------------------------------------------
 
 
 def test_the_fingerprint_follows_content_and_settings(tmp_path):
@@ -198,7 +198,7 @@ def test_the_fingerprint_follows_the_class_of_a_picture(tmp_path):
     assert opened(tmp_path).fingerprint != before
 
 
-# Memory -----------------------------------------------------------------------------------------------------------------
+# Memory -----------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import resource, sys

@@ -1,7 +1,8 @@
 """The equality matrix: every way to put the parts together, held against every way to run them.
 
-family x positions x norm x norm position x key/value heads x feed-forward x window. One test per family, positions and
-norm position; the table at the end of the run shows the largest difference that each check saw in it.
+family x positions x norm x norm position x key/value heads x feed-forward x window. One test per family,
+positions and norm position; the table at the end of the run shows the largest difference that each check saw
+in it.
 """
 
 from __future__ import annotations
@@ -70,9 +71,8 @@ class Case:
     def backward(self) -> None:
         """Every parameter learns, on both kernels alike."""
         generator = torch.Generator().manual_seed(3)
-        weights = torch.randn(2, T, V, generator=generator) / (
-            2 * T * V**0.5
-        )  # as steep as a mean cross-entropy
+        # Gradients are as steep as those of a mean cross-entropy.
+        weights = torch.randn(2, T, V, generator=generator) / (2 * T * V**0.5)
         found = {}
         for kernel in ("eager", "fused"):
             with ch.attending(self.model, kernel):
@@ -148,7 +148,7 @@ def test_matrix(family, positions, place, differences):
 
 
 def test_the_matrix_can_fail():
-    """The weights are large enough that a forgotten mask, or a wrong position, is far outside the tolerance."""
+    """Weights are so large that a forgotten mask or a wrong position is far outside the tolerance."""
     for family in ("encoder", "decoder"):
         model = build(family=family, positions="rope")
         ids, mask = pad(some_ids(), "left")

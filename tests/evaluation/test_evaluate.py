@@ -1,4 +1,7 @@
-"""`evaluate`: its losses are transformers' and a plain loop's, its figures are those counted by hand, every example counts once."""
+"""`evaluate`: losses equal transformers' and a plain loop's, figures equal hand counts.
+
+Every example counts once.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-# Text -----------------------------------------------------------------------------------------------------------------
+# Text -------------------------------------------------------------------------------------------------------
 
 
 def test_text_has_the_loss_of_transformers_and_of_a_plain_loop(tmp_path, gpt2):
@@ -172,7 +175,7 @@ def test_masked_text(tmp_path):
     assert ch.evaluate(m, data, seed=1).metrics["loss"] != found.metrics["loss"]
 
 
-# Pairs ----------------------------------------------------------------------------------------------------------------
+# Pairs ------------------------------------------------------------------------------------------------------
 
 
 def pairs(count: int) -> list[tuple[str, str]]:
@@ -286,7 +289,7 @@ def test_figures_of_texts_by_hand():
     )
 
 
-# Classes, tags, answers, pictures -------------------------------------------------------------------------------------
+# Classes, tags, answers, pictures ---------------------------------------------------------------------------
 
 
 def test_classes_by_hand_and_by_transformers(tmp_path):
@@ -337,9 +340,8 @@ def test_tags_by_hand(tmp_path):
     folder = saved(tmp_path / "model", "BertForTokenClassification", positions=24, **names)
     m = ch.load(folder)
     draw = random.Random(9)
-    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [
-        draw.choices(WORDS, k=60)
-    ]  # the last is cut
+    # The last sentence is so long that it is cut.
+    sentences = [draw.choices(WORDS, k=draw.randint(1, 8)) for _ in range(15)] + [draw.choices(WORDS, k=60)]
     tags = [[draw.choice(LABELS) for _ in row] for row in sentences]
     blocks = ["".join(f"{word}\t{tag}\n" for word, tag in zip(*both)) for both in zip(sentences, tags)]
     data = write(tmp_path / "data.conll", blocks)
@@ -445,7 +447,7 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
             assert seen.losses[row] == pytest.approx(float(batch_loss(model, alone)[0]), rel=1e-5)
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,8 @@ def test_a_runs_own_recipe_says_how_to_read(tmp_path):
     checkpoint = run / "checkpoints" / "step-10"
     checkpoint.mkdir(parents=True)
     (run / "train.toml").write_text(
-        '[data]\npaths = ["gone.tsv"]\nlowercase = true\nvalidation = ["gone"]\nbatch_size = 7\n[data.columns]\ntext = "review"\n'
+        '[data]\npaths = ["gone.tsv"]\nlowercase = true\nvalidation = ["gone"]\nbatch_size = 7\n'
+        '[data.columns]\ntext = "review"\n'
     )
     (run / "best").symlink_to(checkpoint, target_is_directory=True)
     for folder in (run, checkpoint, run / "best"):

@@ -122,9 +122,8 @@ def test_edit_distance_is_the_recursive_definition():
 
 def test_error_rates():
     assert METRICS["word_error"](["the cat sat"], ["the cat sat down"]) == pytest.approx(1 / 4)
-    assert METRICS["word_error"](["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx(
-        (1 + 1) / (3 + 2)
-    )  # the better reference
+    # The better reference counts.
+    assert METRICS["word_error"](["a b c", "x"], [["a", "a b d"], "x y"]) == pytest.approx((1 + 1) / (3 + 2))
     assert METRICS["token_error"]([[1, 2, 3]], [[[1, 3], [9]]]) == pytest.approx(1 / 2)
 
 
@@ -227,7 +226,7 @@ def correlation(sums: np.ndarray) -> float:
 
 
 def test_a_new_metric_is_two_small_functions():
-    """Pearson's correlation of numbers, which no metric that comes along is like: value and interval follow."""
+    """Add Pearson's correlation, which is like no built-in metric, and get value and interval."""
     pearson = Metric(
         lambda said, meant: np.array([(1, a, b, a * a, b * b, a * b) for a, b in zip(said, meant)]),
         correlation,

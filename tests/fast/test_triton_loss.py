@@ -33,8 +33,7 @@ def test_loss_and_gradient_equal_those_in_float64(dtype, tolerance, vocab_size, 
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     (loss / 3).backward(retain_graph=True)
     (wanted / 3).backward()
-    assert (
-        scores.grad - exact.grad
-    ).abs().max() <= tolerance * exact.grad.abs().max()  # the rounding of the type
+    # They differ by the rounding of the type.
+    assert (scores.grad - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
     with pytest.raises(RuntimeError, match="spent"):
         torch.autograd.grad(loss, scores)

@@ -1,6 +1,7 @@
 """Faults as ports of models really have them, each planted by one function.
 
-Those of `code` take pytest's monkeypatch before a model is built; those of `weights` take the model too, once it is there.
+Those of `code` take pytest's monkeypatch before a model is built; those of `weights` take the model too, once
+it is there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def built_with(monkeypatch, kind: type, change: Callable) -> None:
     monkeypatch.setattr(kind, "__init__", build)
 
 
-# The seven ------------------------------------------------------------------------------------------------------------
+# The seven --------------------------------------------------------------------------------------------------
 
 
 @code
@@ -81,9 +82,8 @@ def _shifted(monkeypatch, applies, shift):
             return right(queries, keys, causal=causal, window=window, prefix=prefix)
         mask, _ = right(queries, keys, window=window)
         here, there = queries.order[:, :, None], keys.order[:, None, :]
-        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[
-            :, None
-        ]  # the first token would else see nothing
+        # Otherwise the first token would see nothing.
+        seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[:, None]
         return (seen if mask is None else seen & mask), False
 
     monkeypatch.setattr(stack, "compose", compose)
@@ -168,7 +168,9 @@ def untied_when_loaded(monkeypatch, model):
 def dropout(monkeypatch):
     """Dropout on what a sublayer adds, in evaluation too."""
     right = block.Residual.add
-    monkeypatch.setattr(block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap))
+    monkeypatch.setattr(
+        block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap)
+    )
 
 
 @code
@@ -183,7 +185,7 @@ def head_repeat(monkeypatch):
         monkeypatch.setitem(KERNELS, name, functools.partial(wrong, kernel))
 
 
-# Others of the model --------------------------------------------------------------------------------------------------
+# Others of the model ----------------------------------------------------------------------------------------
 
 
 @code
@@ -203,7 +205,9 @@ def position_offset(monkeypatch):
     """Learned positions begin one row late."""
     right = positions.LearnedPositions.embed
     monkeypatch.setattr(
-        positions.LearnedPositions, "embed", lambda self, where, dtype, tap: right(self, where + 1, dtype, tap)
+        positions.LearnedPositions,
+        "embed",
+        lambda self, where, dtype, tap: right(self, where + 1, dtype, tap),
     )
 
 
@@ -305,7 +309,7 @@ def ring_forgets(monkeypatch):
     monkeypatch.setattr(window_cache.RingKeys, "update", update)
 
 
-# Of what is done with a model -----------------------------------------------------------------------------------------
+# Of what is done with a model -------------------------------------------------------------------------------
 
 
 @code

@@ -106,7 +106,7 @@ def test_every_plant_has_a_case():
 
 
 def test_a_fault_too_small_for_the_weights_is_seen_in_a_copy(monkeypatch):
-    """Where weights are tame both formulas of GELU say the same; where activations are large eps is lost beside them."""
+    """Tame weights hide which formula of GELU is used; large activations hide eps."""
     with monkeypatch.context() as patched:
         PLANTS["activation"][0](patched)
         assert failed(ch.Transformer(ch.preset("micro-decoder"))) == CODE - {"model = formula"}

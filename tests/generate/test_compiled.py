@@ -161,9 +161,8 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
             same(decode_compiled(model, asking(4), given, steps=steps), decode(model, asking(4), given))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            decode_compiled(
-                model, Request(max_new_tokens=4), given, steps=steps
-            )  # nobody asked, so nothing is said
+            # Nobody asked for compilation, so nothing is said.
+            decode_compiled(model, Request(max_new_tokens=4), given, steps=steps)
 
 
 def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch):

@@ -238,9 +238,8 @@ def test_tokens_that_stop(byte_tokenizer):
         assert "\n" not in str(error.value)
     with pytest.raises(ch.InputError, match="stop_ids"):
         decoded(m.model, [[1]], 4, Ends(frozenset([V])))
-    m.special = {
-        "eos": V + 5
-    }  # of the checkpoint's own stops, those that cannot come are no reason to refuse
+    # Of the checkpoint's own stops, those that cannot come are no reason to refuse.
+    m.special = {"eos": V + 5}
     assert m.generate([1, 2, 3], 30).ids == whole.ids
 
 
@@ -295,21 +294,14 @@ def test_a_common_beginning_is_read_once(shape, options, monkeypatch):
     made: list[ch.Generation] = []
     read = counting.of(lambda: made.append(m.generate(longer, 10, reuse=True, **options)))
     assert made[0].ids == fresh.generate(longer, 10, **options).ids
-    assert (
-        read < len(longer) if "lookup" in options else read == 4 + 9
-    )  # what is new, and the last token said
-    for again in (
-        longer,
-        prompt[:20],
-        [*prompt[:20], *other],
-        other,
-        [prompt[0]],
-    ):  # the same, shorter, other ways to go on
+    # Read what is new, and the last token said.
+    assert read < len(longer) if "lookup" in options else read == 4 + 9
+    # Ask for the same, for a shorter one, and for other ways to go on.
+    for again in (longer, prompt[:20], [*prompt[:20], *other], other, [prompt[0]]):
         assert m.generate(again, 10, reuse=True, **options).ids == fresh.generate(again, 10, **options).ids
     if not options:
-        assert (
-            counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 39
-        )  # of the last prompt, one token is the same
+        # Of the last prompt, one token is the same.
+        assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 39
         assert counting.of(lambda: m.generate(prompt, 1, reuse=True)) == 1
 
 

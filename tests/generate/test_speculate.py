@@ -108,9 +108,8 @@ def test_accepted_and_replaced_guesses_follow_p(options):
     assert fits(chosen, p)
     assert abs(kept.double().mean() - torch.minimum(p, q).sum()) < 0.006  # as many are kept as can be
     assert not fits(guessed, p)
-    assert not fits(
-        torch.where(kept, guessed, draw(many_p, spare)), p
-    )  # replaced from p, not from what is left of it
+    # Here guesses are replaced from p, not from what is left of it.
+    assert not fits(torch.where(kept, guessed, draw(many_p, spare)), p)
     again = uniform < p.gather(0, guessed)  # kept with probability p, not p / q
     assert not fits(torch.where(again, guessed, draw((many_p - many_q).clamp(min=0), spare)), p)
 
@@ -193,11 +192,8 @@ def test_lookup_guesses_what_came_before():
     lookup = Lookup(4)
     assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3], 10, none).tokens == [4, 9, 1, 2]
     assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7], 10, none).tokens == []
-    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [
-        7,
-        7,
-        7,
-    ]  # past its end it goes on with itself
+    # Past its end it goes on with itself.
+    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [7, 7, 7]
     assert Lookup(2, before=[5, 6, 7, 8]).guess([5, 6], 10, none).tokens == [7, 8]
 
 

@@ -138,9 +138,8 @@ def test_any_text(kind, text):
     ids = KINDS[kind].encode(text).ids
     pieces, stream = streamed(kind, ids)
     assert "".join(pieces) == stream.text == KINDS[kind].decode(ids)
-    assert (
-        "\ufffd" in text or kind != "byte level" or not any("\ufffd" in piece for piece in pieces)
-    )  # whole characters only
+    # Whole characters only.
+    assert "\ufffd" in text or kind != "byte level" or not any("\ufffd" in piece for piece in pieces)
 
 
 @pytest.mark.ledger("G4")
@@ -182,9 +181,8 @@ def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
 def test_no_part_of_a_stop_string_gets_out(kind, text, extra, stop):
     ids = KINDS[kind].encode(text + stop[0] + extra).ids
     pieces, stream = streamed(kind, ids, stop=tuple(stop))
-    heard = (
-        KINDS[kind].decode(ids[:count]) for count in range(1, len(ids) + 1)
-    )  # the row ends with the token that completes a stop
+    # The row ends with the token that completes a stop.
+    heard = (KINDS[kind].decode(ids[:count]) for count in range(1, len(ids) + 1))
     cuts = next(cuts for said in heard if (cuts := [said.find(one) for one in stop if one in said]))
     said = KINDS[kind].decode(ids)
     assert "".join(pieces) == stream.text == said[: min(cuts)]

@@ -13,7 +13,11 @@ import clearhead as ch
 
 
 class Replay:
-    """`chained`: from what was recomputed, so that errors would add up; otherwise from what the trace recorded."""
+    """Recompute a trace step by step.
+
+    `chained` computes from what was recomputed, so that errors would add up; otherwise from what was
+    recorded.
+    """
 
     def __init__(self, model: ch.Transformer, trace: ch.Trace, chained: bool) -> None:
         self.config, self.trace, self.chained = model.config, trace, chained
@@ -24,7 +28,10 @@ class Replay:
         self.memory = torch.empty(0)
 
     def run(self) -> dict[str, float]:
-        """The largest difference of each step, relative to its largest value where that is above 1; hidden scores are no values."""
+        """Return the largest difference of each step, relative to its largest value where that is above 1.
+
+        Hidden scores do not count as values.
+        """
         differences = {}
         for step in self.trace.steps:
             value = self.compute(step.name)

@@ -1,4 +1,4 @@
-"""Ablation against models whose weights are set to zero by hand, means against plain loops, gradients against differences."""
+"""Compare ablation with weights set to zero by hand, means with plain loops, gradients with differences."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def silenced(model: ch.Transformer, *modules: str) -> ch.Transformer:
 @pytest.mark.ledger("K7")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ablated_equals_weights_of_zero(name, differences):
-    """A head without its columns of `out`; a feed-forward and a layer without the weights that give their answers."""
+    """Zero a head's columns of `out`, or the weights that give the answers of a feed-forward or a layer."""
     model = build(**LAYOUTS[name])
     inputs, stack = given(model), "decoder"
     without = silenced(model)
@@ -222,7 +222,7 @@ def precise(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-# Importance -----------------------------------------------------------------------------------------------------------
+# Importance -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")
@@ -286,7 +286,7 @@ def test_importance_does_not_depend_on_the_batches_and_leaves_no_gradient():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-# One text -------------------------------------------------------------------------------------------------------------
+# One text ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")
@@ -323,7 +323,7 @@ def test_effect_on_two_stacks_and_on_classes():
         effect(build(family="encoder", head="none"), [3, 4], heads=["0.0"])
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("K7")

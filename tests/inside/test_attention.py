@@ -1,4 +1,4 @@
-"""Attention maps: what they hold, cells of long inputs, entropy, rollout, streaming to disk, files, pictures, the command."""
+"""Attention maps: cells of long inputs, entropy, rollout, streaming to disk, files, pictures, the command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def both() -> ch.Transformer:
     return build(family="encoder-decoder", n_encoder_layers=3, n_encoder_heads=2)
 
 
-# What is recorded -----------------------------------------------------------------------------------------------------
+# What is recorded -------------------------------------------------------------------------------------------
 
 
 def test_every_kind_has_its_patterns_and_labels(both: ch.Transformer) -> None:
@@ -130,7 +130,7 @@ def test_an_edit_around_it_is_seen() -> None:
         assert (attention(model, IDS, layers=[0]).maps[0].pattern == 0.25).all()
 
 
-# Cells ----------------------------------------------------------------------------------------------------------------
+# Cells ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_cells_of_uneven_sides() -> None:
     assert worst(small[:, 0, 1], pattern[:, :3, 2:4].sum(-1).mean(-1)) <= 1e-6
 
 
-# Entropy --------------------------------------------------------------------------------------------------------------
+# Entropy ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
@@ -216,7 +216,7 @@ def test_the_strongest_link_is_one_of_choice() -> None:
     assert attention(build(), IDS[:1]).head("0.0").strongest.weight == 1
 
 
-# Rollout --------------------------------------------------------------------------------------------------------------
+# Rollout ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("residual", [0.5, 0.0, 0.8])
@@ -250,7 +250,7 @@ def test_rollout_says_what_it_cannot_follow(both: ch.Transformer) -> None:
         attention(build(), IDS, layers=[1]).rollout()
 
 
-# Disk -----------------------------------------------------------------------------------------------------------------
+# Disk -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [None, 9])
@@ -309,7 +309,7 @@ def test_files_hold_every_number(both: ch.Transformer, tmp_path: Path) -> None:
         maps.save(tmp_path / "maps.csv")
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_what_was_not_recorded_is_named() -> None:
         maps.entropy("cross")
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 def labels_of(ticks: list) -> list[str]:
@@ -369,12 +369,11 @@ def test_pictures_have_labels_and_a_named_scale(both: ch.Transformer, tmp_path: 
     for number, figure in enumerate((one, layer, model, entropy, rollout)):
         save(figure, tmp_path / f"{number}.svg")
     picture = model.axes[0].images[0].get_array()
-    assert np.array_equal(
-        picture[10:19, 16:23], maps.layer(1, "cross").pattern[2]
-    )  # second row, third column
+    # Second row, third column.
+    assert np.array_equal(picture[10:19, 16:23], maps.layer(1, "cross").pattern[2])
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -428,9 +427,8 @@ def test_the_command_writes_json_and_files(
     )
     body = json.loads(capsys.readouterr().out)
     assert [one["head"] for one in body["heads"]] == ["1.2"]
-    assert (
-        np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
-    )  # layer 0 is fused here
+    # Layer 0 is fused here.
+    assert np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
     assert body["plot"].endswith("h.png") and (tmp_path / "h.png").stat().st_size > 5000
     assert set(np.load(tmp_path / "h.npz")) == {
         "aggregated",

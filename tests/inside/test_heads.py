@@ -1,4 +1,4 @@
-"""Head roles: planted heads are recognised, scores equal slow loops, induction is learned with two layers and not with one."""
+"""Head roles: planted heads are recognised, scores equal slow loops, induction takes two layers to learn."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ from tests.tokens.toys import trained
 
 pytestmark = pytest.mark.ledger("K3")
 
-ROWS = [
-    [1, 5, 3, 5, 2, 7, 1, 9, 3],
-    [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6],
-    [0, 3, 0, 7, 9, 9, 1, 2],
-]  # of different lengths
+# Rows of different lengths.
+ROWS = [[1, 5, 3, 5, 2, 7, 1, 9, 3], [4, 4, 8, 2, 6, 11, 8, 2, 10, 12, 6], [0, 3, 0, 7, 9, 9, 1, 2]]
 
 
 def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Model:
@@ -42,7 +39,7 @@ def with_tokenizer(model: ch.Transformer, kind: str = "byte") -> Model:
     return Model(model, trained(kind, "mlm" if model.config.family == "encoder" else "lm"))
 
 
-# Planted heads ------------------------------------------------------------------------------------------------------------
+# Planted heads ----------------------------------------------------------------------------------------------
 
 
 def spread(wanted: Tensor, allowed: Tensor) -> Tensor:
@@ -77,7 +74,8 @@ def test_planted_heads_are_recognised(family: str) -> None:
         allowed = torch.ones_like(gap, dtype=torch.bool) if family == "encoder" else gap <= 0
         rarest = min(range(len(ids)), key=lambda place: (counts[int(ids[place])], -int(ids[place])))
         wanted = {
-            "previous": gap == -1, "next": gap == 1, "first": at[None] == 0, "same": (ids[:, None] == ids[None]) & (gap != 0),
+            "previous": gap == -1, "next": gap == 1, "first": at[None] == 0,
+            "same": (ids[:, None] == ids[None]) & (gap != 0),
             "uniform": allowed, "itself": gap == 0, "position": gap == -3, "rare": at[None] == rarest,
         }  # fmt: skip
         return torch.stack([spread(wanted[role].expand(len(ids), len(ids)), allowed) for role in planted])[
@@ -116,7 +114,7 @@ def test_a_local_head_and_a_sink_on_separators() -> None:
     assert found.roles == ("local", "separator")
 
 
-# Scores against loops -----------------------------------------------------------------------------------------------------
+# Scores against loops ---------------------------------------------------------------------------------------
 
 
 def slow(
@@ -225,13 +223,13 @@ def test_every_family_has_a_row_for_every_head(changes: dict) -> None:
         found.named("prevous")
 
 
-# Induction ----------------------------------------------------------------------------------------------------------------
+# Induction --------------------------------------------------------------------------------------------------
 
 
 def repeats(
     generator: torch.Generator, rows: int = 32, length: int = 24, tokens: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """Sequences [B, T + 1] that repeat themselves after 4 to 12 tokens, and where [B, T] that has been seen."""
+    """Return sequences [B, T + 1] that repeat after 4 to 12 tokens, and where [B, T] they repeat."""
     period = torch.randint(4, 13, (rows, 1), generator=generator)
     at = torch.arange(length + 1)
     copy = torch.rand(rows, tokens, generator=generator).argsort(1)
@@ -271,7 +269,7 @@ def trained_on_repeats(n_layers: int, seed: int, steps: int = 350) -> ch.Transfo
 def test_two_layers_learn_induction_and_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To find what came after a token, its keys must know what stood before them: that takes an earlier layer."""
+    """To find what came after a token, keys must know what stood before them: that takes two layers."""
     found: dict[int, HeadRoles] = {}
     for n_layers in (1, 2):
         model = trained_on_repeats(n_layers, seed=1)
@@ -302,7 +300,7 @@ def test_a_look_back_at_a_fixed_distance_is_no_induction() -> None:
         assert head_roles(model).scores["induction"].max() < CLEAR
 
 
-# Syntax -------------------------------------------------------------------------------------------------------------------
+# Syntax -----------------------------------------------------------------------------------------------------
 
 
 def slow_syntax(m: Model, sentences: list[Sentence], kind: str) -> dict[tuple[str, str, str], int]:
@@ -414,7 +412,7 @@ def test_what_syntax_cannot_do_is_said() -> None:
         syntax(m, some_trees(2)).best("dett")
 
 
-# Alignments ---------------------------------------------------------------------------------------------------------------
+# Alignments -------------------------------------------------------------------------------------------------
 
 
 def test_the_head_that_was_planted_agrees_best() -> None:
@@ -432,9 +430,8 @@ def test_the_head_that_was_planted_agrees_best() -> None:
         best = agreement(m, [example]).ranking()[0]
     assert (best["head"], best["direction"], best["accuracy"]) == ("1.2", "first to second", 1.0)
     assert best["attention"] == pytest.approx(1.0)
-    in_tokens = Aligned(
-        text, example.pairs, unit="tokens"
-    )  # a byte is a token, and nothing stands before them
+    # A byte is a token, and no token stands before the bytes.
+    in_tokens = Aligned(text, example.pairs, unit="tokens")
     assert agreement(m, [in_tokens]).to_dict() == agreement(m, [example]).to_dict()
 
 
@@ -444,9 +441,8 @@ def test_cross_attention_is_asked_where_a_token_is_written() -> None:
     def plant(x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 3] = 0.0
-        x[:, 3, 0, 4] = x[:, 3, 1, 4] = (
-            1.0  # while "ab" is written: its first letter from the start, its second from the first
-        )
+        # While "ab" is written: its first letter from the start, its second from the first.
+        x[:, 3, 0, 4] = x[:, 3, 1, 4] = 1.0
         return x
 
     with ch.edit(m.model, {"blocks.0.cross.pattern": plant}):
@@ -471,7 +467,7 @@ def test_a_fault_in_an_alignment_is_one_line(tmp_path: Path) -> None:
         agreement(with_tokenizer(build(vocab_size=300)), [Aligned("a", (((0, 1), (0, 1)),), target="b")])
 
 
-# The command --------------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------------------------------------
 
 
 def test_the_command_says_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,11 +174,8 @@ def test_columns_and_choices_of_each_head():
     assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [
         token for token in IDS if token != IDS[2]
     ]
-    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (
-        3,
-        2 * V,
-        V,
-    )  # more than one piece of columns, all choices
+    # Ask for more than one piece of columns, and for all choices.
+    assert lens(build(), list(range(V)) * 2, top=99).top.shape == (3, 2 * V, V)
     for head in ("embedding", "none"):
         with pytest.raises(ch.InputError, match="gives vectors, not choices"):
             lens(build(family="encoder", head=head), IDS)
@@ -219,7 +216,7 @@ def test_contributions_name_the_logit_of_the_model():
 
 
 def frozen_run(model: ch.Transformer, run, sizes: dict[nn.Module, torch.Tensor] | None):
-    """Run with the norms held at `sizes`, or, with None, as they are; the logits, and the sizes that the norms had."""
+    """Run with norms held at `sizes`, or as they are with None. Return the logits and the norms' sizes."""
     seen, hooks = {}, []
 
     def hook(norm, given, _):
@@ -245,7 +242,7 @@ def frozen_run(model: ch.Transformer, run, sizes: dict[nn.Module, torch.Tensor] 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_a_head_is_what_is_missing_without_it(family, place):
-    """A slow reference: the model run with frozen norms and with every other sublayer's answer held, one head's z at zero."""
+    """Compute slowly: run with frozen norms and every other sublayer's answer held, one head's z at zero."""
     if family == "encoder-decoder" and "parallel" in place:
         pytest.skip("no place for cross-attention")
     model = build(family=family, n_kv_heads=2, residual_scale=0.7, **PLACES[place]).double()

@@ -1,4 +1,7 @@
-"""Neurons as memories: a running top equals a sort of all activations, promoted tokens a float64 loop, a planted neuron is found."""
+"""Neurons as memories: a running top equals a full sort, promoted tokens equal a float64 loop.
+
+A planted neuron is found.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def texts_for(model: ch.Transformer, count: int = 7) -> list:
 
 
 def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple[int, int], np.ndarray]:
-    """By text and place, one row at a time, no padding: what each neuron did. Experts by a loop over tokens."""
+    """Return what each neuron did by text and place, one row at a time, no padding; experts by a loop."""
     seen: dict[tuple[int, int], np.ndarray] = {}
     expert = int(tap.split(".")[-2]) if "experts" in tap else None
     router = tap.split(".experts")[0] + ".router"
@@ -120,7 +123,7 @@ def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypat
 
 
 def by_hand(model: ch.Transformer, layer: int, unit: int) -> np.ndarray:
-    """Scores of all tokens, in float64: a column of `down` through the linear part of each norm on its way."""
+    """Score all tokens in float64: a column of `down` through the linear part of each norm on its way."""
 
     def array(tensor):
         return tensor.detach().numpy().astype(np.float64)

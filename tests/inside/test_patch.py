@@ -1,4 +1,4 @@
-"""Activation patching: batches against one run at a time, whole layers against the clean run, a circuit planted by hand."""
+"""Activation patching: batches equal single runs, whole layers the clean run; a planted circuit is found."""
 
 from __future__ import annotations
 
@@ -132,9 +132,8 @@ def test_the_end_of_the_last_token_is_the_whole_answer(kind):
     clean, corrupt, more = prompts(model.config)
     found = patch(model, clean, corrupt, parts=("residual",), **more)
     values = found.maps[-1].values
-    assert float(values[-1, -1]) == pytest.approx(
-        1, abs=1e-4
-    )  # scores are kept in float32, and the two runs differ by little
+    # Scores are kept in float32, and the two runs differ by little.
+    assert float(values[-1, -1]) == pytest.approx(1, abs=1e-4)
     assert values[-1, :-1].abs().max() < 1e-4
     position = patch(model, clean, corrupt, parts=("residual",), position=1, **more).maps[-1].values
     assert float(position[-1, 1]) == pytest.approx(1, abs=1e-4) and position[-1, 2:].abs().max() < 1e-4
@@ -144,7 +143,7 @@ WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
 
 
 def planted() -> ch.Model:
-    """Head 0.0 looks at all words alike and turns "cat" into "meow", "dog" into "woof"; nothing else does anything."""
+    """Make head 0.0 look at all words alike and turn "cat" to "meow", "dog" to "woof"; all else is idle."""
     config = ch.ModelConfig(
         vocab_size=6,
         d_model=8,

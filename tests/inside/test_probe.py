@@ -1,4 +1,7 @@
-"""Probes: planted labels are found where they are and not before, the control task knows types alone, the sides are apart."""
+"""Probes: planted labels are found where they are and not before; the control task knows types alone.
+
+The two sides are kept apart.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def sentences(count: int, seed: int = 0, length: int = 6, labels: str = "XYZ") -
     return rows
 
 
-# Planted information ----------------------------------------------------------------------------------------------------
+# Planted information ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
@@ -111,7 +114,7 @@ def test_the_type_of_a_word_is_read_off_the_embedding_and_capitals_are_one_type_
     assert found.majority == pytest.approx(4 / 7)
 
 
-# States -----------------------------------------------------------------------------------------------------------------
+# States -----------------------------------------------------------------------------------------------------
 
 
 def one_by_one(m: ch.Model, row: Tagged, pool: str, prefix: str, **given) -> torch.Tensor:
@@ -190,7 +193,7 @@ def test_words_beyond_the_model_s_length_are_left_out_and_said() -> None:
     assert any("without a token" in line for line in found.said)
 
 
-# The parts --------------------------------------------------------------------------------------------------------------
+# The parts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("classes", [2, 4])
@@ -283,7 +286,7 @@ def test_labels_unknown_to_training_have_no_number() -> None:
     assert numbered(["a", "c", "b"], ["a", "b"]).tolist() == [0, -1, 1]
 
 
-# Data -------------------------------------------------------------------------------------------------------------------
+# Data -------------------------------------------------------------------------------------------------------
 
 
 def keys(items: list[ProbeItem]) -> set[int]:
@@ -412,7 +415,7 @@ def test_images_by_class() -> None:
         probe(model, sentences(10))
 
 
-# Wrong input ------------------------------------------------------------------------------------------------------------
+# Wrong input ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -459,13 +462,15 @@ def test_without_scikit_learn_one_line_names_the_extra(monkeypatch) -> None:
         probe(loaded(), sentences(9))
 
 
-# The command and the picture --------------------------------------------------------------------------------------------
+# The command and the picture --------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
-    data.write_text("\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20)))
+    data.write_text(
+        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
+    )
     main(
         [
             "probe",

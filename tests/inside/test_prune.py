@@ -1,4 +1,4 @@
-"""Pruned equals masked, on every kind of attention; smaller checkpoints reload, export and train on; the curve."""
+"""Pruned equals masked for all kinds of attention; small checkpoints reload, export, train on; the curve."""
 
 import dataclasses
 import json
@@ -141,7 +141,10 @@ def test_a_smaller_checkpoint_reloads_bit_for_bit(name, tmp_path):
 
 @pytest.mark.ledger("K7")
 def test_fewer_heads_in_all_layers_load_in_transformers(tmp_path, differences):
-    """An architecture that states the width of its heads needs no word of pruning; others are saved under clearhead's own names."""
+    """Fewer heads fit an architecture that states the width of its heads.
+
+    Others are saved under clearhead's own names.
+    """
     transformers = pytest.importorskip("transformers")
     changes, heads = WHOLE["fewer heads everywhere"]
     smaller = prune(build(**changes), heads)
@@ -219,7 +222,7 @@ def test_what_counts_least_goes_and_each_layer_keeps_one():
         least(shape, numbers, 0)
 
 
-# The curve ------------------------------------------------------------------------------------------------------------
+# The curve --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("N6")
@@ -257,7 +260,7 @@ def test_ranking_anew_takes_the_least_of_those_left():
         assert abs(curve.loss[place + 1] - losses[heads[place]]) <= TOLERANCE
 
 
-# From a trained model to a pruned one that trains on ------------------------------------------------------------------
+# From a trained model to a pruned one that trains on --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -326,10 +329,6 @@ def test_the_command_prunes_and_the_result_trains_on(trained, capsys):
 def test_a_pruned_copy_keeps_what_belongs_to_the_model(trained):
     m = ch.load(trained / "model")
     smaller = prune(m, ["0.0"])
-    kept = [
-        field.name
-        for field in dataclasses.fields(m)
-        if field.name not in ("model", "folder", "_engine")
-    ]
+    kept = [field.name for field in dataclasses.fields(m) if field.name not in ("model", "folder", "_engine")]
     assert all(getattr(smaller, name) is getattr(m, name) for name in kept)
     assert smaller.classify("good film").label in ("yes", "no")

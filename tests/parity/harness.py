@@ -1,7 +1,8 @@
-"""One harness for every architecture: a random reference model, saved by transformers, must be the same model here.
+"""Check any architecture: a random reference model, saved by transformers, must be the same model here.
 
-Checked: logits (padding on either side), every layer's hidden states, greedy continuation, loss and gradients, the way
-back (transformers opens what clearhead saved, with nothing missing or unexpected), and clearhead to clearhead.
+Checked: logits (padding on either side), every layer's hidden states, greedy continuation, loss and
+gradients, the way back (transformers opens what clearhead saved, with nothing missing or unexpected), and
+clearhead to clearhead.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def compare_gradients(
 
 
 def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
-    """Saved here, opened there with nothing missing or unexpected and the same logits; and opened here bit for bit."""
+    """Save here, open there with nothing missing or unexpected and the same logits; open here bit for bit."""
     ours.save(tmp / "saved")
     again, info = type(model).from_pretrained(
         tmp / "saved", output_loading_info=True, attn_implementation="eager"
@@ -146,7 +147,7 @@ def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, our
     with torch.no_grad():
         close("reference reads it back", theirs_out(again.eval()), theirs_out(model), 1e-6)
         assert torch.equal(ours_out(ch.load(tmp / "saved").model), ours_out(ours.model))
-    # Without the config.json it came with, the config alone must lead to an architecture that computes the same.
+    # Without its config.json, the config alone must lead to an architecture that computes the same.
     fresh = ch.Model(ours.model)
     fresh.save(tmp / "fresh")
     kind = getattr(transformers, read_json(tmp / "fresh" / "config.json")["architectures"][0])

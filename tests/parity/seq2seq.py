@@ -1,7 +1,7 @@
-"""The harness for models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
+"""Check models with an encoder and a decoder: as `harness`, with a source that is padded on either side.
 
-BART and Marian count positions over padding too, so that a row padded on the left is another row to them. There, a row
-padded on the left must be what the reference makes of the row alone.
+BART and Marian count positions over padding too, so that a row padded on the left is another row to them.
+There, a row padded on the left must be what the reference makes of the row alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
     """A random model of this class, with norms, biases and rows of padding random too, saved to `folder`."""
     torch.manual_seed(seed)
     model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
-    # Fresh weights are so small that attention is nearly uniform, or T5's tables so large that each token repeats itself.
+    # Change fresh weights: they are so small that attention is nearly uniform, or T5's tables so large that
+    # each token repeats itself.
     t5 = "t5" in config.model_type
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,7 +46,7 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
 def pair(
     config: transformers.PretrainedConfig, side: str, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source, its mask, target and its mask: rows of several lengths past 32, the target padded on the right."""
+    """Return source, its mask, target, its mask: rows of several lengths past 32, the target padded right."""
     generator = torch.Generator().manual_seed(seed)
     padding = config.pad_token_id or 0
     real = [token for token in range(config.vocab_size) if token != padding]
@@ -86,7 +87,10 @@ def layers(output: Any) -> list[Tensor]:
 def expected(
     model: Any, source: Tensor, source_mask: Tensor, target: Tensor, mask: Tensor, side: str
 ) -> tuple[list[Tensor], Tensor]:
-    """What the reference says at the real tokens, row after row: hidden states, then logits (hidden states of a model without)."""
+    """Return what the reference says at the real tokens, row after row: hidden states, then logits.
+
+    For a model without logits, return its hidden states.
+    """
     if side == "right" or not counts_padding(model):
         out = run(model, source, source_mask, target, mask, output_hidden_states=True)
         masks = [source_mask] * len(out.encoder_hidden_states) + [mask] * len(out.decoder_hidden_states)
@@ -162,7 +166,10 @@ def check_greedy(model: Any, ours: ch.Model) -> None:
 
 @torch.inference_mode()
 def check_without_repeats(model: Any, ours: ch.Model, side: str) -> None:
-    """The same with no token twice and no padding: a random model soon says one word for ever, and that would prove little."""
+    """Check the same with no token twice and no padding.
+
+    A random model soon repeats one word for ever, which would prove little.
+    """
     source, source_mask, _, _ = pair(model.config, side)
 
     def fresh(ids: Tensor, scores: Tensor) -> Tensor:
@@ -191,7 +198,10 @@ def check_loss(model: Any, ours: ch.Model) -> None:
 
 
 def check_saved(model: Any, ours: ch.Model, tmp: Path) -> None:
-    """Saved here, the same there with nothing missing or unexpected, and here bit for bit; with its config.json and a fresh one."""
+    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
+
+    Check both with the config.json it came with and with a fresh one.
+    """
     inputs = pair(model.config, "right")
     source, source_mask, target, mask = inputs
 

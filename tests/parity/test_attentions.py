@@ -1,4 +1,4 @@
-"""Attention patterns against transformers' `output_attentions`: every architecture, every kind, padding on either side."""
+"""Compare attention patterns with transformers' `output_attentions`: all architectures, kinds, paddings."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SHARP = ("query", "key", "q_proj", "k_proj", "qkv", "c_attn", "q_lin", "k_lin")
 
 
 def sharpened(model: Any, folder: Path, factor: float = 6.0) -> Any:
-    """The same with larger queries and keys: fresh ones are so small that every key gets about the same weight."""
+    """Enlarge queries and keys: fresh ones are so small that every key gets about the same weight."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and any(part in name for part in SHARP):
@@ -112,7 +112,7 @@ def compare(
     queries: Tensor | None,
     keys: Tensor | None,
 ) -> None:
-    """At real queries and keys; what stands at padding keys is nothing at all here. Masks are [B, T] and [B, S]."""
+    """Compare at real queries and keys, and expect nothing at padding keys. Masks are [B, T] and [B, S]."""
     assert len(ours) == len(theirs)
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine.shape == wanted.shape

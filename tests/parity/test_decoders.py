@@ -62,7 +62,11 @@ def config_of(kind, options):
 
 
 def check(kind, options, tmp_path, fresh=None, greedy_tokens=30):
-    """All of `check_decoder`; `fresh` names the architecture of the config alone, where another that is asked first says the same."""
+    """Run all of `check_decoder`.
+
+    `fresh` names the architecture that the config alone leads to, where another is asked first and says the
+    same.
+    """
     config = config_of(kind, options)
     model = reference(f"{kind}ForCausalLM", config, tmp_path / "reference")
     check_decoder(model, tmp_path / "reference", tmp_path, greedy_tokens)
@@ -142,11 +146,8 @@ def test_gemma(options, tmp_path):
     check("Gemma", options, tmp_path)
 
 
-TIGHT = {
-    **DEEP,
-    "query_pre_attn_scalar": 1,
-    "attn_logit_softcapping": 0.5,
-}  # so that most scores feel the cap
+# So that most scores feel the cap.
+TIGHT = {**DEEP, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
 
 
 @pytest.mark.ledger("L3")
@@ -243,11 +244,8 @@ def test_keys_of_older_files(kind, options, keys, expected):
     assert {name: getattr(new, name) for name in expected} == expected
 
 
-EVEN = {
-    **ODD,
-    "hidden_size": 40,
-    "intermediate_size": 36,
-}  # the reference's experts want rows of whole 16 bytes
+# The reference's experts want rows of whole 16 bytes.
+EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}
 
 
 @pytest.mark.ledger("L6", "D5")
@@ -307,9 +305,8 @@ def test_phi3_beyond_its_trained_length(factor, tmp_path):
         **factor,
     }
     options = {**GROUPED, "rope_scaling": scaling, "original_max_position_embeddings": 32}
-    check(
-        "Phi3", options, tmp_path, "llama", greedy_tokens=0
-    )  # the reference's cached keys keep the angles of a shorter length
+    # The reference's cached keys keep the angles of a shorter length.
+    check("Phi3", options, tmp_path, "llama", greedy_tokens=0)
 
 
 @options(
@@ -389,7 +386,7 @@ def test_falcon(options, fresh, tmp_path):
     check("Falcon", options, tmp_path, fresh)
 
 
-# Other heads ----------------------------------------------------------------------------------------------------------
+# Other heads ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L2", "L3", "L6")
@@ -472,7 +469,7 @@ def test_base_models(kind, options, tmp_path):
         close(f"{name}, read back", read, theirs, 1e-6)
 
 
-# Files that do not fit ------------------------------------------------------------------------------------------------
+# Files that do not fit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L3", "L6")
@@ -533,7 +530,7 @@ def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):
         ARCHITECTURES[theirs["model_type"]].read(theirs)
 
 
-# Mixture of experts ---------------------------------------------------------------------------------------------------
+# Mixture of experts -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

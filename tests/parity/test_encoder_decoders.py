@@ -178,7 +178,7 @@ def test_t5_encoder_alone(kind, tmp_path):
 
 @pytest.mark.ledger("L4")
 def test_a_file_without_the_bias_on_logits(tmp_path):
-    """BART's bias is a buffer of zeros to most; some files leave it out, and a model trained here need not have one."""
+    """Most BART files hold a bias of zeros; some leave it out, and a model trained here need not have one."""
     config = preset("bart-base").replace(
         vocab_size=61, d_model=24, n_layers=2, n_heads=3, d_ff=40, max_positions=64
     )
@@ -199,7 +199,7 @@ def test_a_file_without_the_bias_on_logits(tmp_path):
 
 @pytest.mark.ledger("L4", "L5")
 def test_older_files(tmp_path):
-    """Every alias of one table in the file; or, from earlier releases, one table beside an output layer of its own."""
+    """Read files with every alias of one table, or, from earlier releases, with a separate output layer."""
     config = transformers.BartConfig(**BART, tie_word_embeddings=False)
     model = reference("BartForConditionalGeneration", config, tmp_path / "reference")
     with torch.no_grad():

@@ -142,7 +142,7 @@ def logits(loaded, model):
 
 @pytest.mark.ledger("L1")
 def test_published_bert_has_old_names_and_tensors_of_other_heads(tmp_path):
-    """As in bert-base-uncased: gamma and beta, position ids, a pooler and a next-sentence head beside the masked one."""
+    """Read names as in bert-base-uncased: gamma and beta, position ids, a pooler and a next-sentence head."""
     model = make("Bert", "ForMaskedLM", SMALL, tmp_path)
     wanted = logits(ch.load(tmp_path), model)
     others = {
@@ -217,7 +217,7 @@ def test_what_is_not_supported_is_named(name, changes, complaint, tmp_path):
 
 @pytest.mark.ledger("L1")
 def test_a_model_no_architecture_is_exactly_keeps_its_own_format(tmp_path):
-    """Segments are part of BERT and RoBERTa, so an encoder without them is one of those only as DistilBERT, whose eps is fixed."""
+    """BERT and RoBERTa have segments; an encoder without them can only be DistilBERT, whose eps is fixed."""
     config = ch.ModelConfig(
         family="encoder",
         vocab_size=31,

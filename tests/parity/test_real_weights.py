@@ -1,6 +1,7 @@
-"""Real trained weights: stories260K beside the repository, and models that come as Python packages (requirements-weights.txt).
+"""Real trained weights: stories260K beside the repository, and models that come as Python packages.
 
-The packages are found on disk and never imported; their pickles are read with `weights_only=True`.
+The packages are listed in requirements-weights.txt. The packages are found on disk and never imported; their
+pickles are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ transformers.logging.set_verbosity_error()
 LOGITS = 1e-4
 
 
-# stories260K (Llama) ----------------------------------------------------------------------------------------------------
+# stories260K (Llama) ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_stories_text(stories: Path, tmp_path: Path) -> None:
     assert (reference.bos_token, reference.eos_token) == ("<s>", "</s>")
 
 
-# MiniLM (BERT sentence encoder) -------------------------------------------------------------------------------------------
+# MiniLM (BERT sentence encoder) -----------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L1", "E1")
@@ -127,7 +128,7 @@ def test_minilm_embeddings_equal_the_reference(
     assert torch.equal(again.embed(sentences[:20]), loaded.embed(sentences[:20]))
 
 
-# rxnfp (BERT of chemistry: masked LM and classifier) -------------------------------------------------------------------------
+# rxnfp (BERT of chemistry: masked LM and classifier) --------------------------------------------------------
 
 
 def compare(loaded: ch.Model, reference: Any, differences: Differences, length: int = 60) -> None:
@@ -175,9 +176,8 @@ def test_rxnfp_masked_language_model(tmp_path: Path, differences: Differences) -
 def test_rxnfp_classifier(tmp_path: Path, differences: Differences) -> None:
     folder = packaged("rxnfp", "rxnfp/models/transformers/bert_ft_10k_25s")
     stated = json.loads((folder / "config.json").read_text())
-    plain = {
-        key: value for key, value in stated.items() if key not in ("id2label", "label2id")
-    }  # two placeholders beside 50 classes
+    # The file names two placeholder labels beside 50 classes.
+    plain = {key: value for key, value in stated.items() if key not in ("id2label", "label2id")}
     reference = transformers.BertForSequenceClassification(transformers.BertConfig(**plain))
     problems = reference.load_state_dict(state_of(folder), strict=False)
     assert all("position_ids" in name for name in problems.missing_keys), problems
@@ -189,7 +189,7 @@ def test_rxnfp_classifier(tmp_path: Path, differences: Differences) -> None:
     compare(loaded, again, differences)
 
 
-# microformer-mgm (GPT-2 of microbes) -----------------------------------------------------------------------------------------
+# microformer-mgm (GPT-2 of microbes) ------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("L2")

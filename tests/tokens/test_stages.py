@@ -1,4 +1,4 @@
-"""The four stages agree with the tokenizer as a whole, and their offsets index the text; the command shows them."""
+"""The four stages agree with the whole tokenizer; their offsets index the text; the command shows them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_trims_offsets_at_the_end_shows_both() -> None:
 
 
 def test_a_tokenizer_whose_normaliser_writes_spaces_as_letters() -> None:
-    """Llama's: the pieces are not cut at all, and the first letter of the normalised text comes from nowhere."""
+    """As in Llama's: pieces are not cut, and the first letter of the normalised text is not in the text."""
     letters = ["<unk>", "<s>", *(f"<0x{value:02X}>" for value in range(256)), *"▁theking", "▁t", "▁th"]
     made = Tokenizer(
         models.BPE(

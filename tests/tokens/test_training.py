@@ -1,4 +1,4 @@
-"""Tokenizers trained from files: exact where they promise it, the same from run to run, equal to the reference's reading of them."""
+"""Train tokenizers from files: exact where promised, equal from run to run, read alike by the reference."""
 
 from __future__ import annotations
 
@@ -159,12 +159,13 @@ def test_the_choice_follows_task_and_size() -> None:
     plan, said = choose(TokensPlan(), GENERATOR, 4_000_000)
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
     assert "as 9 bytes of text is little" in choose(TokensPlan(), GENERATOR, 9)[1]
+    # A size that was chosen for the user is a limit.
     assert (
         train_tokenizer(
             LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000
         ).get_vocab_size()
         < 1024
-    )  # chosen: a limit
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -245,9 +246,9 @@ from clearhead.tokens.plan import TokensPlan
 from clearhead.tokens.training import GENERATOR, train_tokenizer
 class Distinct:  # 12 MB on one line, hardly a word of it twice
     def __iter__(self):
-        draw = random.Random(0)
+        draw, letters = random.Random(0), str.maketrans("0123456789", "ghijklmnop")
         for _ in range(11):
-            yield draw.randbytes(500_000).hex(" ", 4).translate(str.maketrans("0123456789", "ghijklmnop")) + " "
+            yield draw.randbytes(500_000).hex(" ", 4).translate(letters) + " "
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 kinds.ROOM[sys.argv[1]] = int(sys.argv[2])

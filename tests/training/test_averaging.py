@@ -91,9 +91,8 @@ def test_frozen_and_half_precision_weights():
     model.decoder.embedding.requires_grad_(False)
     ema = Ema(model, 0.999)
     assert "decoder.embedding.front.tokens.weight" not in ema.weights
-    assert {weight.dtype for weight in ema.weights.values()} == {
-        torch.float32
-    }  # small moves are not rounded away
+    # Small moves are not rounded away.
+    assert {weight.dtype for weight in ema.weights.values()} == {torch.float32}
     ema.update(model)
     with ema.applied(model):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -114,6 +114,6 @@ def test_a_gradient_that_is_not_finite_is_named_in_the_order_of_the_backward_pas
     assert fault.kind == "gradient" and fault.name == "decoder.blocks.1.attention.out.bias"
     line = diagnose(model, [a_batch()], 7, FLOAT32, TrainPlan(clip=0.0))
     assert (
-        "the gradient of decoder.blocks.1.attention.out.bias is not in examples 10, 11, 12, 13: set train.clip (now 0) to 1"
-        in line
+        "the gradient of decoder.blocks.1.attention.out.bias is not in examples 10, 11, 12, 13: "
+        "set train.clip (now 0) to 1" in line
     )

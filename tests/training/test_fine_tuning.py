@@ -184,6 +184,5 @@ def test_transformers_writes_no_more_than_the_decoder_has_positions(place, tmp_p
     done = learn(place, tmp_path / "run", "pairs.tsv", *start, "generate.max_new_tokens=100")
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(done.folder).eval()
     theirs.generation_config.eos_token_id = None  # as a model that has not learned to stop
-    assert (
-        theirs.generate(torch.arange(5, 12)[None]).shape[1] == done.model.config.max_positions + 1
-    )  # what it begins with is one more
+    # The token that the decoder begins with is one more.
+    assert theirs.generate(torch.arange(5, 12)[None]).shape[1] == done.model.config.max_positions + 1

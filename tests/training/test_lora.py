@@ -1,4 +1,4 @@
-"""Low-rank updates: nothing changes at first, only they are trained, and they can be merged and taken out again."""
+"""Low-rank updates: nothing changes at first, only they are trained, and they can be merged and taken out."""
 
 from __future__ import annotations
 
@@ -106,9 +106,8 @@ def test_merged_is_updated_and_unmerged_is_what_was(changes, targets, count, dif
         for name, x in model.state_dict().items()
         if name not in lora_state(model)
     }
-    assert all(
-        torch.equal(x, bare[name]) for name, x in plain.state_dict().items()
-    )  # the base was never touched
+    # The base was never touched.
+    assert all(torch.equal(x, bare[name]) for name, x in plain.state_dict().items())
 
 
 def test_merged_for_a_while():

@@ -1,4 +1,4 @@
-"""The loss of a batch: against cross-entropy written out, in pieces against all at once, in small batches against one."""
+"""Compare the loss of a batch with cross-entropy written out, with its pieces, and with small batches."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_loss_in_pieces_is_the_loss(changes, smoothing):
 @pytest.mark.ledger("H5")
 @pytest.mark.parametrize("changes", [{}, {"family": "encoder"}], ids=["lm", "mlm"])
 def test_no_tensor_holds_all_scores(changes):
-    """V is large, so that one row of scores outweighs all else: the largest tensor is a piece of them, or the table."""
+    """Make V so large that a row of scores outweighs all else; the largest tensor is a piece or the table."""
     vocab, chunk = 3000, 8
     model = build(vocab_size=vocab, **changes).train()
     ids = some_ids(8, 16, vocab=vocab)

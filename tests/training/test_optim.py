@@ -121,7 +121,10 @@ def test_freezing_what_is_not_there_says_what_is():
     model = ch.Transformer(config())
     with pytest.raises(
         InputError,
-        match=r'"decoder.blocks.0.atention.q.weight" names no parameter \(did you mean "decoder.blocks.0.attention',
+        match=(
+            r'"decoder.blocks.0.atention.q.weight" names no parameter '
+            r'\(did you mean "decoder.blocks.0.attention'
+        ),
     ):
         make_optimizer(model, TrainPlan(freeze=("decoder.blocks.0.atention.q.weight",)), CPU)
     with pytest.raises(InputError, match="nothing to train"):

@@ -1,4 +1,4 @@
-"""Every recipe, trained small: the folder it leaves is one model in clearhead and in transformers; every objective learns."""
+"""Train every recipe small: it leaves one model for clearhead and transformers; every objective learns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ RUN = (
     "train.lr=0.03",
 )
 ROWS, CONTEXT = "data.batch_size=4", "model.max_positions=32"
-# Of each recipe: its data, what makes it small, the class by which transformers opens it, what is marked by its training.
+# Of each recipe: its data, what makes it small, the class by which transformers opens it, and the rows of
+# the ledger that its training proves.
 CASES = {
     "char-gpt": ("text.txt", (*SIZE, ROWS, CONTEXT), "AutoModelForCausalLM", ("E2",)),
     "char-gpt-cpu": ("text.txt", (*SIZE, ROWS, CONTEXT), "AutoModelForCausalLM", ("E2",)),
@@ -171,7 +172,7 @@ def logits_of(loaded: ch.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor
     return loaded.model.eval()(**inputs).logits
 
 
-# The folder ---------------------------------------------------------------------------------------------------------------
+# The folder -------------------------------------------------------------------------------------------------
 
 
 def test_every_recipe_is_tested():
@@ -257,7 +258,7 @@ def test_train_toml_makes_the_same_model_again(name, trained, tmp_path):
 
 
 def test_tables_of_a_recipe_and_a_preset_survive_train_toml(place, tmp_path):
-    """Fields that a preset sets stay as they were changed, also to a default; a table becomes what the config has."""
+    """Changed fields of a preset stay changed, also to a default; a table becomes what the config has."""
     settings = [
         *SIZE,
         *RUN,
@@ -329,7 +330,7 @@ def test_low_rank_updates_are_merged_and_touch_nothing_else(trained):
 
 
 def test_classes_keep_their_numbers_where_a_classifier_learns_on(learned, tmp_path):
-    """A base that knows the classes keeps them in its own order; of one that knows others, the output layer is made anew."""
+    """A base that knows the classes keeps their order; one that knows others gets a new output layer."""
     data, done = write_task("classify", tmp_path), learned("classify")
     turned = ch.load(done.folder)
     turned.description, turned.labels = None, turned.labels[::-1]
@@ -379,7 +380,7 @@ def test_a_decoder_begins_in_training_as_it_does_when_it_writes(learned, tmp_pat
     assert done.metrics["loss"] == pytest.approx(-np.mean(found), rel=1e-4) and done.metrics["loss"] > 0.01
 
 
-# Special tokens -----------------------------------------------------------------------------------------------------------
+# Special tokens ---------------------------------------------------------------------------------------------
 
 
 def test_config_json_names_the_special_tokens(trained):
@@ -397,9 +398,8 @@ def test_config_json_names_the_special_tokens(trained):
         assert {key: value for key, value in config.items() if key.endswith("_token_id")} == expected
         if (done.folder / "generation_config.json").exists():
             assert expected.items() <= read_json(done.folder / "generation_config.json").items()
-    assert (
-        trained("lora-finetune").model.generation["max_new_tokens"] == 100
-    )  # its own [generate], not its base's
+    # It keeps its own [generate], not that of its base.
+    assert trained("lora-finetune").model.generation["max_new_tokens"] == 100
 
 
 @pytest.mark.parametrize("without", [(), ("generation_config.json",)], ids=["whole", "config.json alone"])
@@ -425,7 +425,7 @@ def test_transformers_stops_by_itself(learned, tmp_path, without):
         assert done.model.generate(prompt, 20).text == text.removeprefix("the red fox" * (task == "lm"))
 
 
-# Objectives ---------------------------------------------------------------------------------------------------------------
+# Objectives -------------------------------------------------------------------------------------------------
 
 WORDS = {"red": "rot", "small": "klein", "old": "alt", "fox": "fuchs", "ship": "schiff", "river": "fluss"}
 ENDS = {
@@ -571,18 +571,10 @@ def test_tensorboard(place, tmp_path):
     assert [entry.value for entry in board.Scalars("train")] == pytest.approx(losses)
 
 
-# Recipe files -------------------------------------------------------------------------------------------------------------
+# Recipe files -----------------------------------------------------------------------------------------------
 
-PLAIN = {
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "d_ff",
-    "dropout",
-    "patch_size",
-    "max_length",
-    "lora_alpha",
-}  # the name says it
+# Settings whose names explain themselves.
+PLAIN = {"d_model", "n_layers", "n_heads", "d_ff", "dropout", "patch_size", "max_length", "lora_alpha"}
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -97,7 +97,7 @@ def test_the_ends_of_each_range_are_taken():
     assert Recipe.from_tables(tomllib.loads(recipe.to_toml())) == recipe
 
 
-# Settings ---------------------------------------------------------------------------------------------------------------
+# Settings ---------------------------------------------------------------------------------------------------
 
 
 def test_text_stays_text():
@@ -219,7 +219,7 @@ def test_a_metric_fits_its_task(task):
             TASKS[task].check_metric(metric)
 
 
-# Bases ------------------------------------------------------------------------------------------------------------------
+# Bases ------------------------------------------------------------------------------------------------------
 
 
 def words(size: int) -> Tokenizer:
@@ -247,7 +247,9 @@ def test_a_base_of_another_family_is_refused(family, task):
     base = loaded(family=family)
     with pytest.raises(
         ConfigError,
-        match=f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such",
+        match=(
+            f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such"
+        ),
     ):
         build(Recipe(model={"base": "the-base"}), task, base.tokenizer, {}, base=base)
     with pytest.raises(ConfigError, match=rf"\[model\] has family {family}"):
@@ -293,7 +295,10 @@ def test_a_base_with_a_smaller_vocabulary_names_both():
     recipe, base = Recipe(model={"base": "the-base"}), loaded()
     with pytest.raises(
         ConfigError,
-        match=r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: leave tokens.model",
+        match=(
+            r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: "
+            r"leave tokens.model"
+        ),
     ):
         build(recipe, "lm", words(14), {}, base=base)
     assert build(recipe, "lm", words(12), {}, base=base).config.vocab_size == 13
@@ -326,7 +331,7 @@ def test_a_size_of_nothing_is_named(model, line):
     assert str(caught.value) == line
 
 
-# Two texts --------------------------------------------------------------------------------------------------------------
+# Two texts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -367,7 +372,7 @@ def test_pairs_are_classified_by_a_decoder(tmp_path):
     assert done.step == 2 and done.model.labels == ("other", "same")
 
 
-# eval -------------------------------------------------------------------------------------------------------------------
+# eval -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a run leaves behind: nothing if it never began, the earlier run if it was to replace one, the best if it ended."""
+"""A run leaves nothing if it never began, the earlier run if it was to replace one, the best if it ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-# Folders ----------------------------------------------------------------------------------------------------------------
+# Folders ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H8")
@@ -168,7 +168,7 @@ def test_a_run_stopped_in_its_first_stage_goes_on_from_anywhere(tmp_path, monkey
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
 
 
-# What is kept -------------------------------------------------------------------------------------------------------------
+# What is kept -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H7")
@@ -214,9 +214,8 @@ def test_the_average_is_over_planned_checkpoints_alone(text, tmp_path):
     steps = [
         ch.load(tmp_path / "whole" / "checkpoints" / f"step-{step}").model.state_dict() for step in (4, 8, 12)
     ]
-    assert same(
-        weights(tmp_path / "whole"), average(iter(steps))
-    )  # three there are; the untrained step 0 is none
+    # There are three checkpoints; the untrained step 0 does not count.
+    assert same(weights(tmp_path / "whole"), average(iter(steps)))
     run(text, tmp_path / "part", *settings, stop=StopAt(10))
     ch.train(resume=tmp_path / "part")
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
@@ -245,7 +244,7 @@ def test_of_equals_the_lower_loss_and_never_what_is_not_a_number():
     assert state.best("accuracy", True, 3) == [3, 2, 1] and state.best("loss", False, 3) == [3, 2, 1]
 
 
-# What is shown and written --------------------------------------------------------------------------------------------------
+# What is shown and written ----------------------------------------------------------------------------------
 
 
 def test_no_run_ends_for_a_sample_that_is_too_long(tmp_path, text):
@@ -294,7 +293,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_said(text, tmp_path):
     assert "warm-up of 1 steps: 50 would be the whole run" in said
 
 
-# Numbers that are not finite --------------------------------------------------------------------------------------------------
+# Numbers that are not finite --------------------------------------------------------------------------------
 
 
 @pytest.mark.ledger("H10")

@@ -101,9 +101,8 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
     assert (done.reason, done.step) == ("done", 12)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
     assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
-    first = {
-        tuple(row): None for row in seen
-    }  # the batch that was made ready when the stop came is made again
+    # The batch that was made ready when the stop came is made again.
+    first = {tuple(row): None for row in seen}
     assert list(first) == [tuple(row) for row in order]
     logs = [
         [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)]
@@ -155,7 +154,7 @@ def entries(folder):
 
 @pytest.mark.ledger("H8")
 def test_killed_at_ten_moments(text, tmp_path):
-    """SIGKILL ten times, at a random moment of writing a checkpoint or soon after; the end is bit for bit the same."""
+    """Kill ten times while a checkpoint is written or soon after; the end is bit for bit the same."""
     torch.set_num_threads(1)
     often = ("train.save_every=1", "train.steps=40", "train.keep_last=2")
     run(text, tmp_path / "whole", *often)
@@ -165,10 +164,8 @@ def test_killed_at_ten_moments(text, tmp_path):
         ready = newest(folder) is not None
         if not ready:
             shutil.rmtree(folder, ignore_errors=True)
-        before, changes = (
-            entries(folder),
-            moments.randint(1, 5),
-        )  # of the listing: a checkpoint begun, finished, forgotten
+        # Wait for this many changes of the listing: a checkpoint begun, finished, forgotten.
+        before, changes = entries(folder), moments.randint(1, 5)
         number = child((lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often)))
         while changes:
             assert os.waitpid(number, os.WNOHANG) == (0, 0), "the run ended before it was killed"
@@ -344,7 +341,10 @@ def refuse_to_compile(graph, inputs):
 @pytest.mark.ledger("H5")
 @pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
 def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
-    """One that cannot be compiled learns what a plain one does; one that can, nearly so: it makes the slope of GELU in another way."""
+    """A run that cannot be compiled learns exactly what a plain one does; a compiled one nearly the same.
+
+    The difference comes from the slope of GELU, which the compiler computes in another way.
+    """
     data = tmp_path / "data.tsv"
     data.write_text("".join(f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40)))
     plain = torch.nn.Module.compile

@@ -55,9 +55,8 @@ def test_original_is_the_papers_formula():
     every = [rate(plan, step, 100, 512) for step in range(1, 400)]
     assert every.index(max(every)) + 1 == 50
     assert original_schedule(4000, 512) == pytest.approx((512 * 4000) ** -0.5)
-    assert rate(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(
-        4000, 512
-    )  # its warm-up is 4,000
+    # The warm-up of "original" is 4,000 steps.
+    assert rate(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(4000, 512)
     assert math.isfinite(rate(TrainPlan(schedule="original", warmup=0), 1, 100, 512))
 
 
@@ -83,10 +82,9 @@ def test_wsd_is_stable_until_its_decay():
 def test_warmup_by_default_is_a_twentieth():
     assert warmup_steps(TrainPlan(), 1000) == 50
     assert rate(TrainPlan(lr=LR), 50, 1000, 64) == LR
+    # A run of 10 steps has no warm-up.
     assert rate(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(
         LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 10)))
-    )  # none
-    assert [rate(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [
-        0.01,
-        0.1,
-    ]  # longer than the run
+    )
+    # The warm-up may be longer than the run.
+    assert [rate(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [0.01, 0.1]

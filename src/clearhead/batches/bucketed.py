@@ -177,9 +177,8 @@ class AnswerBatches(Bucketed):
         self.notes = cut_note(question > self.question_lengths, "questions", room // 2)
         rooms = np.maximum(1, room - self.question_lengths)
         steps = rooms - np.minimum(setting.plan.stride, rooms // 2)
-        self.example, window = ragged(
-            1 + np.maximum(0, (context - rooms + steps - 1) // steps)
-        )  # of each window
+        # Of each window: its example, and its number within the example.
+        self.example, window = ragged(1 + np.maximum(0, (context - rooms + steps - 1) // steps))
         self.begin = window * steps[self.example]  # its first token of the context
         self.count = np.minimum(rooms[self.example], context[self.example] - self.begin)
         answers = np.asarray(encoded["answer"])

@@ -147,9 +147,8 @@ class _Files:
     """Arrays that grow at their end, each in a file of its own."""
 
     folder: Path
-    table: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # dtype, shape, bytes, checksum of each file
+    # Of each file: dtype, shape, bytes, checksum.
+    table: dict[str, dict[str, Any]] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)  # the last offset of each ragged column
 
     def append(self, columns: Columns, ids: type[np.unsignedinteger[Any]]) -> None:

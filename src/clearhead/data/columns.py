@@ -57,9 +57,8 @@ _IDS = frozenset(("id", "idx", "index", "guid"))
 _KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | _IDS
 _NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
 _NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
-_UNNAMED = re.compile(
-    r"unnamed:? \d+(\.\d+)?", re.IGNORECASE
-)  # pandas' name, and ours, for an unnamed column
+# The name that pandas, and clearhead, give to an unnamed column.
+_UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)
 MOST_CLASSES = 1000
 
 

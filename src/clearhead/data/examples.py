@@ -56,7 +56,8 @@ class Example:
     def lowered(self, which: Lowercase) -> Self:
         """Return the example with its texts, or one side of a pair, in lower case."""
         names = self.TEXTS if which is True else (str(which),)
-        return replace(self, **{name: _lower(getattr(self, name)) for name in names})  # type: ignore[type-var]
+        lowered: Any = {name: _lower(getattr(self, name)) for name in names}
+        return replace(self, **lowered)  # type: ignore[type-var]
 
     def size(self) -> int:
         """Return the number of bytes of text."""

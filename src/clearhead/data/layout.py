@@ -43,9 +43,8 @@ class Layout:
     shape: Shape
     roles: dict[str, str] = dataclasses.field(default_factory=dict)
     header: bool = False
-    names: tuple[
-        str, ...
-    ] = ()  # columns of the first table, for those that differ in having a header; (): none may
+    # Columns of the first table, for tables that differ in having a header; (): none may.
+    names: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     tags: TagColumns | None = None
 

@@ -16,14 +16,8 @@ from clearhead.data.formats import IDX, PICTURES, Source
 from clearhead.data.split import key_of
 from clearhead.errors import InputError, MissingExtraError, refuse
 
-VALIDATION = (
-    "validation",
-    "valid",
-    "val",
-    "dev",
-    "test",
-    "t10k",
-)  # names of validation parts, the best first
+# Names of validation parts, the best first.
+VALIDATION = ("validation", "valid", "val", "dev", "test", "t10k")
 _PIXELS_NAMES = ("x", "images", "image", "data", "pixels", "arr_0")
 _LABELS_NAMES = ("y", "labels", "label", "target", "targets", "arr_1")
 

@@ -127,10 +127,8 @@ def data_plan(
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if recipe is None and folder is not None:
-        places = (
-            folder / RECIPE,
-            folder.resolve().parent.parent / RECIPE,
-        )  # of a run, and of its checkpoints
+        # Look in the folder of a run, and in the run of a checkpoint.
+        places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}

@@ -35,9 +35,8 @@ def _activate(x, kind: tl.constexpr):
     elif kind == 1:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif kind == 2:
-        y = x * tl.sigmoid(
-            1.5957691216057308 * (x + 0.044715 * x * x * x)
-        )  # 0.5 · (1 + tanh z) is the sigmoid of 2z
+        # 0.5 · (1 + tanh z) is the sigmoid of 2z.
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif kind == 3:
         y = x * tl.sigmoid(x)
     else:
@@ -215,9 +214,8 @@ def _turned(start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.con
 @triton.jit
 def _capped(scores, softcap, CAP: tl.constexpr):
     if CAP:
-        scores = softcap * (
-            2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0
-        )  # softcap · tanh(scores / softcap)
+        # This is softcap · tanh(scores / softcap).
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     return scores
 
 

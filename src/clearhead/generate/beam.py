@@ -151,9 +151,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         groups = _propose(values, totals, request, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step + forced, ending)
-        chosen = Candidates(
-            *(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups)))
-        )  # B N
+        # [B, N].
+        chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))
         best = chosen.totals[:, ::M].tolist()  # of each group
         done = [
             all(search.done(total, step + forced) for search, total in zip(searches[row], best[i]))
@@ -203,9 +202,10 @@ def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) ->
         own = values[:, first : first + M]
         if groups and request.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
+            # [B, V].
             counts = torch.zeros_like(values[:, 0]).scatter_add_(
                 1, taken, torch.ones_like(taken, dtype=values.dtype)
-            )  # B V
+            )
             own = own - request.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C

@@ -66,9 +66,8 @@ class LinearReadout:
 
     rows: Tensor  # [R] which tokens are read
     directions: Tensor  # [R, D]
-    transform: float = (
-        0.0  # what a dense layer before the output adds: biases, and what its tangent leaves over
-    )
+    # What a dense layer before the output adds: biases, and what its tangent leaves over.
+    transform: float = 0.0
     bias: float = 0.0  # of the output layer
 
 

@@ -70,9 +70,8 @@ class SameWord(Result):
     tokens: tuple[tuple[str, ...], tuple[str, ...]]  # of the word in each text
     layers: tuple[str, ...]  # "embedding", "0", "1", ...
     similarity: Floats  # [L + 1], cosine
-    baseline: (
-        Floats  # [L + 1], mean cosine of other tokens of the two texts: what any two states share; NaN: none
-    )
+    # [L + 1], mean cosine of other tokens of the two texts: what any two states share; NaN: none.
+    baseline: Floats
 
 
 @dataclass(frozen=True, eq=False)

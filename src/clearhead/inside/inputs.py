@@ -39,9 +39,8 @@ class InputTokens:
 
     labels: tuple[str, ...]  # as people read them; patches are called "row,column"
     ids: tuple[int, ...] = ()  # none for an image
-    spans: tuple[
-        Span, ...
-    ] = ()  # characters of `text` behind each token, (0, 0): none; () where ids were given
+    # Characters of `text` behind each token, (0, 0): none; () where ids were given.
+    spans: tuple[Span, ...] = ()
     text: str = ""
     special: tuple[bool, ...] = ()  # put there by the tokenizer, not by the text
 

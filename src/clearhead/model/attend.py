@@ -27,8 +27,8 @@ class Attend(Protocol):
 
     `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
     `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
-    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and mask have B / N rows, each row serves N rows of one query: the beams of a
-    source.
+    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and
+    mask have B / N rows, each row serves N rows of one query: the beams of a source.
     """
 
     def __call__(  # noqa: D102

@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return self.q(x), self.k(source), self.v(source)
 
     def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight: its axis, whether by key/value heads, the width of a head."""
+        """Return how heads share out each weight: its axis, if by key/value heads, the width of a head."""
         E, Ev = self.d_head, self.d_value
         inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev)}
         projections = {

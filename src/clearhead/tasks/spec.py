@@ -109,17 +109,15 @@ class TaskSpec:
     objective: Objective | None = None  # None: cross-entropy over the vocabulary
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
-    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = (
-        no_scores  # answers, targets, labels
-    )
+    # (answers, targets, labels) -> scores by name.
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = no_scores
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use
     writes: bool = False  # whether the answers are generated
     command: str  # what to try after training
-    sample: Callable[
-        ..., str
-    ]  # (model, example, generation plan, seed) -> what the model says of the example
+    # (model, example, generation plan, seed) -> what the model says of the example.
+    sample: Callable[..., str]
     figures: Callable[..., list[str]]  # (judgement) -> what the model says of each example; adds its figures
 
     @property

@@ -18,12 +18,8 @@ from clearhead.tokens.plan import TokenKind
 from clearhead.tokens.streams import known_words, pieces
 
 WORDS = r"\w+|[^\w\s]"  # words, and each mark of punctuation
-ROOM = {
-    "word": 30_000_000,
-    "bpe": 8_000_000,
-    "wordpiece": 8_000_000,
-    "unigram": 1_000_000,
-}  # bytes of distinct words a trainer keeps
+# Bytes of distinct words a trainer keeps.
+ROOM = {"word": 30_000_000, "bpe": 8_000_000, "wordpiece": 8_000_000, "unigram": 1_000_000}
 LONGEST = 1000  # characters of a word in training: merging takes time with the square of its length
 REPEATED = 2  # what is seen once is no pattern: merges need this count
 DIGITS = 3  # of a Unigram score: the sums behind it are in no fixed order, and differ far behind these
@@ -206,9 +202,8 @@ def unigram(order: Order) -> Tokenizer:
     ]
     scores = [(token, 0.0) for token in order.special] + _ordered(learned, room)
     lowest = min(score for _, score in scores)
-    scores[len(order.special) : len(order.special)] = [
-        (token, 7 * lowest) for token in BYTES
-    ]  # below what six letters cost
+    # Below what six letters cost.
+    scores[len(order.special) : len(order.special)] = [(token, 7 * lowest) for token in BYTES]
     tokenizer.model = models.Unigram(scores, order.special.index(order.unk), byte_fallback=True)
     return tokenizer
 

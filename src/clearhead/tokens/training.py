@@ -15,9 +15,8 @@ from clearhead.errors import InputError, refuse
 from clearhead.tokens.kinds import KINDS, Order
 from clearhead.tokens.plan import TokenKind, TokensPlan
 
-SENTINELS = tuple(
-    f"<extra_id_{number}>" for number in range(100)
-)  # each stands for a span that was taken out
+# Each stands for a span that was taken out.
+SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))
 SPELLS_ALL = ("byte", "bpe")  # kinds that can spell any text, and need no token for what is unknown
 SMALL = 1_500_000  # bytes: below this, a text that is to be written is best learned character by character
 SCALE = {"bpe": 2, "wordpiece": 2, "unigram": 2, "word": 8}  # vocabularies grow with the text's square root

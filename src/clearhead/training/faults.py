@@ -119,7 +119,8 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
             return Fault("loss", examples=everyone)
         if not found:
             for name, parameter in trained.items():
-                hooks.enter_context(parameter.register_hook(partial(check_gradient, name)))  # type: ignore[no-untyped-call]
+                hook: Any = parameter.register_hook(partial(check_gradient, name))  # type: ignore[no-untyped-call]
+                hooks.enter_context(hook)
             torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return found[0] if found else Fault("none", examples=everyone)
 

@@ -95,9 +95,8 @@ def draw(folder: Path) -> None:
     for kind, label, style in CURVES:
         lines = [line for line in log if line["event"] == kind]
         losses = [line["loss"] if kind == "stepped" else line["metrics"]["loss"] for line in lines]
-        values = np.array(
-            losses, dtype=np.float64
-        )  # null, for a loss that was not finite, is a gap in the curve
+        # Null, for a loss that was not finite, is a gap in the curve.
+        values = np.array(losses, dtype=np.float64)
         axes.plot([line["step"] for line in lines], values, label=label, **style)
     axes.set(xlabel="step", ylabel="loss per target")
     axes.spines[["top", "right"]].set_visible(False)

@@ -64,11 +64,17 @@ class TrainingRun:
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
+    compiled: Transformer | None = None  # a twin of the model that is compiled, with the same parts
 
     @property
     def model(self) -> Transformer:
         """The model in training."""
         return self.loaded.model
+
+    @property
+    def runner(self) -> Transformer:
+        """What is called in place of the model: its compiled twin, where there is one."""
+        return self.model if self.compiled is None else self.compiled
 
     @property
     def patient(self) -> bool:
@@ -96,14 +102,14 @@ class TrainingRun:
         """Return the loss of a batch, summed over its targets."""
         smoothing, chunk, objective = self.plan.label_smoothing, self.plan.loss_chunk, self.task.objective
         with self.precision.autocast(), self.attention():
-            return batch_loss(self.model, batch, smoothing, chunk, objective=objective)[0]
+            return batch_loss(self.runner, batch, smoothing, chunk, objective=objective)[0]
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
         """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         with averaged, merged(self.model) if self.plan.lora else nullcontext():
-            yield replace(self.loaded)
+            yield replace(self.loaded, model=self.runner)
 
 
 def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:

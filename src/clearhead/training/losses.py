@@ -81,9 +81,8 @@ def batch_loss(
         objective = objective or objective_of(config.head)
         loss = objective.loss(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
-        loss = loss + balance * batch.n_targets * _balance(
-            model, batch
-        )  # times targets: it is part of the mean
+        # Multiply by the targets, because the balance is part of the mean.
+        loss = loss + balance * batch.n_targets * _balance(model, batch)
     return loss, batch.n_targets
 
 
@@ -184,7 +183,8 @@ def vocabulary_loss(
         pairs = zip(torch.split(rows, size), torch.split(targets, size))
         return torch.stack([of_rows(some, wanted, smoothing) for some, wanted in pairs]).sum()
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    return cast(Tensor, _InChunks.apply(of_rows, smoothing, size, targets, rows, *trained))  # type: ignore[no-untyped-call]
+    in_chunks: Any = _InChunks.apply
+    return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
 
 
 def _row_loss_for(head: LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
@@ -206,7 +206,8 @@ def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: fl
     """Return the same by a kernel that never holds the logits in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
-    return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
+    apply: Any = CrossEntropy.apply
+    return cast(Tensor, apply(head(rows, None), targets, smoothing))
 
 
 @functools.cache

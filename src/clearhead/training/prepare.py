@@ -18,6 +18,7 @@ from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, TrainingError, refuse
+from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.model.heads import LanguageHead
@@ -177,13 +178,14 @@ def _assemble(
 def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     """Compile the model and try one batch; on failure, report it and continue uncompiled."""
     on_event(Note("compiling the model, which takes a moment"))
-    run.model.train().compile()
+    run.compiled = like(run.model.train(), type(run.model))
+    run.compiled.compile()
     try:
         run.loss(run.batches(1)[0]).backward()  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        run.model._compiled_call_impl = None
+        run.compiled = None
         why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         on_event(Note(f"not compiled, and slower for it: {why}"))
         return False

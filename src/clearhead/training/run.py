@@ -113,11 +113,8 @@ def _pretrain(
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
     later = {"pretrain": 0, "metric": None, "patience": None, "average": 0}  # are of the second stage
-    fine_tuning = {
-        "lora": 0,
-        "freeze": (),
-        "layer_decay": 1.0,
-    }  # keeps trained weights, and there are none yet
+    # These settings keep trained weights, and there are none yet.
+    fine_tuning = {"lora": 0, "freeze": (), "layer_decay": 1.0}
     recipe = recipe.replace("train", steps=steps, epochs=None, **later, **fine_tuning)
     return _start(recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
 

@@ -32,9 +32,8 @@ UNLIMITED = 1 << 30
 class WordTokens(InputTokens):
     """The words of a text among its tokens."""
 
-    words: tuple[
-        tuple[int, ...], ...
-    ] = ()  # W: positions of each word's tokens; none for a word cut off or not spelled
+    # W: positions of each word's tokens; none for a word cut off or not spelled.
+    words: tuple[tuple[int, ...], ...] = ()
     types: tuple[int, ...] = ()  # T: segments
 
     def matrices(self) -> tuple[Tensor, Tensor]:

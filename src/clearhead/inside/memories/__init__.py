@@ -64,9 +64,8 @@ class Neuron(Result):
     name: str
     activation: float  # the highest seen; 0: it never fired
     contexts: tuple[Context, ...]  # highest first
-    promoted: tuple[
-        tuple[str, float], ...
-    ]  # tokens or classes with their scores, highest first; () where unknown
+    # Tokens or classes with their scores, highest first; () where unknown.
+    promoted: tuple[tuple[str, float], ...]
     suppressed: tuple[tuple[str, float], ...]  # lowest first
     agreement: float | None
     chance: float | None
@@ -78,9 +77,8 @@ class Found(Result):
 
     token: str
     promoting: tuple[tuple[str, float], ...]  # name, score of the token
-    fired: tuple[
-        tuple[str, float, float], ...
-    ]  # name, share of its contexts at this token, highest activation
+    # Name, share of its contexts at this token, highest activation.
+    fired: tuple[tuple[str, float, float], ...]
 
 
 @dataclass(frozen=True, eq=False)
