@@ -42,6 +42,16 @@ class Description:
     architecture: Architecture
     carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the architecture, which is a table of functions, by its name."""
+        return _described, (self.theirs, self.config, self.architecture.model_type, dict(self.carried))
+
+
+def _described(
+    theirs: dict[str, Any], config: ModelConfig, kind: str, carried: dict[str, Entry]
+) -> Description:
+    return Description(theirs, config, OWN if kind == OWN.model_type else ARCHITECTURES[kind], carried)
+
 
 def describe(folder: Path) -> Description:
     """Read config.json; where it does not name a class, as old files do not, the tensors tell."""

@@ -119,8 +119,8 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
             return Fault("loss", examples=everyone)
         if not found:
             for name, parameter in trained.items():
-                hook: Any = parameter.register_hook(partial(check_gradient, name))  # type: ignore[no-untyped-call]
-                hooks.enter_context(hook)
+                register: Any = parameter.register_hook
+                hooks.enter_context(register(partial(check_gradient, name)))
             torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return found[0] if found else Fault("none", examples=everyone)
 
