@@ -16,6 +16,7 @@ from typing import Any
 
 from clearhead.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
 from clearhead.config.fields import (
+    BIASES,
     Family,
     Fields,
     HeadSpec,
@@ -30,6 +31,7 @@ from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_names, check_types, from_plain, plain
 
 __all__ = [
+    "BIASES",
     "MOST_LAYERS",
     "MOST_WIDE",
     "Family",

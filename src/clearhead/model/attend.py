@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.config import StackSpec
+from clearhead.config import BIASES, StackSpec
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
@@ -179,6 +179,6 @@ def _kept(
     if not fused:
         return values * run.size + (square if masked and own and spec.positions == "relative" else 0)
     log_sums = run.batch * H * T * 4
-    if own and spec.positions == "alibi" and masked:
+    if own and spec.positions in BIASES and masked:
         return log_sums + H * square * run.size
     return log_sums + (square * run.size if windowed else 0)

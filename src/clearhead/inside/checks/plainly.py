@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, StackSpec
+from clearhead.config import BIASES, ModelConfig, StackSpec
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainTokens
 from clearhead.inside.checks.plain_positions import bucket, rotated, slope
 
@@ -194,7 +194,7 @@ class Plain(PlainInputs):
             scores = one_q @ one_k.T * plan.attention_scale
             if config.attention_softcap is not None:
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
-            if config.positions in ("alibi", "relative") and not cross:
+            if config.positions in BIASES and not cross:
                 scores = scores + self.bias(stack, plan, head, tokens, keys)
             weights = _softmax(scores, seen)
             if config.attention_sink:  # keys share what the sink leaves of each softmax

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.config import ModelConfig
+from clearhead.config import BIASES, ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
@@ -175,7 +175,7 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
         sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
     grouped = config.n_kv_heads != config.n_heads and len(sizes[True]) > 0
     differ = any(len(several) > 1 for several in sizes.values())
-    if config.positions in ("alibi", "relative") or differ or grouped:
+    if config.positions in BIASES or differ or grouped:
         return None
     ((n_heads, n_kv_heads),) = sizes[False]
     changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}

@@ -29,6 +29,7 @@ from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
 
+BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": "table[bucket of distance]"}
 FIRST = 5  # values shown of each result
 RECENT = 12  # latest steps that are searched for the one that computed an activation
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -227,7 +228,7 @@ def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "rows": "B·T·A" if spec.n_experts else "B T",
         "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
         "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
-        "bias": "−slope · distance" if spec.positions == "alibi" else "table[bucket of distance]",
+        "bias": BIAS_FORMULAS.get(spec.positions, "a function of the distance"),
         "mask": ("earlier" if spec.causal else "all") + nearer,
         "scale": f"{spec.attention_scale:.4g}",
         "hidden": "lowest number where hidden" if hides else "nothing is hidden",
