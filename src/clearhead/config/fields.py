@@ -17,7 +17,7 @@ from clearhead.typed import check_types
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
 PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "none"]
-BIASES = ("alibi", "relative")  # position schemes that add a bias to the scores, another one for each head
+BIASES = ("alibi", "relative")  # schemes that add a bias to the scores, one for each head
 NormName = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post", "sandwich", "output"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
