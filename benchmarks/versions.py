@@ -78,7 +78,12 @@ def train_job(batch: int, device: str) -> Callable[[], float]:
         f"train.steps={steps}",
         f"train.device={device}",
     ]
-    settings += ["train.validate_every=1000", "train.save_every=1000", f"train.compile={str(gpu).lower()}"]
+    settings += [
+        f"train.log_every={10 if gpu else 1}",
+        "train.validate_every=1000",
+        "train.save_every=1000",
+        f"train.compile={str(gpu).lower()}",
+    ]
     count = 0
 
     def run() -> float:

@@ -1,0 +1,130 @@
+"""The drills of CONTRIBUTING.md are true: each touches the files it says, and what it adds works."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.hub.fields import field
+from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
+from clearhead.hub.registry import ARCHITECTURES
+from clearhead.hub.rope import rope
+from clearhead.tasks.table import TASKS
+from tests.harness import some_ids, worst
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DRILLS = ROOT / "docs" / "drills"
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+PROVE = {
+    "position-scheme": """
+import torch, clearhead as ch
+for family in ("decoder", "encoder", "encoder-decoder"):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_positions": 24}
+    model = ch.Transformer(ch.ModelConfig(family=family, positions="log", **sizes)).eval()
+    rows = ch.check(model)
+    assert any(row.name == "model = formula" for row in rows)
+    assert [row.name for row in rows if not row.passed] == []
+    target = {"target": [1, 2]} if family == "encoder-decoder" else {}
+    assert ch.trace(model, [1, 2, 3, 4], **target).parameters == ch.cost(model.config).parameters.total
+""",
+    "architecture": """
+import torch, clearhead as ch
+from clearhead.hub.registry import ARCHITECTURES
+assert ARCHITECTURES["smalltalk"].classes
+""",
+}
+
+
+@pytest.mark.parametrize("drill", ["position-scheme", "attention-option", "task", "architecture"])
+def test_a_drill_touches_the_files_it_says(drill):
+    touched = re.findall(r"^diff --git a/(\S+)", (DRILLS / f"{drill}.patch").read_text(), re.MULTILINE)
+    told = re.search(rf"docs/drills/{drill}\.patch\), (\w+) files", GUIDE)
+    assert told is not None
+    assert len(touched) == {"two": 2, "three": 3, "four": 4}[told[1]]
+    assert all(name.startswith("src/clearhead/") for name in touched)
+
+
+@pytest.mark.parametrize("drill", list(PROVE))
+def test_a_drill_that_is_not_in_the_tree_applies_and_works(drill, tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    apply = ["git", "apply", "--verbose", str(DRILLS / f"{drill}.patch")]
+    subprocess.run(apply, cwd=tmp_path, check=True, capture_output=True)
+    environment = {"PYTHONPATH": str(tmp_path / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    proof = subprocess.run(
+        [sys.executable, "-c", PROVE[drill]], env=environment, capture_output=True, text=True, check=False
+    )
+    assert proof.returncode == 0, proof.stderr
+
+
+def test_a_task_may_come_from_outside_the_package(tmp_path, monkeypatch):
+    """`TASKS[name] = spec` is all it takes to train and judge by a task of one's own."""
+    monkeypatch.setitem(TASKS, "stars", dataclasses.replace(TASKS["regress"], name="stars"))
+    table = tmp_path / "reviews.tsv"
+    rows = [f"{'good ' * stars}film number {number}\t{stars}" for number in range(40) for stars in range(3)]
+    table.write_text("\n".join(["text\tlabel", *rows]) + "\n")
+    sizes = {
+        "model.d_model": 16,
+        "model.n_layers": 1,
+        "model.n_heads": 2,
+        "train.steps": 6,
+        "train.device": "cpu",
+    }
+    made = ch.train(str(table), out=tmp_path / "run", settings={"data.task": "stars", **sizes})
+    found = ch.evaluate(ch.load(made.folder), str(table))
+    assert found.task == "stars"
+    assert {"mse", "pearson"} <= set(found.metrics)
+
+
+def test_an_architecture_may_come_from_outside_the_package(tmp_path, monkeypatch):
+    """`ARCHITECTURES[model_type] = table` is all it takes to read and write checkpoints of one's own kind."""
+    table = llama_like(
+        "smalltalk",
+        classes("Smalltalk", sequence=False, token=False),
+        *shape(),
+        ACTIVATION,
+        rope(),
+        *ATTENTION_BIAS,
+        FEEDFORWARD_BIAS,
+        field("loudness", "embedding_scale", 1.0),
+    )
+    monkeypatch.setitem(ARCHITECTURES, "smalltalk", table)
+    config = {
+        "model_type": "smalltalk",
+        "architectures": ["SmalltalkForCausalLM"],
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "loudness": 3.0,
+    }
+    llama = {"norm": "rmsnorm", "norm_eps": 1e-6, "positions": "rope", "activation": "silu", "gated": True}
+    sizes = {"vocab_size": 13, "d_model": 16, "d_ff": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
+    own = {"max_positions": 32, "bias": False, "tie_embeddings": False}
+    plain = ch.Transformer(ch.ModelConfig(**llama, **sizes, **own))
+    ch.Model(plain).save(tmp_path / "llama")
+    shutil.copytree(tmp_path / "llama", tmp_path / "smalltalk")
+    (tmp_path / "smalltalk" / "config.json").write_text(json.dumps(config))
+    m = ch.load(tmp_path / "smalltalk")
+    assert m.config.embedding_scale == 3.0
+    ids = some_ids()
+    with torch.no_grad():
+        plain.main.embedding.front.scale = 3.0
+        assert worst(m.model(ids).logits, plain(ids).logits) <= 1e-6
+    m.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["loudness"] == 3.0
