@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 from tyro.conf import Fixed, Positional, SuppressFixed, arg
 
-from clearhead.commands.common import Folder
+from clearhead.commands.common import Folder, option
 from clearhead.commands.texts import Input, Options, Text, TextOptions
 from clearhead.generate.request import Request
 from clearhead.tasks.results import Generation, Score
 
 Prompt = Annotated[
     Positional[str | None],
-    arg(
+    option(
+        "the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
         metavar="PROMPT",
-        help="the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
     ),
 ]
 
@@ -26,9 +26,9 @@ Prompt = Annotated[
 class CommandRequest(Request):
     """A request as the command's options give it; the help of an option is the comment beside its field."""
 
-    num_beams: Annotated[int, arg(name="beams", help="search with this many beams; 1: no search")] = 1
+    num_beams: Annotated[int, option("search with this many beams; 1: no search", name="beams")] = 1
     stop_tokens: Annotated[
-        tuple[str, ...], arg(name="stop-token", help="further tokens that end the generation, by name")
+        tuple[str, ...], option("further tokens that end the generation, by name", name="stop-token")
     ] = ()
     logprobs: SuppressFixed[Fixed[bool]] = False
     alternatives: SuppressFixed[Fixed[int]] = 0
@@ -39,14 +39,12 @@ def generate(
     folder: Folder,
     prompt: Prompt = None,
     request: Annotated[CommandRequest, arg(name="")] = CommandRequest(),  # noqa: B008
-    draft: Annotated[
-        Path | None, arg(help="a smaller model that guesses tokens, in place of --lookup")
-    ] = None,
+    draft: Annotated[Path | None, option("a smaller model that guesses tokens, in place of --lookup")] = None,
     best: Annotated[
         int | None,
-        arg(name="logprobs", help="report log-probabilities, and so many of the best tokens at each step"),
+        option("report log-probabilities, and so many of the best tokens at each step", name="logprobs"),
     ] = None,
-    stream: Annotated[bool, arg(help="print the text as it grows")] = False,
+    stream: Annotated[bool, option("print the text as it grows")] = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Continue a text.
@@ -97,13 +95,13 @@ def translate(
     folder: Folder,
     text: Text = None,
     max_new_tokens: Annotated[
-        int | None, arg(help="where the text ends at the latest; default: the model's own")
+        int | None, option("where the text ends at the latest; default: the model's own")
     ] = None,
     beams: Annotated[
-        int | None, arg(help="search with this many beams; default: the model's own, else 4")
+        int | None, option("search with this many beams; default: the model's own, else 4")
     ] = None,
     length_penalty: Annotated[
-        float | None, arg(help="above 0 favours long texts; default: the model's own, else 1")
+        float | None, option("above 0 favours long texts; default: the model's own, else 1")
     ] = None,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
@@ -128,7 +126,7 @@ def translate(
 def score(
     folder: Folder,
     text: Text = None,
-    source: Annotated[str | None, arg(help="what the encoder reads, for an encoder-decoder")] = None,
+    source: Annotated[str | None, option("what the encoder reads, for an encoder-decoder")] = None,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """How probable a model finds a text: log-probability of each token, total, perplexity.
