@@ -48,7 +48,7 @@ assert ARCHITECTURES["smalltalk"].classes
 @pytest.mark.parametrize("drill", ["position-scheme", "attention-option", "task", "architecture"])
 def test_a_drill_touches_the_files_it_says(drill):
     touched = re.findall(r"^diff --git a/(\S+)", (DRILLS / f"{drill}.patch").read_text(), re.MULTILINE)
-    told = re.search(rf"docs/drills/{drill}\.patch\), (\w+) files", GUIDE)
+    told = re.search(rf"docs/drills/{drill}\.patch\),\s+(\w+)\s+files", GUIDE)
     assert told is not None
     assert len(touched) == {"two": 2, "three": 3, "four": 4}[told[1]]
     assert all(name.startswith("src/clearhead/") for name in touched)
