@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--tenth"):
-        chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 == 0]
+        chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 == 4]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
 
