@@ -1,7 +1,5 @@
 """A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload

@@ -4,8 +4,6 @@ Results go to stdout, progress and warnings to stderr. The exit code is 0 for su
 and 2 for wrong input.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -11,8 +11,6 @@ Every figure is a sum over the steps that the parts of the model yield. What is 
                     pattern that the kernel keeps for attention dropout
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

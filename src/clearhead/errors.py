@@ -4,8 +4,6 @@ Each carries one line: what was wrong, the value, what is allowed, and the way o
 that line and exits with code 2; library users catch `ClearheadError`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

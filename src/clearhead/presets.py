@@ -3,8 +3,6 @@
 `preset("gpt2").replace(vocab_size=8_000, n_layers=4)` is another config of the same kind.
 """
 
-from __future__ import annotations
-
 from clearhead.config import ModelConfig
 from clearhead.errors import ConfigError, nearest, refuse
 

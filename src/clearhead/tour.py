@@ -1,7 +1,5 @@
 """`clearhead demo`: a tour of two minutes in the terminal, from data to a model and a look inside it."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Mapping

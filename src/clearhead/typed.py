@@ -4,8 +4,6 @@
 line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ A task brings its `Batching`: the function that encodes its examples and the cla
 class of batches needs comes to it as one `Setting`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

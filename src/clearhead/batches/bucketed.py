@@ -3,8 +3,6 @@
 Shapes: N examples, B rows, T tokens of a row, S tokens of the source.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from functools import lru_cache
 from typing import Any

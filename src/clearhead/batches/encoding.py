@@ -4,8 +4,6 @@ Each function yields `Columns`: arrays to be concatenated. A pair of arrays stan
 their ids, flat, and the length of each row.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens of a row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

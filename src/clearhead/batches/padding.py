@@ -3,8 +3,6 @@
 Shapes: B rows, T length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

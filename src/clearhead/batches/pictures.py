@@ -3,8 +3,6 @@
 Shapes: B pictures, C channels, H height, W width, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import numpy as np

@@ -4,8 +4,6 @@ arrays.
 Shapes: N examples, B rows of a batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

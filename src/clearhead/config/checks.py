@@ -1,7 +1,5 @@
 """Checks of a config: each error is one line with the value, what is allowed and the way out."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ parts of a model are built from `StackSpec` and `HeadSpec`, where every value is
 "none", as in no window or no soft-cap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Resolve a config: derive the fields that were not given, then the specifications of stacks and head."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, TypeVar
 

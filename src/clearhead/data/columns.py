@@ -1,7 +1,5 @@
 """Find which column plays which role: by name where there are names, by content where there are none."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 One word and its columns per line, an empty line between sentences.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Made from the Python installation, the same each time for a given version.
 """
 
-from __future__ import annotations
-
 import ast
 import datetime
 import importlib

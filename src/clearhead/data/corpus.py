@@ -4,8 +4,6 @@ Files are found (`formats`), laid out (`layout`), read and split. Whatever the p
 with a note.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -4,8 +4,6 @@ Each class of examples knows how it is read from a record, its texts, its key an
 caller has to ask which class it holds. A `Shape` names the class and the columns it is read from.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

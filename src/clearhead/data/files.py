@@ -3,8 +3,6 @@
 Errors name the file.
 """
 
-from __future__ import annotations
-
 import codecs
 import glob
 import gzip

@@ -1,7 +1,5 @@
 """Find the files that a plan names and their format, by names and first bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Tables may differ in having a header.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The recipe's section `[data]`: what is learned from, and how it becomes batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias

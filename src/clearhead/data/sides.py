@@ -1,7 +1,5 @@
 """From what was read to a `Corpus`: text, rows or pictures to train on and to validate on, with notes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

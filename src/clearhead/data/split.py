@@ -3,8 +3,6 @@
 Equal examples are on one side.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ TSV is split at tabs and has no quoting, as benchmark data sets are written. CSV
 `csv` module, with a comma, semicolon or tab between cells.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -3,8 +3,6 @@
 Read again at each pass, never whole in memory, split for validation on the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

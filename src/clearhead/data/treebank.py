@@ -5,8 +5,6 @@ and an empty node, a word that was left out, has no stretch and no place in the 
 characters of the sentence's text that belong to each word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

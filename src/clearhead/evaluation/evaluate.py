@@ -1,7 +1,5 @@
 """`evaluate`: judge a model on every example of some files, each figure with its confidence interval."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence

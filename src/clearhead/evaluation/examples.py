@@ -3,8 +3,6 @@
 Its names of classes, its way to begin a text, its pictures.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The figures of an evaluation: metrics by name, with their intervals."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

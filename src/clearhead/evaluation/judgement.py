@@ -1,7 +1,5 @@
 """`Judgement`: what an evaluation knows of a model and its examples when a task adds its figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The application of the page: its files, its headers and the routes under /inside/."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Awaitable, Callable
 

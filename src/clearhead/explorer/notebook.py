@@ -1,7 +1,5 @@
 """The page inside a notebook: the same files with one recorded run, in a frame of its own."""
 
-from __future__ import annotations
-
 import html
 from dataclasses import dataclass
 from pathlib import Path

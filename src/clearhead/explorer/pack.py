@@ -1,7 +1,5 @@
 """Arrays as a page gets them: a byte for each value where that is enough, base64 within JSON."""
 
-from __future__ import annotations
-
 import base64
 import math
 from typing import Any

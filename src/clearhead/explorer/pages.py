@@ -4,8 +4,6 @@ The modules are plain: static imports from files beside them, names at the top l
 So one script is their concatenation in the order of their imports, without the import and export words.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A long run is aggregated, so that the file stays small; the page says so.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Any server may include them: start-up and headers are in `app`.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 

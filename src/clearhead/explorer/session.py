@@ -3,8 +3,6 @@
 One forward pass at a time.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

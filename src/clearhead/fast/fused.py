@@ -4,8 +4,6 @@ Shapes: B batch, T length, D model or width in, N width out, H heads, K key/valu
 F feed-forward width.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -9,8 +9,6 @@ Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E 
 columns.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import cast

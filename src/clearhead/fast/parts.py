@@ -4,8 +4,6 @@ A replacement takes the place of the first part by ordinary assignment. The firs
 can be put back.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 The copy shares the model's weights and adds what it fuses or packs. The model stays as it was.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

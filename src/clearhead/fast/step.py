@@ -3,8 +3,6 @@
 Shapes: B batch, T length, D model, N width out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

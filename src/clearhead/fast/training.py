@@ -3,8 +3,6 @@
 Shapes: D width in, N width out.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ runs on unseen.
 Shapes: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

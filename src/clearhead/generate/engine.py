@@ -1,7 +1,5 @@
 """What generation keeps from call to call: a fast copy of the model, compiled steps, the prompt read last."""
 
-from __future__ import annotations
-
 from clearhead.fast.prepare import prepared
 from clearhead.generate.compiled import Steps
 from clearhead.generate.prefix import Prefix

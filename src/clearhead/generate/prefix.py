@@ -1,7 +1,5 @@
 """What one generation leaves for the next: a prompt is read from where it differs from the last one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from clearhead.generate.decode import Continuation, turns_by_length

@@ -4,8 +4,6 @@ The keywords of `Model.generate`, the options of the command and a JSON object a
 `make_request`, or by its constructor. Everything below reads the request. This file needs no PyTorch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

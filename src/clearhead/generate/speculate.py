@@ -11,8 +11,6 @@ Rows take turns, each with a cache of its own, which forgets what was guessed wr
 Shapes: B rows, S source length, V vocabulary, N guesses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol

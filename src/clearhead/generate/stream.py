@@ -5,8 +5,6 @@ the few before it, never with the whole row: how a token reads depends on its ne
 before a word, the bytes of one character), so a long row costs a token no more than a short one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """An architecture: the classes of its checkpoints, and how its config and tensors become ours and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import math

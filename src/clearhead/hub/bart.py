@@ -3,8 +3,6 @@
 M2M-100 and Marian come from the same code and build on these tables.
 """
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, cases, field, fixed, scaled
 from clearhead.hub.rules import Rule, reshaped, same

@@ -1,7 +1,5 @@
 """BERT: a post-norm encoder with learned positions and segments. Others build on its tables."""
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rules import Rule, renamed, same

@@ -4,8 +4,6 @@ The model is built on the meta device, where it costs no memory, and each parame
 bytes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping

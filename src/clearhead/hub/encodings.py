@@ -1,7 +1,5 @@
 """Encodings with offsets and segment types: pairs truncated to fit, long texts in overlapping windows."""
 
-from __future__ import annotations
-
 from tokenizers import Encoding, Tokenizer
 
 from clearhead.errors import refuse

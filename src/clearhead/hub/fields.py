@@ -4,8 +4,6 @@ A part is two functions: one reads some keys of theirs into some fields of ours,
 An architecture is a list of parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Files: JSON, refusals in one line, and writes that are whole or not at all."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 Others build on its tables.
 """
 
-from __future__ import annotations
-
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rope import rope

@@ -5,8 +5,6 @@ sentencepiece and protobuf packages. What a family of models adds (order of the 
 frame around a text) follows.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable, Iterator

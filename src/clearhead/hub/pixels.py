@@ -3,8 +3,6 @@
 Shapes: C channels, H height, W width.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from pathlib import Path

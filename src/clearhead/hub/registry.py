@@ -3,8 +3,6 @@
 A checkpoint's `model_type` names one; for a config of ours, the one that expresses it best is found.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from clearhead.config import ModelConfig

@@ -1,7 +1,5 @@
 """Fields of rotary positions: base, partial rotation and scaling, in the many spellings of config.json."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from clearhead.config import ModelConfig, RopeScaling

@@ -5,8 +5,6 @@ layer, `{j}` for an expert and `{J}` for every expert in turn. Several rules may
 weights are tied or names have changed: the first is written, any is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Sentence embeddings: how a directory of sentence-transformers says that states become one vector."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """T5, T5 v1.1 and mT5: relative positions, one table per stack, and attention scores without a scale."""
 
-from __future__ import annotations
-
 from clearhead.config import ModelConfig
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ConfigPart, Json, cases, field, fixed, scaled

@@ -3,8 +3,6 @@
 `tokenizer.json` is taken as it stands. Older directories hold a vocabulary alone: see `vocabularies`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

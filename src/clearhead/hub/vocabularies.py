@@ -4,8 +4,6 @@ What surrounds the vocabulary (normalisation, special tokens, the template of a 
 the tokenizer's class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Nothing here runs code from a file. Every mistake in a file is one line that nam
 with it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

@@ -14,8 +14,6 @@ the model. Layers that nobody asked for keep their fused kernel.
 Shapes: H heads, T queries, S keys.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ the tokens.
 Shapes: B batch, T tokens, C columns, N choices, D model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ get numbers of their own. What a part does by way of later parts is not direct a
 Shapes: R rows (tokens) that the head reads, T tokens, D model, H heads, E head width, L layers.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

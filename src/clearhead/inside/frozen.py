@@ -7,8 +7,6 @@ logit is a sum over everything that was added to the stream. A direction g stand
 Shapes: R rows (tokens) that are read, T tokens, D model, V vocabulary, C classes. All in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

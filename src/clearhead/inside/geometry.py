@@ -11,8 +11,6 @@ is their mean, and the result names them.
 Shapes: V vocabulary, D width of the table, N words, L layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens of the encoder before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers
 vocabulary, or the classes), K the best of them. Only K of the N choices are kept, layer by layer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ A kind of attention is `self`, in the stack that feeds the head, `encoder`, in t
 `cross`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

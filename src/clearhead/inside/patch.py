@@ -12,8 +12,6 @@ Shapes: B rows of a batch, each patched in another place, T tokens, L layers, H 
 N choices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@
 Shapes: T positions, D width of the vectors, R rotated columns of a head, H heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

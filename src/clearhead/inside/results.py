@@ -7,8 +7,6 @@
 `json_names` lists fields, properties and methods in the order of the JSON object; without it, every field.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ Inputs are split by a checksum, so that no held-out input is ever trained on.
 Shapes: B batch, S source length, T target length.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

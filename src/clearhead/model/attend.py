@@ -7,8 +7,6 @@ attend to nothing.
 Shapes: B batch, H heads, K key/value heads (H a multiple of K), T query length, S key length, E head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, Protocol
 

@@ -5,8 +5,6 @@ Self-attention and cross-attention are one module: cross-attention takes its key
 Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

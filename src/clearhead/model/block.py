@@ -11,8 +11,6 @@ The residual layouts differ only in the place of the norm:
 Shapes: B batch, T query length, S key length, D model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

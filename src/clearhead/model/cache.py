@@ -9,8 +9,6 @@ Keys are written in place: a cache is for inference, and gradients do not flow t
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

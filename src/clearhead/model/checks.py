@@ -4,8 +4,6 @@ On a GPU, an id outside the table makes every later call of the process fail, so
 Each error is one line that says what was given, what is allowed and the way out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Precision: the dtype in which sums and statistics are taken."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ outputs are added back to their tokens. The only Python loop is over experts.
 Shapes: B batch, T length, N = B·T tokens, D model, X experts, A active experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

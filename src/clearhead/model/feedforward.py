@@ -3,8 +3,6 @@
 Shapes: B batch, T length, D model, F feed-forward width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 

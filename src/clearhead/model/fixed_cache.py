@@ -3,8 +3,6 @@
 Shapes: B batch, K key/value heads, T new tokens, S slots, E head width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes: B batch, T length, D model, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import cast
 

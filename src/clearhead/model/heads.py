@@ -3,8 +3,6 @@
 Shapes: B batch, T length, D model, V vocabulary, C classes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ gpt2        normal with init_std, divided by sqrt(writes) in the layers that wri
 bert        normal with init_std
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -7,8 +7,6 @@ documents and caches of any form need no rules of their own.
 Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self

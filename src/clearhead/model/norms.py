@@ -1,7 +1,5 @@
 """Norms keep the residual stream at a steady scale. Their statistics are float32 at least."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -8,8 +8,6 @@ the end, so that `.bfloat16()` and autocast leave angles exact.
 Shapes: B batch, T query length, S key length, D model, H heads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

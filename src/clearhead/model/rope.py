@@ -6,8 +6,6 @@ them exact.
 Shapes: B batch, T query length, H heads, E head width, R rotated columns of a head.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

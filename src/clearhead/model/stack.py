@@ -3,8 +3,6 @@
 Shapes: B batch, T query length, S key or source length, D model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast

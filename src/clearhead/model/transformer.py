@@ -3,8 +3,6 @@
 Shapes: B batch, T query length, S source length, D model, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

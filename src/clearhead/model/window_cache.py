@@ -6,8 +6,6 @@ One more slot at the end takes what is not kept: padding, and tokens that leave 
 Shapes: B batch, K key/value heads, T new tokens, E head width.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ Weights are drawn on one scale everywhere, from 0 to 1 with the square root of t
 weights are small, and would otherwise all look like zero. Rollout alone goes up to its largest share.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

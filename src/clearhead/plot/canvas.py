@@ -1,7 +1,5 @@
 """What the pictures share: one look, heat maps, curves, bars, legible labels, and writing to a file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of the geometry: neighbours, a map of words, positions, one word in two sentences."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from clearhead.inside.geometry import Nearest, Projection, SameWord

@@ -1,7 +1,5 @@
 """A picture of which head does what: layer by head, a colour for each role, with its score."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from clearhead.inside.heads import MIXED, HeadRoles

@@ -1,7 +1,5 @@
 """Pictures of the lens and of direct contributions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

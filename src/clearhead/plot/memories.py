@@ -1,7 +1,5 @@
 """Pictures of neurons: what fires one and what it promotes; how far all of them agree with the corpus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

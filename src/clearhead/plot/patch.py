@@ -1,7 +1,5 @@
 """Pictures of activation patching: a heat map for each part of each stack, on one scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Probes by depth as a picture: accuracy with its interval, the control task and two baselines."""
 
-from __future__ import annotations
-
 from clearhead.inside.probe import Probes
 from clearhead.plot.canvas import Figure, single
 

@@ -1,7 +1,5 @@
 """Pictures of ablation and pruning: scores of heads, effects on one prediction, quality by heads removed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Shapes: T length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypedDict
 

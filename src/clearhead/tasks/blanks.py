@@ -1,7 +1,5 @@
 """Tokens for the masks of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Encoding

@@ -1,7 +1,5 @@
 """Classes of texts, pairs of texts and images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

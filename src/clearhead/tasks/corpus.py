@@ -1,7 +1,5 @@
 """Open data for a task: the edge at which the name of a task in a recipe becomes the shape of its rows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: B batch, T length, D model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, S source length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

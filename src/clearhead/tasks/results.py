@@ -1,7 +1,5 @@
 """What the tasks return. This file needs no PyTorch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Shapes: B batch, T length, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

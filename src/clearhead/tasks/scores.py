@@ -3,8 +3,6 @@
 Shapes: T length, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

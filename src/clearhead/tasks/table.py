@@ -4,8 +4,6 @@ The entries are the `TASKS` of the modules in `tasks/entries`: a new module ther
 the package, `TASKS[spec.name] = spec` adds one.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

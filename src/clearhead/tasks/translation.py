@@ -1,7 +1,5 @@
 """Translation: generation with an encoder-decoder, and the defaults for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tags for the words of a text, and the spans they make."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ Special tokens have the first ids. The same text gives the same tokenizer: the l
 goes by hash tables that differ from run to run, so that WordPiece and Unigram are put in order here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A space, a line's end and a byte shown as such, whatever the tokenizer writes in their place.
 """
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders
 
 VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}

@@ -1,7 +1,5 @@
 """The recipe's section `[tokens]`: what text is split into."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

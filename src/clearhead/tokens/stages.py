@@ -4,8 +4,6 @@ Works for any tokenizer of the `tokenizers` library. Offsets are characters of t
 that `text[start:end]` is what a token was made of.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

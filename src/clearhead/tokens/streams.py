@@ -1,7 +1,5 @@
 """Read text in pieces of bounded size, so that a tokenizer is trained on any amount in little memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Choose kind and size, add special tokens, set the template around a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt

@@ -3,8 +3,6 @@
 Both often score better than the weights of the last step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ Defaults are such that what is trained has an exact Hugging Face architecture: G
 for encoders, mBART for pairs, ViT for images.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The data of a run: a tokenizer for the examples, and batches made of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

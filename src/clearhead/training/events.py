@@ -1,7 +1,5 @@
 """The events of a training run, as data: the caller of `train` decides which of them to show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

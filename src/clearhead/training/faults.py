@@ -1,7 +1,5 @@
 """Diagnosis of a loss or gradient that is not finite: the first part that broke, and what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The folder of a run: created, replaced or refused; restored if a run fails before its first checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The logs of a run: log.jsonl, loss.png, and TensorBoard where it is asked for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

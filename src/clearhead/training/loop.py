@@ -4,8 +4,6 @@ Batches, dropout and learning rate of a step depend on its number alone. So a ru
 exactly as if it had not been, and no random state has to be saved.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

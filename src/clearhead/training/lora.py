@@ -1,7 +1,5 @@
 """Low-rank updates: train two thin matrices beside a frozen one, y = W x + alpha / rank · B A x."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ before the next chunk begins.
 Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

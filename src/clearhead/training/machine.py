@@ -1,7 +1,5 @@
 """What training decides by the machine: whether compiling pays, which kernels to use, memory in use."""
 
-from __future__ import annotations
-
 import functools
 import resource
 import sys

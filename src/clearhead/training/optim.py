@@ -1,7 +1,5 @@
 """The optimizer: which parameters are trained, with which weight decay and learning rate."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

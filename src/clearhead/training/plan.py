@@ -1,7 +1,5 @@
 """The recipe's sections `[train]` and `[generate]`: settings of training and of generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Device and precision of training: what the hardware does well, measured rather than assumed."""
 
-from __future__ import annotations
-
 import functools
 import time
 import warnings

@@ -1,7 +1,5 @@
 """A run made ready, new or from a checkpoint: recipe, data, tokenizer, model, batches, optimizer."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path

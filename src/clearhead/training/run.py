@@ -1,7 +1,5 @@
 """`train`: from data to a model directory, step by step."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence

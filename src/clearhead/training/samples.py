@@ -1,7 +1,5 @@
 """What a model says of a few validation examples, shown at each validation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

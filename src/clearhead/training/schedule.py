@@ -1,7 +1,5 @@
 """Learning-rate schedules: pure functions from a step to a rate."""
 
-from __future__ import annotations
-
 import math
 
 from clearhead.training.plan import TrainPlan

@@ -7,8 +7,6 @@ links are written under another name and renamed, so a run that is killed at any
 checkpoint whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -11,8 +11,6 @@ dtype can tell apart.
     check_reference   transformers, on the same directory
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ small to show, so two copies are made with the same code and other weights:
 Shapes: B rows, T tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

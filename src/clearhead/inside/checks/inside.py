@@ -1,7 +1,5 @@
 """Rows of the equality suite about pruning, the lens, devices and the compiler."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -3,8 +3,6 @@
 Shapes, all of one row: T tokens, D model, C channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

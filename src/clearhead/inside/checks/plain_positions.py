@@ -3,8 +3,6 @@
 Shapes: T tokens, D width, R rotated columns of a head, H heads.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ equality cannot pass unseen. And it says what a config means, from top to bottom
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

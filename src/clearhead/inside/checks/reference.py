@@ -1,7 +1,5 @@
 """Rows of the equality suite that compare with transformers, which opens the same directory."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

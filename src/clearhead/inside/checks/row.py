@@ -1,7 +1,5 @@
 """One row of the equality suite, before it is run (`Comparison`) and after (`Check`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Iterator

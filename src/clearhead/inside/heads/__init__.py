@@ -8,8 +8,6 @@
 uniform head would give elsewhere; a head with no such role is "mixed".
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

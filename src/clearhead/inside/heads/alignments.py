@@ -11,8 +11,6 @@ has two queries: the one that writes it, from the token before, and the one that
 Shapes: H heads, N heads that are ranked, T queries, S keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -16,8 +16,6 @@ text: it has no token before or behind, and `position` takes any distance.
 Shapes: H heads, T queries, S keys.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ tokens, for a model of patches random pixels. Induction has rows of its own: ran
 Shapes: H heads, T queries, S keys.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sysconfig

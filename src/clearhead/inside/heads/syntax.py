@@ -12,8 +12,6 @@ other.
 Shapes: B batch, H heads, N heads of the model, T tokens, W words, A arcs, R relations.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ tokenizer will do: a word may have several tokens, several words may share one, 
 Shapes: B batch, H heads, T tokens, W words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

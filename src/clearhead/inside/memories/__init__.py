@@ -13,8 +13,6 @@ the `depth` tokens it promotes most; chance is the share of all places of the co
 Shapes: N neurons of one feed-forward, K contexts kept, P promoted tokens, T tokens of a batch, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

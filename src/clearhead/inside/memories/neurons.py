@@ -15,8 +15,6 @@ Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P p
 tokens of the vocabulary or classes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

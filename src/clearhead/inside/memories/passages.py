@@ -10,8 +10,6 @@ itself.
 Shapes: B batch, T tokens, N real tokens of a batch, W tokens of a window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@
 Shapes: T tokens, C what is chosen from: the vocabulary, or the classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@
 Shapes: B rows, T length, D model, N positions that have a target, C classes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ cancel:
 Shapes: B rows, T length, H heads, E head width, D model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

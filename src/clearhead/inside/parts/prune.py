@@ -20,8 +20,6 @@ not cut out, so that a layer may lose all of its own.
 Shapes: H heads, K key/value heads, E head width, D model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ the same steps, 20,000 words and 17 classes, and gave the same loss.
 Shapes: L depths (the embedding and every block), N words, D model, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 Items are split whole: a sentence is never on both sides, nor are two sentences of the same text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: N things to train on, M to test on, D model, C classes.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter

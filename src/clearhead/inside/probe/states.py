@@ -6,8 +6,6 @@ float32 numbers in memory, or, where they are many, in a temporary file that mem
 Shapes: B batch, T tokens, D model, L depths (the embedding and every block), N things probed.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ The values are those of the model's own forward pass, as its taps show them.
 Shapes: see `words.LEGEND`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B batch (one row), T tokens, V vocabulary, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

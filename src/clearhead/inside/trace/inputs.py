@@ -3,8 +3,6 @@
 Shapes: B batch (one row), T tokens, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trace as a tree: stacks, blocks, sublayers, steps. A group has the sums of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -11,8 +11,6 @@ one step.
 Shapes: see `words.LEGEND`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

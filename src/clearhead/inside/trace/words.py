@@ -4,8 +4,6 @@ In formulas `x` is the result of the step before. Names in braces are filled in 
 an entry here is shown by its name.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

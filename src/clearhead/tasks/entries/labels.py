@@ -1,7 +1,5 @@
 """Tasks whose targets are labels: classes of texts and pictures, tags of words, the place of an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ learns by squared error. Data are rows of text and label whose label is a number
 classes, the task is never guessed: ask for it with `data.task=regress`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tasks whose targets are text: the next token, masked tokens, spans that were taken out, a translation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, cast
 
