@@ -78,8 +78,11 @@ class Architecture:
     def class_of(self, theirs: Json) -> str:
         """Return the class that the checkpoint was saved from."""
         named = (theirs.get("architectures") or list(self.classes))[0]
-        supported = f"supported for {self.model_type} are {', '.join(self.classes)}"
-        refuse(named not in self.classes, f'config.json names the class "{named}": {supported}')
+        refuse(
+            named not in self.classes,
+            f'config.json names the class "{named}": '
+            f"supported for {self.model_type} are {', '.join(self.classes)}",
+        )
         return str(named)
 
     def write(self, config: ModelConfig) -> Json | None:
@@ -108,7 +111,7 @@ class Architecture:
             back = self.read(theirs)
         except (CheckpointError, ConfigError, AssertionError, KeyError, TypeError, ValueError):
             return None
-        names = [each.name for each in dataclasses.fields(ModelConfig)]
+        names = (each.name for each in dataclasses.fields(ModelConfig))
         return [
             f"{name} {getattr(config, name)!r}"
             for name in names
@@ -144,8 +147,10 @@ def check_sizes(values: Json) -> None:
     """Refuse numbers that no model has, before anything is made that long."""
     for name, value in values.items():
         most = MOST.get(name, MOST_WIDE)
-        refusal = f"config.json makes {name} {str(value)[:24]}: {most:,} is the most"
-        refuse(not (not isinstance(value, int) or abs(value) <= most), refusal)
+        refuse(
+            isinstance(value, int) and abs(value) > most,
+            f"config.json makes {name} {str(value)[:24]}: {most:,} is the most",
+        )
 
 
 def _alike(a: Any, b: Any) -> bool:

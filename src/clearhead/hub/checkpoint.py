@@ -37,18 +37,13 @@ class Description:
 
     theirs: dict[str, Any]
     config: ModelConfig
-    architecture: Architecture
+    kind: str  # the model_type of its architecture
     carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the architecture, which is a table of functions, by its name."""
-        return _described, (self.theirs, self.config, self.architecture.model_type, dict(self.carried))
-
-
-def _described(
-    theirs: dict[str, Any], config: ModelConfig, kind: str, carried: dict[str, Entry]
-) -> Description:
-    return Description(theirs, config, OWN if kind == OWN.model_type else ARCHITECTURES[kind], carried)
+    @property
+    def architecture(self) -> Architecture:
+        """The table of rules by which the checkpoint is read and written."""
+        return OWN if self.kind == SECTION else ARCHITECTURES[self.kind]
 
 
 def describe(folder: Path) -> Description:
@@ -64,13 +59,13 @@ def describe(folder: Path) -> Description:
     section = theirs.get(SECTION)
     architecture = OWN if theirs.get("model_type") == SECTION else architecture_of(theirs)
     if section is None and architecture is not OWN:
-        return Description(theirs, architecture.read(theirs), architecture)
+        return Description(theirs, architecture.read(theirs), architecture.model_type)
     stated = section.get("config") if isinstance(section, dict) else None
     if not isinstance(stated, dict):
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
     check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(stated), architecture)
+        return Description(theirs, ModelConfig.from_dict(stated), architecture.model_type)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
@@ -88,10 +83,10 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         for name in architecture.classes:
             guess = {**theirs, "model_type": kind, "architectures": [name]}
             try:
-                filling = _fill(folder, Description(guess, architecture.read(guess), architecture), entries)
+                description = Description(guess, architecture.read(guess), kind)
+                found.append((len(_fill(folder, description, entries).description.carried), guess))
             except ClearheadError:
                 continue
-            found.append((len(filling.description.carried), guess))
     if len({guess["model_type"] for _, guess in found}) != 1:
         return theirs
     return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
@@ -129,10 +124,15 @@ def load_model(
     for rule, tensors in zip(filling.rules, loaded):
         wrong, shape = f"{folder}: tensor {rule.theirs} has", filling.entries[rule.theirs].shape
         for name, tensor in zip(rule.ours, tensors):
-            needed, real = filling.shapes[name], tensor.is_floating_point()
-            other = f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit"
-            refuse(tensor.shape != needed, other)
-            refuse(not real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+            needed = filling.shapes[name]
+            refuse(
+                tensor.shape != needed,
+                f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit",
+            )
+            refuse(
+                not tensor.is_floating_point(),
+                f"{wrong} dtype {tensor.dtype}: weights must be floating point",
+            )
             path, _, last = name.rpartition(".")
             setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
     filling.model.tie()
@@ -174,9 +174,11 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
         entries = {prefix + name: entry for name, entry in entries.items()}
     description = _with_stored_output(_without_pooler(description, entries), entries)
     layers = description.config.layer_groups or description.config.n_layers
-    stated = f"config.json says {layers} layers, and the weights are {len(entries)} tensors"
-    # Before so many layers are built:
-    refuse(layers > len(entries), f"{folder}: {stated}: they do not belong together")
+    refuse(  # before so many layers are built
+        layers > len(entries),
+        f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: "
+        "they do not belong together",
+    )
     model = empty_model(description.config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
@@ -196,8 +198,10 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
             f"{nearest(name, architecture.tensor_names())}: config.json and weights do not belong together"
         )
     if missing:
-        why = "the file is incomplete, or config.json is another model's"
-        raise CheckpointError(f"{folder}: no tensor fills {missing[0]}{_more(missing)}: {why}")
+        raise CheckpointError(
+            f"{folder}: no tensor fills {missing[0]}{_more(missing)}: "
+            "the file is incomplete, or config.json is another model's"
+        )
     description = dataclasses.replace(description, carried=carried)
     return _Filling(description, entries, model, list(chosen.values()), shapes)
 
@@ -225,8 +229,7 @@ def _with_stored_output(description: Description, entries: dict[str, Entry]) -> 
         for rule in reversed(architecture.rules_for(config))
         if rule.theirs in entries
     }
-    stacks = ("decoder", "encoder")
-    tables = [stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in stacks]
+    tables = [stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in ("decoder", "encoder")]
     table, out = tables[0] or tables[1], stored.get(("head.out.weight",))
     if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
         config = config.replace(tie_embeddings=False)
@@ -257,50 +260,52 @@ def _more(names: Collection[str]) -> str:
 # Saving -----------------------------------------------------------------------------------------------------
 
 
-def exported_config(
-    config: ModelConfig, original: Description | None = None
-) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture to save as, and its config.json.
+def exported(config: ModelConfig, original: Description | None = None) -> Description:
+    """Return what a model is saved as: its architecture and config.json, and tensors of other heads.
 
-    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture
-    expresses all of our config, a section of our own does.
+    A model that is as it was loaded is saved as it came, with keys that we have no word for. Where no
+    architecture expresses all of our config, a section of our own does.
     """
     if original is not None and original.config == config:
-        return original.architecture, dict(original.theirs)
+        return original
     architecture, differences = nearest_to(config)
     own = {SECTION: {"config": config.to_dict()}}
     theirs = None if architecture is None or differences else architecture.write(config)
     if architecture is None or theirs is None:
-        return OWN, {"architectures": list(OWN.classes), "model_type": SECTION, **own}
+        return Description(
+            {"architectures": list(OWN.classes), "model_type": SECTION, **own}, config, SECTION
+        )
     if architecture.read(theirs) != config:  # it computes the same, and would train differently
         theirs |= own
-    return architecture, theirs
+    return Description(theirs, config, architecture.model_type)
 
 
 def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
     """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
-    architecture, theirs = exported_config(config, original)
-    if architecture is not OWN:
-        return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
+    saved = exported(config, original)
+    if saved.kind != SECTION:
+        return f"{saved.theirs['architectures'][0]} ({saved.kind})", ""
     closest, differences = nearest_to(config)
-    why = "no Hugging Face architecture has this family and head, so config.json has clearhead's own section"
-    if closest is not None:
-        listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
-        why = f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
-    return SECTION, why
+    if closest is None:
+        return SECTION, (
+            "no Hugging Face architecture has this family and head, "
+            "so config.json has clearhead's own section"
+        )
+    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+    return SECTION, (
+        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+    )
 
 
 def save_model(
     folder: Path,
     model: Transformer,
-    architecture: Architecture,
-    theirs: dict[str, Any],
+    description: Description,
     shard_size: int,
     dtype: torch.dtype | None = None,
-    carried: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Write config.json and the weights into a folder that exists; `carried` tensors stay as they are."""
-    carried = carried or {}
+    """Write config.json and the weights into a folder that exists; carried tensors stay as they are."""
+    architecture, carried = description.architecture, description.carried
     rules = export_state(model, architecture)
     parameters = dict(model.named_parameters())
     dtypes = {name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()}
@@ -321,7 +326,7 @@ def save_model(
     sizes = {name.removeprefix(base): count * dtypes[name].itemsize for name, count in counts.items()}
     write_weights(folder, sizes, make, shard_size)
     stated = str(next(iter(dtypes.values()))).removeprefix("torch.")
-    write_json(folder / "config.json", {**theirs, "dtype": stated})
+    write_json(folder / "config.json", {**description.theirs, "dtype": stated})
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:

@@ -62,8 +62,10 @@ def field(
     """
 
     def checked(value: Any) -> Any:
-        small = f"config.json has {theirs} {value}: this architecture needs {least} at least"
-        refuse(not (least is None or value >= least), small)
+        refuse(
+            least is not None and value < least,
+            f"config.json has {theirs} {value}: this architecture needs {least} at least",
+        )
         return value
 
     def read(config_json: Json) -> Json:
@@ -72,11 +74,15 @@ def field(
             value = config_json.get(otherwise)
         if value is None and not (null and theirs in config_json):
             value = default
-        missing = f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint'
-        refuse(value is REQUIRED, missing)
+        refuse(
+            value is REQUIRED,
+            f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint',
+        )
         if names is not None and value is not None:
-            supported = ", ".join(map(str, names))
-            refuse(value not in names, f'config.json has {theirs} "{value}": supported are {supported}')
+            refuse(
+                value not in names,
+                f'config.json has {theirs} "{value}": supported are {", ".join(map(str, names))}',
+            )
             value = names[value]
         return {ours: checked(value)}
 
@@ -105,8 +111,10 @@ def fixed(
     def read(config_json: Json) -> Json:
         for key, value in (only or {}).items():
             stated = config_json.get(key)
-            supported = f"only {value!r} is supported for this architecture"
-            refuse(stated not in (None, value), f"config.json has {key} {stated!r}: {supported}")
+            refuse(
+                stated not in (None, value),
+                f"config.json has {key} {stated!r}: only {value!r} is supported for this architecture",
+            )
         return dict(ours or {})
 
     return ConfigPart(read, lambda config: dict(written or {}))
@@ -164,17 +172,19 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
             **defaults,
             **{key: config_json[key] for key in defaults if config_json.get(key) is not None},
         }
-        for theirs, ours in rows:
-            if all(stated[key] == value for key, value in theirs.items()):
-                return dict(ours)
+        fitting = (ours for theirs, ours in rows if theirs.items() <= stated.items())
+        found = next(fitting, None)
         listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
-        raise CheckpointError(f"config.json has {listed}: not supported together")
+        refuse(found is None, f"config.json has {listed}: not supported together")
+        return dict(found or {})
 
     def write(config: ModelConfig) -> Json:
-        for theirs, ours in rows:
-            if all(value in (None, getattr(config, name)) for name, value in ours.items()):
-                return dict(theirs)
-        return {}
+        fitting = (
+            theirs
+            for theirs, ours in rows
+            if all(value in (None, getattr(config, name)) for name, value in ours.items())
+        )
+        return dict(next(fitting, {}))
 
     return ConfigPart(read, write)
 
@@ -260,8 +270,10 @@ def patches(image: int, patch: int) -> ConfigPart:
     def read(config_json: Json) -> Json:
         height, width = _pair(config_json.get("image_size", image))
         side, other = _pair(config_json.get("patch_size", patch))
-        stated = config_json.get("patch_size")
-        refuse(not (side == other >= 1), f"config.json has patch_size {stated!r}: only squares are supported")
+        refuse(
+            not side == other >= 1,
+            f"config.json has patch_size {config_json.get('patch_size')!r}: only squares are supported",
+        )
         rows = (height // side) * (width // side) + 1
         return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
 

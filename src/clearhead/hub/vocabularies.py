@@ -70,20 +70,15 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
-        kind = "Bert"
-        tokenizer = _wordpiece(folder / "vocab.txt", settings)
-    elif (folder / "source.spm").exists() and (folder / "vocab.json").exists():
-        kind = "Marian"
-        tokenizer = _marian(folder, settings)
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return _completed(folder, _wordpiece(folder / "vocab.txt", settings), "Bert", settings)
+    if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
+        return _completed(folder, _marian(folder, settings), "Marian", settings)
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
-        tokenizer = _byte_level(folder, kind, settings)
-    elif pieces is not None and kind in FAMILIES:
-        tokenizer = from_pieces(pieces, kind, settings)
-    else:
-        return None
-    _complete(folder, tokenizer, kind, settings)
-    return tokenizer
+        return _completed(folder, _byte_level(folder, kind, settings), kind, settings)
+    if pieces is not None and kind in FAMILIES:
+        return _completed(folder, from_pieces(pieces, kind, settings), kind, settings)
+    return None
 
 
 def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Tokenizer, Settings]:
@@ -94,8 +89,7 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
         usual = {f"{role}_token": text for role, text in USUAL[kind].items()}
         settings = {**usual, "add_bos_token": True, **settings}
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
-    _complete(folder, tokenizer, kind, settings)
-    return tokenizer, settings
+    return _completed(folder, tokenizer, kind, settings), settings
 
 
 def class_of(folder: Path, settings: Settings) -> str:
@@ -132,15 +126,17 @@ def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
 
 def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
     unknown = special_tokens(settings, "Bert")["unk"]
-    normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=settings.get("do_lower_case", True),
+    return assembled(
+        WordPiece(WordPiece.read_file(str(path)), unk_token=unknown),
+        normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+            strip_accents=settings.get("strip_accents"),
+            lowercase=settings.get("do_lower_case", True),
+        ),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(prefix="##"),
     )
-    units = WordPiece(WordPiece.read_file(str(path)), unk_token=unknown)
-    words, to_text = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(prefix="##")
-    return assembled(units, normalizer, words, to_text)
 
 
 def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
@@ -159,15 +155,16 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
     vocabulary = read_json(folder / "vocab.json")
     unknown = special_tokens(settings, "Marian")["unk"]
     tokenizer = from_pieces_and_vocabulary(folder / "source.spm", vocabulary, unknown)
-    languages = [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
-    tokenizer.add_special_tokens(languages)
+    tokenizer.add_special_tokens(
+        [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
+    )
     return tokenizer
 
 
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-def _complete(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> None:
+def _completed(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
     _add_named(folder, tokenizer, settings, special)
@@ -176,6 +173,7 @@ def _complete(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings)
         _frame_roberta(tokenizer, settings, special, ids)
     else:
         _frame(tokenizer, kind, settings, special, ids)
+    return tokenizer
 
 
 def _add_named(folder: Path, tokenizer: Tokenizer, settings: Settings, special: dict[str, str]) -> None:
@@ -199,8 +197,10 @@ def _frame_roberta(
     tokenizer: Tokenizer, settings: Settings, special: dict[str, str], ids: dict[str, Any]
 ) -> None:
     sep, cls = ((special[role], ids[role]) for role in ("sep", "cls"))
-    known = sep[1] is not None and cls[1] is not None
-    refuse(not known, f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text")
+    refuse(
+        sep[1] is None or cls[1] is None,
+        f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text",
+    )
     prefix, trim = bool(settings.get("add_prefix_space", False)), bool(settings.get("trim_offsets", True))
     tokenizer.post_processor = processors.RobertaProcessing(sep, cls, trim, prefix)
 
