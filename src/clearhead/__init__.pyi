@@ -18,8 +18,8 @@ from clearhead.errors import MissingExtraError as MissingExtraError
 from clearhead.errors import TrainingError as TrainingError
 from clearhead.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.evaluation.evaluate import evaluate as evaluate
-from clearhead.explorer.notebook import Shown as Shown
-from clearhead.explorer.notebook import show as show
+from clearhead.explorer.record import Shown as Shown
+from clearhead.explorer.record import show as show
 from clearhead.generate.request import Sampling as Sampling
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check

@@ -1,10 +1,12 @@
 """A run recorded: every view that the page can ask for, by its path, in one file that opens anywhere.
 
-A long run is aggregated, so that the file stays small; the page says so.
+A long run is aggregated, so that the file stays small; the page says so. A notebook shows the same page in a
+frame.
 """
 
+import html
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, model_view, view
 from clearhead.hub.files import write_text
 from clearhead.inside.names import attentions
+from clearhead.model.transformer import Transformer
 
 PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
@@ -93,10 +96,48 @@ def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
 def export(recorded: dict[str, Any], path: str | Path) -> Path:
     """Write a record as one self-contained page: the whole file, or nothing."""
     path = Path(path)
-    ending = f'the page is written as HTML: name a file that ends in .html, not "{path.name}"'
-    refuse(path.suffix.lower() not in (".html", ".htm"), ending)
+    refuse(
+        path.suffix.lower() not in (".html", ".htm"),
+        f'the page is written as HTML: name a file that ends in .html, not "{path.name}"',
+    )
     try:
         write_text(path, single_file(recorded))
     except CheckpointError as error:
         raise InputError(str(error)) from None
     return path
+
+
+# In a notebook ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What `show` gives: a notebook draws it, `save` writes it as a page."""
+
+    recorded: dict[str, Any]
+    height: int = 720
+
+    def _repr_html_(self) -> str:
+        page = html.escape(single_file(self.recorded, notebook=True), quote=True)
+        size = f"width:100%;height:{self.height}px;border:1px solid #ccc"
+        frame = f'sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}"'
+        return f'<iframe {frame} title="clearhead explorer"></iframe>'
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as one self-contained page."""
+        return export(self.recorded, path)
+
+
+def show(
+    m: Model | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
+) -> Shown:
+    """Show the explorer on one input, inline in a notebook.
+
+    Args:
+        m: what `load` gave, or a bare model, which takes ids or pixels.
+        given, target, pair: as for `inside.inputs.prepare`.
+        height: of the frame, in pixels.
+    """
+    m = m if isinstance(m, Model) else Model(m)
+    name = m.folder.name if m.folder is not None else m.config.family
+    return Shown(record(m, name, given, target, pair), height)

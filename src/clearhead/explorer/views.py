@@ -41,9 +41,8 @@ LISTED = 200  # choices that are sent with their names
 
 def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the model is, and what the page begins with."""
-    config = m.config
-    main = m.model.main.spec
-    encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
+    config, main = m.config, m.config.main
+    encoder = config.encoder if config.decoder is not None else None
     mask = m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None
     return {
         **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
@@ -140,8 +139,7 @@ class PageRun:
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
         """Return the stages of what the decoder has written, the last one as the decoder reads it."""
-        start = self.m.start_ids
-        body = stages(tokenizer, written).to_dict()
+        start, body = self.m.start_ids, stages(tokenizer, written).to_dict()
         nowhere = {"start": 0, "end": 0, "type": 0, "text": None}
         begins = [{"token": tokenizer.id_to_token(token), "id": token, **nowhere} for token in start]
         written_tokens = [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]
@@ -171,12 +169,12 @@ class PageRun:
 
     def _heads(self, found: LayerMap) -> dict[str, Any]:
         roles = self.roles()
-        heads = [
-            {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
-            for one in found.heads()
-        ]
         return {
-            **{"kind": found.kind, "layer": found.layer, "heads": heads},
+            **{"kind": found.kind, "layer": found.layer},
+            "heads": [
+                {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
+                for one in found.heads()
+            ],
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),
             "aggregated": found.aggregated,
@@ -337,10 +335,8 @@ def view(run: PageRun, path: str) -> Any:
 def _numbers_of(step: TraceStep) -> dict[str, Any]:
     """Return a step with its numbers: the corner of the last two axes, at index 0 of all others."""
     assert step.value is not None
-    value = step.value
-    while value.ndim > 2:
-        value = value[0]
-    corner = value[(slice(CORNER),) * value.ndim]
+    shown = min(step.value.ndim, 2)
+    corner = step.value[(0,) * (step.value.ndim - shown) + (slice(CORNER),) * shown]
     return {
         **step.to_dict(),
         "values": packed_floats(corner.numpy()),
