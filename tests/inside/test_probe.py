@@ -23,7 +23,7 @@ from clearhead.inside.probe import states as probe_states
 from clearhead.inside.probe.data import ProbeItem, apart, choose_items, governor, read_items, split_items
 from clearhead.inside.probe.fit import baselines, control_labels, interval, numbered, predict, standardised
 from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
-from clearhead.plot.probe import probe_figure
+from clearhead.plot.states import probe_figure
 from tests.harness import build
 
 pytestmark = pytest.mark.ledger("K4")

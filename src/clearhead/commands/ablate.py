@@ -86,7 +86,7 @@ def ablate(
     from clearhead.inside.parts import ablate as inside
     from clearhead.inside.parts.effect import effect
     from clearhead.inside.parts.examples import examples_from
-    from clearhead.plot import prune as pictures
+    from clearhead.plot import parts as pictures
 
     model = load_model(folder)
     if text is not None and not each:

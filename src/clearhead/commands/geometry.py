@@ -93,7 +93,7 @@ def _find(
 ) -> tuple[Any, Callable[[Any], Table], Callable[[Any], Any]]:
     """Return what was asked for, the function that makes it a table, and the one that makes it a picture."""
     from clearhead.inside import geometry as inside
-    from clearhead.plot import geometry as pictures
+    from clearhead.plot import states as pictures
 
     match what:
         case "neighbours":

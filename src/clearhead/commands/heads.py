@@ -78,7 +78,7 @@ def heads(
     from clearhead.inside.heads import head_roles
     from clearhead.inside.heads.alignments import agreement, read_alignments
     from clearhead.inside.heads.syntax import syntax
-    from clearhead.plot.heads import role_map
+    from clearhead.plot.parts import role_map
 
     given = [*texts, *_lines(file)][:limit]
     trees = None if treebank is None else read_treebank(treebank, limit)

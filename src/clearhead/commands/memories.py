@@ -101,7 +101,7 @@ def _parts(tables: list[Table], found: Memories) -> Iterator[Any]:
 
 def _draw(found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None) -> Any:
     """Draw a neuron, where one is named or there is no agreement to draw, else the agreement of all."""
-    from clearhead.plot.memories import draw_agreement, draw_neuron
+    from clearhead.plot.parts import draw_agreement, draw_neuron
 
     if found.agrees and not neuron:
         return draw_agreement(found)

@@ -67,7 +67,7 @@ def patch(
     """
     check_inputs(folder, clean, corrupt, plot=plot)
     from clearhead.inside.patch import patch as run
-    from clearhead.plot.patch import draw_patching
+    from clearhead.plot.lens import draw_patching
 
     found = run(load_model(folder, tokenizer), clean, corrupt, answer, wrong, part, position, target)
     body = found.to_dict() | save_plot(plot, lambda: draw_patching(found))

@@ -72,7 +72,7 @@ def probe(
     """
     check_inputs(folder, plot=plot)
     from clearhead.inside.probe import probe as run
-    from clearhead.plot.probe import probe_figure
+    from clearhead.plot.states import probe_figure
 
     model = load_model(folder, tokenizer, device)
     with progress() as on_progress:

@@ -92,7 +92,7 @@ def prune(
     if out is not None:
         _check_out(out, folder, overwrite)
     from clearhead.inside.parts.prune import prune_curve
-    from clearhead.plot.prune import draw_curves
+    from clearhead.plot.parts import draw_curves
 
     model = load_model(folder)
     judged = read_examples(model, data, examples, set) if data else None
