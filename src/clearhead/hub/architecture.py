@@ -121,7 +121,7 @@ class Architecture:
 
     def rules_for(self, config: ModelConfig) -> tuple[Rule, ...]:
         """Return the rules that apply to a model with this config, those of its head included."""
-        rules = self.rules + tuple(self.heads.get(config.head or "none", ()))
+        rules = (*self.rules, *self.heads.get(config.head or "none", ()))
         return tuple(rule for rule in rules if rule.applies(config))
 
     def tensor_names(self) -> list[str]:
@@ -134,8 +134,7 @@ class Architecture:
         pattern = re.compile("|".join(numbered))
         bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in names)
         full = [self.prefix + name if bare else name for name in names]
-        unread = (*self.ignored, *self.carried)
-        return all(pattern.fullmatch(name) or is_among(name, unread) for name in full)
+        return all(pattern.fullmatch(name) or is_among(name, (*self.ignored, *self.carried)) for name in full)
 
 
 def is_among(name: str, patterns: Iterable[str]) -> bool:

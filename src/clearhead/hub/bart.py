@@ -99,12 +99,17 @@ OLD = ("model.encoder.version", "model.decoder.version")
 
 def bart(model_type: str, name: str, norm_position: str) -> Architecture:
     """Return BART or mBART, which differ in where their norms stand."""
-    learned = {"positions": "learned", "position_offset": 2, "embedding_norm": True}
-    always = fixed({**BART_LIKE, **learned, "norm_position": norm_position})
     return Architecture(
         model_type,
         classes(name),
-        config=(always, *SHAPE, field("vocab_size", "vocab_size", 50265), *GELU, TYING),
+        config=(
+            fixed({**BART_LIKE, "positions": "learned", "position_offset": 2, "embedding_norm": True}),
+            fixed({"norm_position": norm_position}),
+            *SHAPE,
+            field("vocab_size", "vocab_size", 50265),
+            *GELU,
+            TYING,
+        ),
         rules=(*TABLES, *BODY),
         prefix="model.",
         ignored=OLD,

@@ -127,12 +127,13 @@ BERT = Architecture(
 
 # RoBERTa: positions that start at padding id + 1, and heads of its own.
 
-# Its head has GELU, whatever activation the layers have.
-MASKED_GELU = {"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"}
-
 ROBERTA = Architecture(
     model_type="roberta",
-    classes=classes("Roberta", ForMaskedLM=MASKED_GELU),
+    classes=classes(
+        "Roberta",
+        # This head has GELU, whatever activation the layers have.
+        ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
+    ),
     prefix="roberta.",
     config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
     rules=embedding("roberta") + layers("roberta"),

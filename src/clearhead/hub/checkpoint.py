@@ -83,8 +83,8 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         for name in architecture.classes:
             guess = {**theirs, "model_type": kind, "architectures": [name]}
             try:
-                description = Description(guess, architecture.read(guess), kind)
-                found.append((len(_fill(folder, description, entries).description.carried), guess))
+                filled, _, _ = _fill(folder, Description(guess, architecture.read(guess), kind), entries)
+                found.append((len(filled.carried), guess))
             except ClearheadError:
                 continue
     if len({guess["model_type"] for _, guess in found}) != 1:
@@ -117,62 +117,62 @@ def load_model(
 
     The dtype is that of the file unless `dtype` is given.
     """
-    filling = _fill(folder, description, open_weights(folder))
-    readers = READERS if dtype is None else 1  # a converted tensor is a copy besides the file's pages
-    with ThreadPoolExecutor(readers) as pool:
-        loaded = list(pool.map(lambda rule: filling.load(rule, dtype), filling.rules))
-    for rule, tensors in zip(filling.rules, loaded):
-        wrong, shape = f"{folder}: tensor {rule.theirs} has", filling.entries[rule.theirs].shape
+    description, model, sources = _fill(folder, description, open_weights(folder))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def read(source: tuple[Rule, Entry]) -> list[Tensor]:
+        rule, entry = source
+        return _read(rule, entry, [shapes[name] for name in rule.ours], description.config, dtype)
+
+    # A converted tensor is a copy besides the file's pages.
+    with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
+        loaded = list(pool.map(read, sources))
+    for (rule, entry), tensors in zip(sources, loaded):
+        wrong = f"{folder}: tensor {rule.theirs} has"
         for name, tensor in zip(rule.ours, tensors):
-            needed = filling.shapes[name]
             refuse(
-                tensor.shape != needed,
-                f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit",
+                tensor.shape != shapes[name],
+                f"{wrong} shape {entry.shape} and {name} needs {shapes[name]}: config.json does not fit",
             )
             refuse(
                 not tensor.is_floating_point(),
                 f"{wrong} dtype {tensor.dtype}: weights must be floating point",
             )
             path, _, last = name.rpartition(".")
-            setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
-    filling.model.tie()
-    return filling.model.eval(), filling.description
+            setattr(model.get_submodule(path), last, nn.Parameter(tensor))
+    model.tie()
+    return model.eval(), description
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """How the tensors of a file fill a model that is still empty."""
-
-    description: Description
-    entries: dict[str, Entry]
-    model: Transformer
-    rules: list[Rule]  # one for each tensor that is read
-    shapes: dict[str, Shape]  # of the model's parameters
-
-    def load(self, rule: Rule, dtype: torch.dtype | None) -> list[Tensor]:
-        """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
-        entry = self.entries[rule.theirs]
-        theirs = entry.read()
-        if not theirs.is_floating_point():
-            return [theirs]
-        try:
-            shapes = [self.shapes[name] for name in rule.ours]
-            ours = rule.operation.load([theirs], shapes, self.description.config)
-        except RuntimeError:  # it cannot be split into those shapes
-            return [theirs]
-        if dtype is not None:
-            ours = [tensor.to(dtype) for tensor in ours]
-        if rule.operation.copies or dtype not in (None, theirs.dtype):
-            entry.release()
-        return ours
+def _read(
+    rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
+    theirs = entry.read()
+    if not theirs.is_floating_point():
+        return [theirs]
+    try:
+        ours = rule.operation.load([theirs], shapes, config)
+    except RuntimeError:  # it cannot be split into those shapes
+        return [theirs]
+    if dtype is not None:
+        ours = [tensor.to(dtype) for tensor in ours]
+    if rule.operation.copies or dtype not in (None, theirs.dtype):
+        entry.release()
+    return ours
 
 
-def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> _Filling:
-    """Decide which tensor fills which parameter; refuse the file when one is left over on either side."""
+def _fill(
+    folder: Path, description: Description, entries: dict[str, Entry]
+) -> tuple[Description, Transformer, list[tuple[Rule, Entry]]]:
+    """Decide which tensor fills which parameter; refuse the file when one is left over on either side.
+
+    Return the description with what the weights add, an empty model, and the rule for each tensor to read.
+    """
     architecture, prefix = description.architecture, description.architecture.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
         entries = {prefix + name: entry for name, entry in entries.items()}
-    description = _with_stored_output(_without_pooler(description, entries), entries)
+    description = _as_stored(description, entries)
     layers = description.config.layer_groups or description.config.n_layers
     refuse(  # before so many layers are built
         layers > len(entries),
@@ -188,9 +188,8 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
             chosen.setdefault(rule.ours[0], rule)
     carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
     unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     filled = {name for rule in chosen.values() for name in rule.ours}
-    missing = [name for name in shapes if name not in filled]
+    missing = [name for name, _ in model.named_parameters() if name not in filled]
     if unused:
         name = min(unused)
         raise CheckpointError(
@@ -202,46 +201,41 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
             f"{folder}: no tensor fills {missing[0]}{_more(missing)}: "
             "the file is incomplete, or config.json is another model's"
         )
-    description = dataclasses.replace(description, carried=carried)
-    return _Filling(description, entries, model, list(chosen.values()), shapes)
+    sources = [(rule, entries[rule.theirs]) for rule in chosen.values()]
+    return dataclasses.replace(description, carried=carried), model, sources
 
 
-def _without_pooler(description: Description, entries: dict[str, Entry]) -> Description:
-    """Return the description without a pooler where a base model's file holds none; else unchanged."""
-    config, theirs = description.config, description.theirs
-    expected = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
-    if not expected or any(".pooler." in name for name in entries):
-        return description
-    without = description.architecture.read({**theirs, POOLER_KEY: False})
-    return dataclasses.replace(description, config=without)
-
-
-def _with_stored_output(description: Description, entries: dict[str, Entry]) -> Description:
-    """Return the description with the output layer that the file holds: tied or not, with a bias or without.
+def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
+    """Return the description with what the file holds: a pooler, and an output layer, tied or not, its bias.
 
     Some config.json say "tied" of weights that are not: two tensors that differ are two, whatever it says.
     """
-    config, architecture = description.config, description.architecture
-    if config.head not in ("lm", "mlm"):
-        return description
-    stored = {
-        rule.ours: entries[rule.theirs]
-        for rule in reversed(architecture.rules_for(config))
-        if rule.theirs in entries
-    }
-    tables = [stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in ("decoder", "encoder")]
-    table, out = tables[0] or tables[1], stored.get(("head.out.weight",))
-    if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
-        config = config.replace(tie_embeddings=False)
-    if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
-        config = config.replace(head_bias=False)
+    config, theirs, architecture = description.config, description.theirs, description.architecture
+    pooled = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
+    if pooled and not any(".pooler." in name for name in entries):
+        config = architecture.read({**theirs, POOLER_KEY: False})
+    if config.head in ("lm", "mlm"):
+        stored = {
+            rule.ours: entries[rule.theirs]
+            for rule in reversed(architecture.rules_for(config))
+            if rule.theirs in entries
+        }
+        source, target = (
+            stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in ("encoder", "decoder")
+        )
+        table, out = target or source, stored.get(("head.out.weight",))
+        if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
+            config = config.replace(tie_embeddings=False)
+        if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
+            config = config.replace(head_bias=False)
     return dataclasses.replace(description, config=config)
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
     """Return the rules that apply to this model; our own format has each parameter under its own name."""
-    own = tuple(Rule(name, (name,)) for name, _ in model.named_parameters())
-    return architecture.rules_for(model.config) or own
+    return architecture.rules_for(model.config) or tuple(
+        Rule(name, (name,)) for name, _ in model.named_parameters()
+    )
 
 
 def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:

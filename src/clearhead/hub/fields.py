@@ -172,8 +172,7 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
             **defaults,
             **{key: config_json[key] for key in defaults if config_json.get(key) is not None},
         }
-        fitting = (ours for theirs, ours in rows if theirs.items() <= stated.items())
-        found = next(fitting, None)
+        found = next((ours for theirs, ours in rows if theirs.items() <= stated.items()), None)
         listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
         refuse(found is None, f"config.json has {listed}: not supported together")
         return dict(found or {})
@@ -230,8 +229,9 @@ def sliding_windows(
         without = None if pattern is None else default
         written: Json = {"sliding_window": windows[sliding[0]] if sliding else without}
         if pattern is not None or switch is not None:
-            kinds = {True: "full_attention", False: "sliding_attention"}
-            written["layer_types"] = [kinds[window is None] for window in windows]
+            written["layer_types"] = [
+                "full_attention" if window is None else "sliding_attention" for window in windows
+            ]
         if switch is not None:
             written[switch] = bool(sliding)
         if full_below is not None:
@@ -274,8 +274,12 @@ def patches(image: int, patch: int) -> ConfigPart:
             not side == other >= 1,
             f"config.json has patch_size {config_json.get('patch_size')!r}: only squares are supported",
         )
-        rows = (height // side) * (width // side) + 1
-        return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
+        return {
+            "image_size": (height, width),
+            "patch_size": side,
+            "class_token": True,
+            "max_positions": (height // side) * (width // side) + 1,
+        }
 
     def write(config: ModelConfig) -> Json:
         assert config.image_size is not None

@@ -157,8 +157,12 @@ def llama(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Gemma's: as Llama's, without a space before the first word."""
-    pairs = _bpe(model.scores, fallback=True, unk="<unk>")
-    return assembled(pairs, normalizers.Replace(" ", SPACE), None, _spell(strip=False))
+    return assembled(
+        _bpe(model.scores, fallback=True, unk="<unk>"),
+        normalizers.Replace(" ", SPACE),
+        words=None,
+        decoder=_spell(strip=False),
+    )
 
 
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:

@@ -16,6 +16,7 @@ from clearhead.hub.pieces import FAMILIES, assembled, from_pieces, from_pieces_a
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
 ROLES = ("pad", "bos", "eos", "unk", "cls", "sep", "mask")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 Settings = dict[str, Any]
 
 # The class that a model's tokenizer has when tokenizer_config.json does not name it.
@@ -145,10 +146,11 @@ def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
     prefix = bool(settings.get("add_prefix_space", False))
     if kind != "Qwen2":
         return assembled(units, None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel())
-    words = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-    both = pre_tokenizers.Sequence([words, to_bytes])
-    return assembled(units, normalizers.NFC(), both, decoders.ByteLevel())
+    words = [
+        pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
+    ]
+    return assembled(units, normalizers.NFC(), pre_tokenizers.Sequence(words), decoders.ByteLevel())
 
 
 def _marian(folder: Path, settings: Settings) -> Tokenizer:
@@ -179,10 +181,9 @@ def _completed(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings
 def _add_named(folder: Path, tokenizer: Tokenizer, settings: Settings, special: dict[str, str]) -> None:
     """Add tokens that are never split; those that the vocabulary lacks come after it."""
     numbered = settings.get("added_tokens_decoder") or {}
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, entry in sorted(numbered.items(), key=lambda item: int(item[0])):
-        flags = {name: bool(entry[name]) for name in names if name in entry}
-        tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
+    for number in sorted(numbered, key=int):
+        flags = {name: bool(value) for name, value in numbered[number].items() if name in FLAGS}
+        tokenizer.add_tokens([AddedToken(numbered[number]["content"], **flags)])
     added = read_json_if_any(folder / "added_tokens.json")
     in_order = sorted(added, key=added.__getitem__)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in in_order])

@@ -129,9 +129,8 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         not isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors"
     )
     header.pop("__metadata__", None)
-    body, room = 8 + length, size - 8 - length
+    body, room, end = 8 + length, size - 8 - length, 0
     spans = {name: _span(path, name, stated, room) for name, stated in header.items()}
-    end = 0
     for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
         refuse(start < end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
         refuse(
@@ -238,5 +237,5 @@ def write_weights(
         save_file({name: make(name).contiguous() for name in names}, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if count > 1:
-        total = {"total_size": sum(sizes.values())}
-        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
