@@ -32,8 +32,12 @@ def check_given(config: Fields) -> None:
             refuse(value > most, f"{name} {value:,} is more than any model has: {most:,} is the most")
     check_least(config, 0, *FROM_ZERO)
     check_values(config, ABOVE_ZERO, lambda value: bool(value > 0), "must be above 0")
-    way_out = "choose 0 (off) up to, but not including, 1"
-    check_values(config, PROBABILITIES, lambda p: 0 <= p < 1, f"is not a probability: {way_out}")
+    check_values(
+        config,
+        PROBABILITIES,
+        allowed=lambda p: 0 <= p < 1,
+        rule="is not a probability: choose 0 (off) up to, but not including, 1",
+    )
     family, groups, place = config.family, config.layer_groups, config.norm_position
     both = family == "encoder-decoder"
     _check(

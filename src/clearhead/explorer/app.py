@@ -148,8 +148,7 @@ def inside_routes(session: Session) -> APIRouter:
         source_length: int | None = None,
         model: int = 0,
     ) -> Any:
-        config = session.model(model).config
-        return finite(cost(config, length, batch, dtype, source_length).to_dict())
+        return finite(cost(session.model(model).config, length, batch, dtype, source_length).to_dict())
 
     @router.post("/run")
     def begin(asked: Asked) -> dict[str, Any]:
@@ -202,9 +201,10 @@ def _whole(asked: dict[str, Any], name: str) -> int:
 
 def _names(asked: dict[str, Any], name: str) -> list[str]:
     listed = [] if asked.get(name) is None else asked[name]
-    short = isinstance(listed, list) and len(listed) <= MOST_NAMES
     refuse(
-        not short or not all(isinstance(one, str | int) for one in listed),
+        not isinstance(listed, list)
+        or len(listed) > MOST_NAMES
+        or not all(isinstance(one, str | int) for one in listed),
         f"{name} must be a list of names",
     )
     return [str(one) for one in listed]

@@ -39,18 +39,11 @@ def page_files() -> dict[str, tuple[str, str]]:
     }
 
 
-def modules() -> list[str]:
-    """Return the names of the modules, each after those it imports."""
-    order: list[str] = []
-
-    def visit(name: str) -> None:
-        if name not in order:
-            for needed in _IMPORT.findall(page_files()[name][0]):
-                visit(needed)
-            order.append(name)
-
-    visit(ENTRY)
-    return order
+@cache
+def modules(name: str = ENTRY) -> tuple[str, ...]:
+    """Return the names of a module and of all that it needs, each after those it imports."""
+    needed = [each for imported in _IMPORT.findall(page_files()[name][0]) for each in modules(imported)]
+    return tuple(dict.fromkeys([*needed, name]))
 
 
 def script() -> str:

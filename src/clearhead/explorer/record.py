@@ -62,8 +62,8 @@ def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> 
     limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
     for length in sorted(lengths):
-        given = length if m.config.input != "patches" else None
-        views[f"cost?length={length}"] = finite(cost(m.config, given).to_dict())
+        found = cost(m.config, None if m.config.input == "patches" else length)
+        views[f"cost?length={length}"] = finite(found.to_dict())
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
@@ -119,9 +119,11 @@ class Shown:
 
     def _repr_html_(self) -> str:
         page = html.escape(single_file(self.recorded, notebook=True), quote=True)
-        size = f"width:100%;height:{self.height}px;border:1px solid #ccc"
-        frame = f'sandbox="allow-scripts allow-downloads" srcdoc="{page}" style="{size}"'
-        return f'<iframe {frame} title="clearhead explorer"></iframe>'
+        return (
+            f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{page}" '
+            f'style="width:100%;height:{self.height}px;border:1px solid #ccc" '
+            'title="clearhead explorer"></iframe>'
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write it as one self-contained page."""

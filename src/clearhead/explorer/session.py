@@ -50,8 +50,10 @@ class Opened:
         """Return what the page says of it."""
         if self.m is not None:
             return model_view(self.m, self.name, self.example or first_example(self.m))
-        loading = {"ready": False, "failed": self.failed, "says": self.says}
-        return {"name": self.name, **loading, "layers": 0, "parameters": 0}
+        return {
+            **{"name": self.name, "ready": False, "failed": self.failed, "says": self.says},
+            **{"layers": 0, "parameters": 0},
+        }
 
 
 def first_example(m: Model) -> dict[str, Any]:

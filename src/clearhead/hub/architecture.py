@@ -153,6 +153,5 @@ def check_sizes(values: Json) -> None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-12)
-    return bool(a == b)
+    floats = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=1e-12) if floats else bool(a == b)

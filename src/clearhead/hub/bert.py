@@ -110,8 +110,11 @@ def heads(masked: tuple[Rule, ...], pooler: str) -> dict[str, tuple[Rule, ...]]:
 
 def older(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return the rules, and again with the names that norms had in the first checkpoints."""
-    first = renamed(rules, "LayerNorm.gamma", "LayerNorm.weight")
-    return rules + first + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
+    return (
+        *rules,
+        *renamed(rules, "LayerNorm.gamma", "LayerNorm.weight"),
+        *renamed(rules, "LayerNorm.beta", "LayerNorm.bias"),
+    )
 
 
 BERT = Architecture(

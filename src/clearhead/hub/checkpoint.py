@@ -241,8 +241,10 @@ def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]
 def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
     """Yield the rules with layers and experts filled in; tied parameters go by their first name."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    names = {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for rule in matches(rules_of(architecture, model), names):
         yield dataclasses.replace(rule, ours=tuple(names[name] for name in rule.ours))
 
@@ -302,10 +304,14 @@ def save_model(
     architecture, carried = description.architecture, description.carried
     rules = export_state(model, architecture)
     parameters = dict(model.named_parameters())
-    dtypes = {name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()}
-    dtypes |= {name: dtype or entry.dtype for name, entry in carried.items()}
-    counts = {name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()}
-    counts |= {name: math.prod(entry.shape) for name, entry in carried.items()}
+    dtypes = {
+        **{name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()},
+        **{name: dtype or entry.dtype for name, entry in carried.items()},
+    }
+    counts = {
+        **{name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()},
+        **{name: math.prod(entry.shape) for name, entry in carried.items()},
+    }
     base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 
     def make(name: str) -> Tensor:
@@ -319,8 +325,8 @@ def save_model(
 
     sizes = {name.removeprefix(base): count * dtypes[name].itemsize for name, count in counts.items()}
     write_weights(folder, sizes, make, shard_size)
-    stated = str(next(iter(dtypes.values()))).removeprefix("torch.")
-    write_json(folder / "config.json", {**description.theirs, "dtype": stated})
+    first = str(next(iter(dtypes.values())))
+    write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:

@@ -28,16 +28,12 @@ ACTIVATIONS = {
 }
 
 
-def _nothing(_: object) -> Json:
-    return {}
-
-
 @dataclass(frozen=True)
 class ConfigPart:
     """One piece of a config, both ways."""
 
-    read: Callable[[Json], Json] = _nothing  # config.json -> fields of ours
-    write: Callable[[ModelConfig], Json] = _nothing  # our config -> keys of theirs
+    read: Callable[[Json], Json]  # config.json -> fields of ours
+    write: Callable[[ModelConfig], Json]  # our config -> keys of theirs
 
 
 def field(
@@ -306,7 +302,7 @@ def _write_labels(config: ModelConfig) -> Json:
 
 
 # Names of classes for other tools, until a model brings its own; `count_labels` reads them.
-LABELS = ConfigPart(write=_write_labels)
+LABELS = ConfigPart(lambda config_json: {}, _write_labels)
 
 
 def count_labels(config_json: Json) -> int:

@@ -17,7 +17,7 @@ from tokenizers.models import BPE, Unigram
 
 from clearhead.hub.files import reading, refuse
 
-SPACE = "▁"
+SPACE, ZERO = "▁", bytes(4)
 UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
 Settings = dict[str, Any]
 Scores = list[tuple[str, float]]
@@ -47,7 +47,10 @@ def read_pieces(path: Path) -> PieceModel:
     with reading(path, refusal):
         top = list(_fields(path.read_bytes()))
         entries = [dict(_fields(value)) for number, value in top if number == 1]
-        pieces = [(entry[1].decode("utf-8"), _float(entry.get(2)), entry.get(3, 1)) for entry in entries]
+        pieces = [
+            (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, ZERO))[0], entry.get(3, 1))
+            for entry in entries
+        ]
         trainer, normalizer = (
             dict(_fields(next((value for number, value in top if number == wanted), b"")))
             for wanted in (2, 3)
@@ -86,10 +89,6 @@ def _scored_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
             raise ValueError
         yield raw.decode("utf-8").replace(" ", SPACE), score, 1
         at += 8 + length
-
-
-def _float(raw: bytes | None) -> float:
-    return 0.0 if raw is None else float(struct.unpack("<f", raw)[0])
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -138,11 +137,13 @@ def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build ALBERT's: plain quotes, accents and case removed unless the settings keep them."""
-    before: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-    if not settings.get("keep_accents", False):
-        before += [normalizers.NFKD(), normalizers.StripAccents()]
-    if settings.get("do_lower_case", True):
-        before += [normalizers.Lowercase()]
+    quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    accents = [normalizers.NFKD(), normalizers.StripAccents()]
+    before = [
+        *quotes,
+        *([] if settings.get("keep_accents", False) else accents),
+        *([normalizers.Lowercase()] if settings.get("do_lower_case", True) else []),
+    ]
     return _words(model, model.scores, model.unk_id, before)
 
 

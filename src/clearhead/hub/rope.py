@@ -87,8 +87,11 @@ def two_ropes(base: float, local: float) -> ConfigPart:
             not alike and near_scaling is not None,
             "config.json scales the rotation of layers with a window: supported there is rope_type default",
         )
-        local_base = None if alike else near_theta
-        return {"rope_base": theta, "rope_local_base": local_base, "rope_scaling": scaling}
+        return {
+            "rope_base": theta,
+            "rope_local_base": None if alike else near_theta,
+            "rope_scaling": scaling,
+        }
 
     def write(config: ModelConfig) -> Json:
         full = near = write_scaling(config, config.rope_base, config.rope_scaling)
@@ -123,8 +126,10 @@ def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
     if named in ("default", None):
         return None
     kind: Any = "longrope" if named == "su" else named
-    supported = ", ".join(("default", *KEYS_BY_KIND))
-    refuse(kind not in KEYS_BY_KIND, f'config.json has rope_type "{kind}": supported are {supported}')
+    refuse(
+        kind not in KEYS_BY_KIND,
+        f'config.json has rope_type "{kind}": supported are {", ".join(("default", *KEYS_BY_KIND))}',
+    )
     keys = KEYS_BY_KIND[kind]
     given: Json = {key: stated[key] for key in keys if stated.get(key) is not None}
     if TRAINED in keys and theirs.get(TRAINED) is not None:

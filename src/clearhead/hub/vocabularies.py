@@ -87,8 +87,10 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
     kind = class_of(folder, settings)
     if path.suffix == ".bin":
         kind = "Llama"
-        usual = {f"{role}_token": text for role, text in USUAL[kind].items()}
-        settings = {**usual, "add_bos_token": True, **settings}
+        settings = {
+            **{f"{role}_token": text for role, text in USUAL[kind].items()},
+            **{"add_bos_token": True, **settings},
+        }
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
     return _completed(folder, tokenizer, kind, settings), settings
 
@@ -126,9 +128,8 @@ def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
-    unknown = special_tokens(settings, "Bert")["unk"]
     return assembled(
-        WordPiece(WordPiece.read_file(str(path)), unk_token=unknown),
+        WordPiece(WordPiece.read_file(str(path)), unk_token=special_tokens(settings, "Bert")["unk"]),
         normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
@@ -185,8 +186,9 @@ def _add_named(folder: Path, tokenizer: Tokenizer, settings: Settings, special: 
         flags = {name: bool(value) for name, value in numbered[number].items() if name in FLAGS}
         tokenizer.add_tokens([AddedToken(numbered[number]["content"], **flags)])
     added = read_json_if_any(folder / "added_tokens.json")
-    in_order = sorted(added, key=added.__getitem__)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in in_order])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in sorted(added, key=added.__getitem__)]
+    )
     stated = {*tokenizer.get_vocab(), *special_tokens(settings).values()}
     wanted = [*(text for text in special.values() if text in stated), *extra_tokens(settings)]
     done = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}

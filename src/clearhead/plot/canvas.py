@@ -93,8 +93,7 @@ def heatmap(
     width = min(max(0.28 * table.shape[1] + 2.8, 4.5), 20)
     height = min(max(0.24 * table.shape[0] + 1.8, 3.0), 20)
     figure, axes = single(width, height, title, column_name, row_name)
-    form = "{:.2f}" if numbers else ""
-    image = draw(axes, table, low, high, diverging, root, rows=rows, columns=columns, numbers=form)
+    image = draw(axes, table, low, high, diverging, root, rows, columns, numbers="{:.2f}" if numbers else "")
     figure.colorbar(image, ax=axes, label=scale, fraction=0.046)
     return figure
 

@@ -40,8 +40,14 @@ def draw_lens(lens: Lens, most: int = MOST) -> Figure:
     if len(columns) < len(lens.columns):
         title += f", the last {len(columns)} of {len(lens.columns)} columns"
     figure.suptitle(title, fontsize=11)
-    scale = f"probability of the {lens.kind} in the cell"
-    figure.colorbar(image, ax=list(grid), label=scale, fraction=0.03, pad=0.01, aspect=30)
+    figure.colorbar(
+        image,
+        ax=list(grid),
+        label=f"probability of the {lens.kind} in the cell",
+        fraction=0.03,
+        pad=0.01,
+        aspect=30,
+    )
     return figure
 
 
@@ -72,8 +78,8 @@ def draw_contributions(found: Contributions) -> Figure:
     """Draw layers by heads, with the feed-forward beside them, and the largest terms as bars."""
     tables = {kind: found.heads(kind).numpy() for kind in ("self", "cross")}
     tables = {kind: table for kind, table in tables.items() if table.size}
-    forward = [term.value for term in found.terms if term.kind == "feedforward"]
-    tables["self"] = np.hstack([tables["self"], np.array(forward)[:, None]])
+    forward = [[term.value] for term in found.terms if term.kind == "feedforward"]
+    tables["self"] = np.hstack([tables["self"], forward])
     layers, largest = max(len(table) for table in tables.values()), found.largest(BARS)
     widths = [max(0.36 * table.shape[1] + 1.0, 2.6) for table in tables.values()]
     figure = canvas.new(sum(widths) + 5.5, max(0.3 * layers + 1.8, 0.22 * len(largest) + 1.6, 3.4))
@@ -129,17 +135,26 @@ def draw_patching(found: Patching) -> Figure:
     logits = f"logit of {found.answer} less that of {found.wrong} at {found.position}"
     values = f"clean {found.clean_difference:.2f}, corrupt {found.corrupt_difference:.2f}"
     figure.suptitle(canvas.plain(f"Clean activations in the corrupt run: {logits}\n{values}"), fontsize=11)
-    ends = "both" if largest > reach else "neither"
-    scale = "share of the answer brought back: 0 corrupt, 1 clean"
-    figure.colorbar(image, ax=grid.ravel().tolist(), label=scale, fraction=0.04, aspect=40, extend=ends)
+    figure.colorbar(
+        image,
+        ax=grid.ravel().tolist(),
+        label="share of the answer brought back: 0 corrupt, 1 clean",
+        fraction=0.04,
+        aspect=40,
+        extend="both" if largest > reach else "neither",
+    )
     return figure
 
 
 def _draw(axes: Axes, table: PatchMap, reach: float) -> Any:
     by_head = table.part.endswith("heads")
-    column_name = "head, at all tokens" if by_head else "token (clean/corrupt where they differ)"
-    row_name = "before layer" if table.part == "residual" else "layer"
-    canvas.name(axes, table.title, column_name, row_name, size=10)
+    canvas.name(
+        axes,
+        table.title,
+        x_name="head, at all tokens" if by_head else "token (clean/corrupt where they differ)",
+        y_name="before layer" if table.part == "residual" else "layer",
+        size=10,
+    )
     return canvas.draw(
         axes,
         table.values.numpy(),

@@ -52,8 +52,9 @@ def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figu
 
     used = [role for role in (*ROLES, MIXED) if role in found.roles]
     names = [Patch(facecolor=COLOURS[role], label=f"{role} ({found.roles.count(role)})") for role in used]
-    columns = min(len(used), 6)
-    figure.legend(handles=names, fontsize=7, frameon=False, loc="outside lower center", ncols=columns)
+    figure.legend(
+        handles=names, fontsize=7, frameon=False, loc="outside lower center", ncols=min(len(used), 6)
+    )
     return figure
 
 
@@ -110,8 +111,16 @@ def draw_neuron(memory: Neuron) -> Figure:
         title += f": agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
     figure.suptitle(plain(title), fontsize=12)
     _contexts(left, memory)
+    tokens = [*memory.promoted[: SHOWN // 2], *reversed(memory.suppressed[: SHOWN // 2])]
     for axes in right:
-        _scores(axes, memory)
+        scores, names = [score for _, score in tokens], [token for token, _ in tokens]
+        canvas.signed_bars(axes, scores, names, above=BLUE, below=RED)
+        canvas.name(
+            axes,
+            title="What it promotes most (top) and suppresses most",
+            x_name="score for each unit of activation",
+            size=10,
+        )
     return figure
 
 
@@ -134,16 +143,6 @@ def _contexts(axes: Axes, memory: Neuron) -> None:
         axes.text(0.5, row, plain(before[-SIDE:]), ha="right", color="black", **style)
         axes.text(0.5, row, plain(f"[{token}]"), ha="left", color=RED, **style)
         axes.text(0.5, row, plain(shifted), ha="left", **style)
-
-
-def _scores(axes: Axes, memory: Neuron) -> None:
-    count = SHOWN // 2
-    shown = [*memory.promoted[:count], *reversed(memory.suppressed[:count])]
-    canvas.signed_bars(
-        axes, [score for _, score in shown], [token for token, _ in shown], above=BLUE, below=RED
-    )
-    title = "What it promotes most (top) and suppresses most"
-    canvas.name(axes, title, "score for each unit of activation", size=10)
 
 
 def draw_agreement(found: Memories) -> Figure:
@@ -199,8 +198,13 @@ def draw_map(found: HeadTable, title: str) -> Figure:
 
 def draw_effect(found: Effect, title: str) -> Figure:
     """Draw probabilities with and without, a pair of bars for each token or class."""
-    height = max(2.2, 0.36 * len(found.top) + 1.4)
-    figure, axes = single(6.5, height, f"{title} (KL {found.kl:.3g} nats)", "probability", grid="x")
+    figure, axes = single(
+        width=6.5,
+        height=max(2.2, 0.36 * len(found.top) + 1.4),
+        title=f"{title} (KL {found.kl:.3g} nats)",
+        x_name="probability",
+        grid="x",
+    )
     places = np.arange(len(found.top))
     axes.barh(places - 0.2, [one.before for one in found.top], 0.38, label="whole model")
     axes.barh(places + 0.2, [one.after for one in found.top], 0.38, label="without")

@@ -14,11 +14,14 @@ CLIP = 3  # times the size of most entries: from there on, colours are cut off
 def probe_figure(probes: Probes, model: str = "") -> Figure:
     """Draw accuracy by depth; `model` is named in the title."""
     layers, places = probes.layers, range(len(probes.layers))
-    width = min(max(6.5, 0.35 * len(layers) + 2), 14)
-    title = f"{model}: " if model else ""
-    title += f"linear probes of {probes.column}, {len(probes.labels)} labels"
-    depth, measure = f"after block ({probes.stack})", f"accuracy on {probes.test:,} {probes.unit}"
-    figure, axes = single(width, 4.2, title, depth, measure, grid="both")
+    figure, axes = single(
+        width=min(max(6.5, 0.35 * len(layers) + 2), 14),
+        height=4.2,
+        title=f"{model + ': ' if model else ''}linear probes of {probes.column}, {len(probes.labels)} labels",
+        x_name=f"after block ({probes.stack})",
+        y_name=f"accuracy on {probes.test:,} {probes.unit}",
+        grid="both",
+    )
     below = [max(0.0, layer.accuracy - layer.interval[0]) for layer in layers]
     above = [max(0.0, layer.interval[1] - layer.accuracy) for layer in layers]
     axes.errorbar(
@@ -45,8 +48,13 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
         label="selectivity: probe less control",
     )
     kind = {"words": "word type", "texts": "text", "images": "image"}[probes.unit]
-    by_type = f"most frequent label of each {kind}"
-    axes.axhline(probes.by_type, color="black", linestyle="--", linewidth=1, label=by_type)
+    axes.axhline(
+        probes.by_type,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"most frequent label of each {kind}",
+    )
     axes.axhline(probes.majority, color="grey", linestyle=":", linewidth=1.2, label="most frequent label")
     axes.set_xticks(list(places), [layer.name for layer in layers], fontsize=8)
     lowest = min(0.0, *(layer.selectivity for layer in layers))
@@ -59,9 +67,13 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
 
 def draw_nearest(found: Nearest) -> Figure:
     """Draw a bar for each token near a word or a sum of words."""
-    title = f"Nearest to {found.query}, {found.table} table"
-    measure = "cosine" if len(found.words) == 1 else "cosine with each word, added and subtracted"
-    figure, axes = single(6.0, 0.28 * len(found.labels) + 1.5, title, measure, grid="x")
+    figure, axes = single(
+        width=6.0,
+        height=0.28 * len(found.labels) + 1.5,
+        title=f"Nearest to {found.query}, {found.table} table",
+        x_name="cosine" if len(found.words) == 1 else "cosine with each word, added and subtracted",
+        grid="x",
+    )
     bars(axes, found.scores, found.labels, size=9)
     return figure
 
