@@ -172,9 +172,8 @@ def inside_routes(session: Session) -> APIRouter:
     @router.get("/export")
     def export(run: str) -> HTMLResponse:
         found = session.run(run)
-        opened = session.models[found.number]
         with session.lock:
-            page = single_file(record_run(found, opened.name, opened.roles))
+            page = single_file(record_run(found, session.models[found.number].name))
         return HTMLResponse(
             page,
             headers={

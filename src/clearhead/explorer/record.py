@@ -36,10 +36,10 @@ def record(
     roles: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a model and return the run with all its views, as the page reads them from a file."""
-    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name, roles)
+    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
 
 
-def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> dict[str, Any]:
+def record_run(run: PageRun, name: str) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file."""
     m = run.m
     heads = sum(count for _, _, count in attentions(m.config))
@@ -49,21 +49,26 @@ def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> 
     kinds = list(dict.fromkeys(kind for kind, _, _ in attentions(m.config)))
     views: dict[str, Any] = {
         "model": {**model_view(m, name), "recorded": True},
-        "roles": {"ready": True, "roles": roles or run.roles()},
+        "roles": {"ready": True, "roles": run.roles()},
     }
     for path in _paths(small, kinds, about):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"run/recorded/{path}"] = view(small, path)
-    for kind in kinds:
-        for body in small.attentions(kind):
-            views[f"run/recorded/attention/{kind}/{body['layer']}"] = finite(body)
+    views |= {
+        f"run/recorded/attention/{kind}/{body['layer']}": finite(body)
+        for kind in kinds
+        for body in small.attentions(kind)
+    }
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
     limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
-    for length in sorted(lengths):
-        found = cost(m.config, None if m.config.input == "patches" else length)
-        views[f"cost?length={length}"] = finite(found.to_dict())
+    views |= {
+        f"cost?length={length}": finite(
+            cost(m.config, None if m.config.input == "patches" else length).to_dict()
+        )
+        for length in sorted(lengths)
+    }
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:

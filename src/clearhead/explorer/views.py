@@ -140,7 +140,8 @@ class PageRun:
 
     def _target_stages(self, tokenizer: Tokenizer, written: str) -> dict[str, Any]:
         """Return the stages of what the decoder has written, the last one as the decoder reads it."""
-        start, body = self.m.start_ids, stages(tokenizer, written).to_dict()
+        start = self.m.start_ids
+        body = stages(tokenizer, written).to_dict()
         nowhere = {"start": 0, "end": 0, "type": 0, "text": None}
         begins = [{"token": tokenizer.id_to_token(token), "id": token, **nowhere} for token in start]
         written_tokens = [token for token in body["final"] if token["id"] not in (*start, *self.m.stops)]

@@ -17,7 +17,7 @@ from tokenizers.models import BPE, Unigram
 
 from clearhead.hub.files import reading, refuse
 
-SPACE, ZERO = "▁", bytes(4)
+SPACE = "▁"
 UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
 Settings = dict[str, Any]
 Scores = list[tuple[str, float]]
@@ -48,7 +48,7 @@ def read_pieces(path: Path) -> PieceModel:
         top = list(_fields(path.read_bytes()))
         entries = [dict(_fields(value)) for number, value in top if number == 1]
         pieces = [
-            (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, ZERO))[0], entry.get(3, 1))
+            (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, bytes(4)))[0], entry.get(3, 1))
             for entry in entries
         ]
         trainer, normalizer = (

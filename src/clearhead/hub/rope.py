@@ -130,10 +130,8 @@ def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
         kind not in KEYS_BY_KIND,
         f'config.json has rope_type "{kind}": supported are {", ".join(("default", *KEYS_BY_KIND))}',
     )
-    keys = KEYS_BY_KIND[kind]
-    given: Json = {key: stated[key] for key in keys if stated.get(key) is not None}
-    if TRAINED in keys and theirs.get(TRAINED) is not None:
-        given[TRAINED] = theirs[TRAINED]
+    merged = stated if theirs.get(TRAINED) is None else {**stated, TRAINED: theirs[TRAINED]}
+    given = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
     values: Json = {
         SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value
         for key, value in given.items()

@@ -94,7 +94,8 @@ def special_ids(
         marked = {token.content: index for index, token in added if token.special}
     special: dict[str, int] = {}
     for role in (*ROLES, "decoder_start", "forced_bos", "forced_eos"):
-        text, key = token_text(settings.get(f"{role}_token")), f"{role}_token_id"
+        text = token_text(settings.get(f"{role}_token"))
+        key = f"{role}_token_id"
         known = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
         # Roles that no file names go by the usual spelling.
         usual = [f"[{role.upper()}]", f"<{role}>"] if role in ("pad", "unk", "cls", "sep", "mask") else []

@@ -129,8 +129,9 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         not isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors"
     )
     header.pop("__metadata__", None)
-    body, room, end = 8 + length, size - 8 - length, 0
+    body, room = 8 + length, size - 8 - length
     spans = {name: _span(path, name, stated, room) for name, stated in header.items()}
+    end = 0
     for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
         refuse(start < end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
         refuse(
@@ -231,11 +232,11 @@ def write_weights(
             filled = 0
         shards[-1].append(name)
         filled += size
-    count, weight_map = len(shards), dict[str, str]()
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = WEIGHTS if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({name: make(name).contiguous() for name in names}, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    if count > 1:
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(folder / INDEX, index)

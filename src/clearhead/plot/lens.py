@@ -116,13 +116,12 @@ def draw_contributions(found: Contributions) -> Figure:
 def draw_patching(found: Patching) -> Figure:
     """Draw every map of a patching: parts one below the other, two stacks side by side."""
     tables = {(table.part, table.stack): table for table in found.maps}
-    rows, columns = dict.fromkeys(PARTS, 0), dict.fromkeys((table.stack for table in found.maps), 0)
-    for table in found.maps:
-        rows[table.part] = max(rows[table.part], len(table.rows))
-        columns[table.stack] = max(columns[table.stack], len(table.columns))
-    parts, stacks = [part for part in PARTS if rows[part]], list(columns)
-    heights = [ROW * rows[part] + 1.5 for part in parts]
-    widths = [max(COLUMN * count + 1.5, 4.5) for count in columns.values()]
+    parts = [part for part in PARTS if any(table.part == part for table in found.maps)]
+    stacks = list(dict.fromkeys(table.stack for table in found.maps))
+    rows = [max(len(table.rows) for table in found.maps if table.part == part) for part in parts]
+    columns = [max(len(table.columns) for table in found.maps if table.stack == stack) for stack in stacks]
+    heights = [ROW * count + 1.5 for count in rows]
+    widths = [max(COLUMN * count + 1.5, 4.5) for count in columns]
     figure = canvas.new(min(sum(widths) + 1.5, WIDEST), sum(heights) + 0.9)
     grid = figure.subplots(len(parts), len(stacks), squeeze=False, height_ratios=heights, width_ratios=widths)
     largest = max(float(np.nanmax(np.abs(table.values.numpy()))) for table in found.maps)

@@ -32,10 +32,14 @@ SIDE = 22  # letters on each side of the token
 
 def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figure:
     """Draw every head as a cell, a panel for each kind of attention."""
-    sizes: dict[str, tuple[int, int]] = {}  # layers and heads
-    for head in found.heads:
-        layers, heads = sizes.get(head.kind, (0, 0))
-        sizes[head.kind] = max(layers, head.layer + 1), max(heads, head.number + 1)
+    kinds = dict.fromkeys(head.kind for head in found.heads)
+    sizes = {  # layers and heads
+        kind: (
+            1 + max(head.layer for head in found.heads if head.kind == kind),
+            1 + max(head.number for head in found.heads if head.kind == kind),
+        )
+        for kind in kinds
+    }
     high, wide = sum(layers for layers, _ in sizes.values()), max(heads for _, heads in sizes.values())
     relations = _relations(syntax)
     cell = 0.62 if relations else 0.42
@@ -113,7 +117,7 @@ def draw_neuron(memory: Neuron) -> Figure:
     _contexts(left, memory)
     tokens = [*memory.promoted[: SHOWN // 2], *reversed(memory.suppressed[: SHOWN // 2])]
     for axes in right:
-        scores, names = [score for _, score in tokens], [token for token, _ in tokens]
+        names, scores = zip(*tokens)
         canvas.signed_bars(axes, scores, names, above=BLUE, below=RED)
         canvas.name(
             axes,
