@@ -15,7 +15,6 @@ import time
 import types
 from datetime import date
 
-import pytest
 import torch
 
 HERE = pathlib.Path(__file__).parent
