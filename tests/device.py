@@ -56,18 +56,25 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "cpu: compares with numbers of the CPU, not run with --device")
+    config.addinivalue_line(
+        "markers", "cpu: not run with --device: it is about the CPU, or about a reference that stays there"
+    )
     if config.getoption("--device"):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         place_models(torch.device(config.getoption("--device")), getattr(torch, config.getoption("--dtype")))
 
 
+def pytest_ignore_collect(collection_path, config):
+    if config.getoption("--device") and collection_path.suffix == ".py":
+        names = FILES if config.getoption("--dtype") == "float32" else HALF
+        return collection_path not in {HERE / name for name in names} or None
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--device"):
         return
-    names = FILES if config.getoption("--dtype") == "float32" else HALF
-    files = {HERE / name for name in names}
-    kept = [item for item in items if item.path in files and not item.get_closest_marker("cpu")]
+    kept = [item for item in items if not item.get_closest_marker("cpu")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
     place_tensors(torch.device(config.getoption("--device")))
@@ -100,27 +107,45 @@ class PlacedTorch(types.ModuleType):
 
 
 def place_tensors(device: torch.device) -> None:
-    """Give the tests, and what they share, their own torch."""
+    """Give the tests, and what they share, their own torch; move their constants."""
     placed = PlacedTorch(device)
     for name, module in list(sys.modules.items()):
-        if name.startswith("tests.") and name != __name__ and getattr(module, "torch", None) is torch:
-            module.torch = placed
+        if name.startswith("tests.") and name != __name__:
+            for key, value in list(vars(module).items()):
+                if value is torch:
+                    setattr(module, key, placed)
+                elif isinstance(value, torch.Tensor):
+                    setattr(module, key, value.to(device))
 
 
 def place_models(device: torch.device, dtype: torch.dtype) -> None:
-    """Make models and fixed caches that a test builds on the device, in the dtype."""
-    from clearhead.model.fixed_cache import FixedCache
-    from clearhead.model.transformer import Transformer
+    """Make on the device the models, parts and fixed caches that a test builds; models in the dtype."""
+    import clearhead as ch
+    from clearhead.model import attention, experts, feedforward, fronts, heads, norms, positions
 
     def by_a_test() -> bool:
         return HERE in pathlib.Path(sys._getframe(2).f_code.co_filename).parents
 
-    build, allocate = Transformer.__init__, FixedCache.__init__
+    def place(kind: type, **to) -> None:
+        build = kind.__init__
 
-    def build_there(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        if by_a_test() and not any(weight.is_meta for weight in self.parameters()):
-            self.to(device, dtype)
+        def build_there(self, *args, **kwargs):
+            build(self, *args, **kwargs)
+            if by_a_test() and not any(weight.is_meta for weight in self.parameters()):
+                self.to(**to)
+
+        kind.__init__ = build_there
+
+    place(ch.Transformer, device=device, dtype=dtype)
+    for room in (attention, experts, feedforward, fronts, heads, norms, positions):
+        for kind in vars(room).values():
+            if (
+                isinstance(kind, type)
+                and kind.__module__ == room.__name__
+                and issubclass(kind, torch.nn.Module)
+            ):
+                place(kind, device=device)
+    allocate = ch.FixedCache.__init__
 
     def allocate_there(self, *args, **kwargs):
         if by_a_test():
@@ -128,7 +153,7 @@ def place_models(device: torch.device, dtype: torch.dtype) -> None:
             kwargs = {name: {"dtype": dtype, "device": device}[name] for name in given} | kwargs
         allocate(self, *args, **kwargs)
 
-    Transformer.__init__, FixedCache.__init__ = build_there, allocate_there
+    ch.FixedCache.__init__ = allocate_there
 
 
 def pytest_sessionstart(session):
