@@ -1,24 +1,15 @@
-"""The command `memories`: what fires each neuron of the feed-forward, and what it promotes."""
+"""Commands that read the weights of a model as vectors and memories: geometry, memories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.commands.common import (
-    Folder,
-    Json,
-    Plot,
-    check_inputs,
-    load_model,
-    option,
-    save_plot,
-    show_result,
-)
+from clearhead.commands.common import Folder, Json, Plot, load_model, option, show_result
 from clearhead.errors import refuse
 from clearhead.report import table
 
@@ -26,11 +17,146 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from clearhead.inside.geometry import Nearest, Projection, SameWord
     from clearhead.inside.memories import Found, Memories, Neuron
     from clearhead.inside.memories.passages import Given
+    from clearhead.inside.position_maps import PositionMap
 
+LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
+What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
+TAKES = {  # how many words each takes: least, most, in words
+    "neighbours": (1, 1, "one word"),
+    "analogy": (3, 3, "three words: A is to B as C is to what"),
+    "map": (0, None, "words, or none for the most frequent tokens"),
+    "positions": (0, 0, "no words"),
+    "similarity": (0, 0, "no words"),
+    "word": (3, 3, "a word and two sentences that have it"),
+}
+FORMS = (
+    "neighbours WORD; analogy A B C; map [WORDS]; positions and similarity (of positions); "
+    "word WORD SENTENCE SENTENCE"
+)
 SIDE = 24  # letters of a context on each side
 SHOWN = 5  # contexts and tokens of each neuron, where many neurons are listed
+
+
+def geometry(
+    folder: Folder,
+    what: Annotated[Positional[What], option(FORMS, metavar="WHAT")],
+    words: Annotated[Positional[tuple[str, ...]], option("what WHAT takes", metavar="WORDS")] = (),
+    k: Annotated[
+        int | None,
+        option("how many neighbours, default: 10; or tokens on a map without words, default: 60"),
+    ] = None,
+    vectors: Annotated[
+        Literal["input", "output"],
+        option("vectors that tokens are read as, or that the head compares with", name="table"),
+    ] = "input",
+    length: Annotated[
+        int | None, option("how many positions; default: what the model takes, 64 at most")
+    ] = None,
+    stack: Annotated[
+        Literal["main", "encoder"], option("whose positions, in a model with an encoder and a decoder")
+    ] = "main",
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Show where words and positions stand: neighbours, analogies, maps, one word in two sentences.
+
+    For example:
+      clearhead geometry my-model/ neighbours king
+      clearhead geometry my-model/ analogy man king woman --k 5
+      clearhead geometry my-model/ map red green blue one two three --plot map.png
+      clearhead geometry my-model/ positions --length 40 --plot positions.png
+      clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
+    """
+    least, most, takes = TAKES[what]
+    fits = least <= len(words) and (most is None or len(words) <= most)
+    refuse(not fits, f"{what} takes {takes}, and {len(words)} were given")
+    refuse(k is not None and k < 1, f"k {k} must be 1 or more")
+    model = load_model(folder, plot=plot)
+    from clearhead.inside import geometry as inside
+    from clearhead.plot import geometry as pictures
+
+    views: dict[What, tuple[Callable[[], Any], Callable[[Any], Table], Callable[[Any], Any]]] = {
+        "neighbours": (
+            lambda: inside.neighbours(model, words[0], k or LISTED, vectors),
+            _nearest_table,
+            pictures.draw_nearest,
+        ),
+        "analogy": (
+            lambda: inside.analogy(model, words[0], words[1], words[2], k or LISTED, vectors),
+            _nearest_table,
+            pictures.draw_nearest,
+        ),
+        "map": (
+            lambda: inside.projection(model, words or None, k or ON_A_MAP, vectors),
+            _map_table,
+            pictures.draw_projection,
+        ),
+        "positions": (
+            lambda: inside.position_map(model, length, stack),
+            _position_table,
+            pictures.draw_positions,
+        ),
+        "similarity": (
+            lambda: inside.position_similarity(model, length, stack),
+            _position_table,
+            pictures.draw_positions,
+        ),
+        "word": (
+            lambda: inside.same_word(model, words[1], words[2], words[0]),
+            _word_table,
+            pictures.draw_same_word,
+        ),
+    }
+    find, make_table, draw = views[what]
+    found = find()
+    show_result(found.to_dict(), json, [make_table(found)], plot, lambda: draw(found))
+
+
+def _nearest_table(found: Nearest) -> Table:
+    means = [
+        f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1
+    ]
+    return table(
+        f"nearest to {found.query} ({found.table} table)",
+        ("token", ">id", ">score"),
+        zip(found.labels, map(str, found.ids), (f"{score:.4f}" for score in found.scores)),
+        "; ".join(means) or None,
+    )
+
+
+def _map_table(found: Projection) -> Table:
+    return table(
+        f"words of the {found.table} table, with the share of their variance along each axis",
+        ("word", *(f">component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained))),
+        _number_rows(found.labels, found.points, "+.4f"),
+    )
+
+
+def _position_table(found: PositionMap) -> Table:
+    height, width = found.values.shape
+    return table(
+        f"{found.scheme} positions, {height} x {width}: {found.measure}; --plot draws all of it",
+        (found.row_name, *(f">{name}" for name in found.columns[:COLUMNS])),
+        _number_rows(found.rows, found.values[:, :COLUMNS], ".3f"),
+        f"columns: {found.column_name}",
+    )
+
+
+def _word_table(found: SameWord) -> Table:
+    return table(
+        f"{found.word} in two sentences, as {' and '.join(' '.join(names) for names in found.tokens)}",
+        ("after layer", ">likeness", ">other tokens"),
+        _number_rows(found.layers, zip(found.similarity, found.baseline), ".4f"),
+    )
+
+
+def _number_rows(names: Iterable[str], numbers: Iterable[Iterable[float]], form: str) -> Iterator[list[str]]:
+    """Give a row of cells for each name: the name, and its numbers in the form given."""
+    for name, row in zip(names, numbers):
+        yield [name, *(format(float(value), form) for value in row)]
 
 
 def memories(
@@ -74,10 +200,9 @@ def memories(
     """
     refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
     refuse(limit < 0, f"limit {limit} is negative: it is a number of tokens, 0 for all")
-    check_inputs(folder, plot=plot)
+    model = load_model(folder, plot=plot)
     from clearhead.inside.memories import memories as run
 
-    model = load_model(folder)
     found = run(model, _inputs(model, corpus, text), layer, top, neuron or None, limit or None)
     body: dict[str, Any] = {"tokens": found.tokens, "note": found.note}
     if token is not None:
@@ -88,15 +213,12 @@ def memories(
         listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
         body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
         tables = [_neuron_table(one) for one in listed] if neuron else [_list_table(listed)]
-    body |= save_plot(plot, lambda: _draw(found, neuron, sort))
-    show_result(body, json, _parts(tables, found))
-
-
-def _parts(tables: list[Table], found: Memories) -> Iterator[Any]:
-    yield from tables
     depth = f" Agreement: the answer is among the first {found.depth} promoted." if found.agrees else ""
-    yield f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}"
-    yield f"Promoted tokens: {found.note}."
+    notes = [
+        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}",
+        f"Promoted tokens: {found.note}.",
+    ]
+    show_result(body, json, [*tables, *notes], plot, lambda: _draw(found, neuron, sort))
 
 
 def _draw(found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None) -> Any:
