@@ -40,11 +40,10 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    below = None if caption is None else Text(caption)
     made = Table(
         title=Text(title) if title else None,
         title_justify="left",
-        caption=below,
+        caption=None if caption is None else Text(caption),
         caption_justify="left",
         **style,
     )
@@ -77,21 +76,23 @@ def size(number: float) -> str:
 
 def cost_table(figures: ch.Cost, name: str) -> Table:
     """Show parameters, FLOPs and activations by part, then memory."""
+    flops, memory = figures.flops, figures.memory
     rows: list[Sequence[str]] = []
     for part in PARTS:
-        parameters, forward = getattr(figures.parameters, part), getattr(figures.flops.forward, part)
-        backward, kept = getattr(figures.flops.backward, part), getattr(figures.memory.activations, part)
+        counted = (figures.parameters, flops.forward, flops.backward, memory.activations)
+        parameters, forward, backward, kept = (getattr(figure, part) for figure in counted)
         if part == "total":
             rows.append(())
         if parameters or forward or kept:
             rows.append((part, f"{parameters:,}", count(forward), count(forward + backward), size(kept)))
-    per_token = (count(figures.flops.forward_per_token), count(figures.flops.training_per_token))
-    rows += [(), ("per token", "", *per_token)]
-    memory = figures.memory
     caches = {"KV cache": memory.kv_cache, "cross cache": memory.cross_cache}
-    rows.append(("weights", size(memory.weights)))
-    rows += [(label, size(cache)) for label, cache in caches.items() if cache]
-    rows.append(("to train", size(memory.training)))
+    rows += [
+        (),
+        ("per token", "", count(flops.forward_per_token), count(flops.training_per_token)),
+        ("weights", size(memory.weights)),
+        *((label, size(cache)) for label, cache in caches.items() if cache),
+        ("to train", size(memory.training)),
+    ]
     title = f"{name}: {figures.length} tokens, batch {figures.batch}, {figures.dtype}"
     return table(title, ("part", ">parameters", ">FLOPs forward", ">FLOPs training", ">activations"), rows)
 
@@ -100,20 +101,23 @@ def check_table(checks: Sequence[ch.Check]) -> Table:
     """Show one row for each check: what was compared, the largest difference, the tolerance, the verdict."""
     from rich.text import Text
 
-    rows = []
-    for check in checks:
-        verdict, style = VERDICTS[check.verdict]
-        compared = f"{check.compared}\n{check.note}" if check.note else check.compared
-        difference = "" if check.difference is None else f"{check.difference:.1e}"
-        figures = (difference, f"{check.tolerance:.0e}", Text(verdict, style=style))
-        rows.append((check.name, compared, *figures, f"{check.seconds * 1000:.0f}"))
-    headings = ("check", "compared", ">difference", ">allowed", "verdict", ">ms")
-    return table("equality checks", headings, rows)
+    rows = (
+        (
+            check.name,
+            f"{check.compared}\n{check.note}" if check.note else check.compared,
+            "" if check.difference is None else f"{check.difference:.1e}",
+            f"{check.tolerance:.0e}",
+            Text(*VERDICTS[check.verdict]),
+            f"{check.seconds * 1000:.0f}",
+        )
+        for check in checks
+    )
+    return table("equality checks", ("check", "compared", ">difference", ">allowed", "verdict", ">ms"), rows)
 
 
 def score_table(result: ch.Score, words: Sequence[str]) -> Table:
     """Show each token with its log-probability, under the total and the perplexity."""
-    logprobs = ["" if value is None else f"{value:.4f}" for value in result.logprobs]
+    logprobs = ("" if value is None else f"{value:.4f}" for value in result.logprobs)
     title = f"log-probability {result.total:.3f}, perplexity {result.perplexity:.3f}"
     return table(title, ("token", ">id", ">log-probability"), zip(words, map(str, result.ids), logprobs))
 

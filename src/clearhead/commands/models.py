@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -93,41 +91,31 @@ def check(
       clearhead check my-model/ --json
     """
     model = load_model(folder, device=device)
-    with _checking() as on_row:
-        rows = ch.check(model, reference, compile=compile, large=large, on_row=on_row)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("checking") as status:
+
+        def show(row: Any) -> None:
+            status.update(Text(f"checking: {row.name}"))
+            if not console.is_terminal and isinstance(row, ch.Check) and row.seconds > SLOW:
+                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
+
+        rows = ch.check(model, reference, compile=compile, large=large, on_row=show)
     failed = sum(not row.passed for row in rows)
     skipped = sum(row.verdict == "skipped" for row in rows)
-    took = sum(row.seconds for row in rows)
-    summary = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
+    counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
     left_out = {
         "--reference: transformers on the same directory": reference,
         "--compile: the compiled model": compile,
     }
     hints = "; ".join(what for what, asked in left_out.items() if not asked)
-    last = f"{summary}, in {took:.0f} s." + (f" Not asked for: {hints}." if hints else "")
+    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s."
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    show_result(body, json, [check_table(rows), last])
+    show_result(body, json, [check_table(rows), last + (f" Not asked for: {hints}." if hints else "")])
     if failed:
         sys.exit(1)
-
-
-@contextmanager
-def _checking() -> Iterator[Callable[[Any], None]]:
-    """Give a function that shows on stderr which row is checked; without a terminal, the slow rows."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-
-        def tell(row: Any) -> None:
-            if isinstance(row, ch.Check) and row.seconds > SLOW:
-                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
-
-        yield tell
-        return
-    with console.status("checking") as status:
-        yield lambda row: status.update(Text(f"checking: {row.name}"))
 
 
 def convert(

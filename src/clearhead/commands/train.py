@@ -114,14 +114,12 @@ def _list(json: bool) -> None:
     from clearhead.training.recipe import recipe_names
 
     body = {"corpora": {name: corpus.sentence for name, corpus in CORPORA.items()}, "recipes": recipe_names()}
-    headings = (
-        "clearhead train FILE ...     trains on your files; or on one of these:",
-        "\n--recipe NAME                how; without it, by what the data are:",
+    corpora, recipes = (
+        [f"  {name:<22} {sentence}" for name, sentence in listed.items()] for listed in body.values()
     )
-    lines: list[str] = []
-    for heading, listed in zip(headings, body.values()):
-        lines += [heading, *(f"  {name:<22} {sentence}" for name, sentence in listed.items())]
-    show_result(body, json, lines)
+    first = "clearhead train FILE ...     trains on your files; or on one of these:"
+    second = "\n--recipe NAME                how; without it, by what the data are:"
+    show_result(body, json, [first, *corpora, second, *recipes])
 
 
 @contextmanager
