@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
 from clearhead.hub.checkpoint import Description, exported_config, save_model
 from clearhead.hub.files import whole_folder, write_json
@@ -77,8 +77,8 @@ class Bundle:
         """The ids that the decoder of an encoder-decoder begins with; none for a model of one stack."""
         if self.config.family != "encoder-decoder":
             return []
-        roles = [role for role in ("decoder_start", "bos", "pad") if role in self.special]
-        start = self.special[roles[0]] if roles else 0
+        roles = ("decoder_start", "bos", "pad")
+        start = next((self.special[role] for role in roles if role in self.special), 0)
         return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
 
     @property
@@ -110,10 +110,10 @@ class Bundle:
         """Return the ids of a prompt; where the model continues it, without the token that ends a text."""
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-            if not all(isinstance(token, int) for token in ids):
-                raise InputError(
-                    f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers"
-                )
+            refuse(
+                not all(isinstance(token, int) for token in ids),
+                f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
+            )
             return ids
         ids = self.encode([prompt])[0]
         if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
@@ -141,10 +141,9 @@ class Bundle:
             save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
             if self.tokenizer is not None:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
-            if self.generation:
-                write_json(work / "generation_config.json", self.generation)
-            if self.images:
-                write_json(work / PREPROCESSOR, self.images)
+            for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
+                if settings:
+                    write_json(work / name, settings)
             if self.sentences is not None:
                 write_sentences(work, self.sentences, self.config.d_model)
 

@@ -50,14 +50,19 @@ Settings = Annotated[
 
 def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
     """Refuse a missing model, an empty text or an unknown format of picture, before importing torch."""
-    fetch = f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`"
-    refuse(not folder.is_dir(), f"{folder} is not a directory: name a model directory; {fetch}")
+    refuse(
+        not folder.is_dir(),
+        f"{folder} is not a directory: name a model directory; "
+        f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
+    )
     refuse("" in texts, "the text is empty: give some text, or the name of an image file")
     if plot is not None:
         from clearhead.plot.canvas import FORMATS
 
-        formats = f"its name must end in a format: use {', '.join(FORMATS)}"
-        refuse(plot.suffix.lower() not in FORMATS, f"--plot {plot} cannot be written: {formats}")
+        refuse(
+            plot.suffix.lower() not in FORMATS,
+            f"--plot {plot} cannot be written: its name must end in a format: use {', '.join(FORMATS)}",
+        )
 
 
 def load_model(

@@ -163,9 +163,12 @@ def _config(name: str) -> ch.ModelConfig:
             return ch.ModelConfig.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
-    if name not in ch.PRESETS:
-        close, known = nearest(name, ch.PRESETS), ", ".join(ch.PRESETS)
-        raise ConfigError(f'"{name}" is no file, directory or preset{close}: presets are {known}')
+    refuse(
+        name not in ch.PRESETS,
+        f'"{name}" is no file, directory or preset{nearest(name, ch.PRESETS)}: '
+        f"presets are {', '.join(ch.PRESETS)}",
+        ConfigError,
+    )
     return ch.PRESETS[name]
 
 

@@ -144,12 +144,12 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _ablation_parts(done: ablation.Ablation, folder: Path) -> list[Any]:
-    rows = [
-        (label, f"{quality.loss:.4f}", f"{quality.accuracy:.4f}")
-        for label, quality in (("whole model", done.before), ("without", done.after))
-    ]
     gain = done.after.accuracy - done.before.accuracy
-    rows.append(("difference", f"{done.increase:+.4f}", f"{gain:+.4f}"))
+    rows = [
+        ("whole model", f"{done.before.loss:.4f}", f"{done.before.accuracy:.4f}"),
+        ("without", f"{done.after.loss:.4f}", f"{done.after.accuracy:.4f}"),
+        ("difference", f"{done.increase:+.4f}", f"{gain:+.4f}"),
+    ]
     counts = f"{done.rows:,} rows, {done.targets:,} targets"
     return [
         f"{folder} without {_listed(done.ablated)} ({done.how}): {counts}",
@@ -289,11 +289,14 @@ def _comparison(
     from clearhead.inside.names import all_heads
     from clearhead.inside.parts.examples import judge
 
-    sides: dict[str, dict[str, Any]] = {}
-    for name, one in (("before", model), ("after", smaller)):
-        parameters = sum(weight.numel() for weight in one.model.parameters())
-        sides[name] = {"heads": len(all_heads(one.config)), "parameters": parameters}
-        sides[name] |= {} if judged is None else judge(one.model, judged).to_dict()
+    sides: dict[str, dict[str, Any]] = {
+        name: {
+            "heads": len(all_heads(one.config)),
+            "parameters": sum(weight.numel() for weight in one.model.parameters()),
+            **({} if judged is None else judge(one.model, judged).to_dict()),
+        }
+        for name, one in (("before", model), ("after", smaller))
+    }
     saved_as, note = explain_export(smaller.config, smaller.description)
     return {
         "saved": str(out),
@@ -305,10 +308,11 @@ def _comparison(
 
 
 def _pruned_parts(pruned: dict[str, Any], folder: Path) -> list[Any]:
-    rows = []
-    for key, before in pruned["before"].items():
-        form = "{:,}" if isinstance(before, int) else "{:.4f}"
-        rows.append((key, form.format(before), form.format(pruned["after"][key])))
+    sides = (pruned["before"], pruned["after"])
+    rows = (
+        (key, *(format(side[key], "," if isinstance(side[key], int) else ".4f") for side in sides))
+        for key in pruned["before"]
+    )
     note = f": {pruned['note']}" if pruned["note"] else ""
     return [
         f"{folder} -> {pruned['saved']}, saved as {pruned['architecture']}{note}",

@@ -109,8 +109,7 @@ def _make_tokenizer(text: str, kind: TokenKind | None) -> tuple[tokenizers.Token
 
     if kind in (None, "byte"):
         return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
-    length = len(text.encode("utf-8", "replace"))
-    made = train_tokenizer([text], TokensPlan(kind=kind), GENERATOR, length)
+    made = train_tokenizer([text], TokensPlan(kind=kind), GENERATOR, len(text.encode("utf-8", "replace")))
     return made, f"kind {kind}, trained on this text alone"
 
 
@@ -253,11 +252,15 @@ def _shown(seen: ch.Trace, config: ch.ModelConfig, mask: int | None) -> list[Pre
 
 def _predictions_table(predictions: list[Prediction], config: ch.ModelConfig) -> Table:
     """Show what the head finds likely; for an encoder-decoder one line for each token it writes."""
-    rows = []
-    for one in predictions:
-        place = one.at if one.position is None else f"{one.position} {one.at}"
-        candidates = "  ".join(f"{choice.label} {choice.probability:.4f}" for choice in one.candidates)
-        rows.append((place, one.chosen.label, f"{one.chosen.probability:.4f}", candidates))
+    rows = [
+        (
+            one.at if one.position is None else f"{one.position} {one.at}",
+            one.chosen.label,
+            f"{one.chosen.probability:.4f}",
+            "  ".join(f"{choice.label} {choice.probability:.4f}" for choice in one.candidates),
+        )
+        for one in predictions
+    ]
     if config.head != "lm":
         return _open_table("what the head says", ("at", "says", ">probability", "candidates"), rows)
     title = "token by token" if config.family == "encoder-decoder" else "what comes next"

@@ -247,11 +247,13 @@ def evaluate(
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
     check_inputs(folder)
-    nowhere = output is not None and (output.is_dir() or not output.absolute().parent.is_dir())
     refuse(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
     )
-    refuse(nowhere, f"{output} cannot be written: name a file in a folder that is there")
+    refuse(
+        output is not None and (output.is_dir() or not output.absolute().parent.is_dir()),
+        f"{output} cannot be written: name a file in a folder that is there",
+    )
     from clearhead.data.corpora import CORPORA
     from clearhead.data.examples import TEXT
     from clearhead.data.files import expand
@@ -264,8 +266,10 @@ def evaluate(
     model = load_model(folder, device=device, dtype=dtype)
     plan = data_plan(folder, data, recipe, set)
     task = task_for(model, plan.task)
-    silent = output is not None and task_named(task).shape is TEXT
-    refuse(silent, f"--output {output}: a model judged by {task} gives no answers to write: leave it out")
+    refuse(
+        output is not None and task_named(task).shape is TEXT,
+        f"--output {output}: a model judged by {task} gives no answers to write: leave it out",
+    )
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with progress() as on_progress:
         done = ch.evaluate(
