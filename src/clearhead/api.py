@@ -242,10 +242,8 @@ def _best(
     made: list[list[Generation]], num_return: int, single: bool
 ) -> Generation | list[Generation] | list[list[Generation]]:
     """Return one generation of each prompt, or a list where several were asked for."""
-    if num_return > 1:
-        return _unwrapped(made, single)
-    best = [row[0] for row in made]
-    return best[0] if single else best
+    kept: list[Any] = made if num_return > 1 else [row[0] for row in made]
+    return kept[0] if single else kept
 
 
 def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
-from clearhead.hub.checkpoint import Description, exported_config, save_model
-from clearhead.hub.files import whole_folder, write_json
+from clearhead.hub import checkpoint, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import encode, save_tokenizer, stop_ids
@@ -37,7 +36,7 @@ class Bundle:
     model: Transformer
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = field(default_factory=dict)  # defaults: special token ids, sampling
-    description: Description | None = None  # the config.json it came with
+    description: checkpoint.Description | None = None  # the config.json it came with
     folder: Path | None = None
     special: dict[str, int] = field(default_factory=dict)  # ids by role: pad, bos, eos, cls, sep, mask, ...
     settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
@@ -126,7 +125,7 @@ class Bundle:
         self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        architecture, theirs = exported_config(self.config, self.description)
+        architecture, theirs = checkpoint.exported_config(self.config, self.description)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {
                 "id2label": {str(number): name for number, name in enumerate(self.labels)},
@@ -137,13 +136,13 @@ class Bundle:
             carried = self.description.carried  # and its config.json says the special ids
         else:
             theirs |= self._named_ids(theirs)
-        with whole_folder(Path(folder)) as work:
-            save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
+        with files.whole_folder(Path(folder)) as work:
+            checkpoint.save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
             if self.tokenizer is not None:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
             for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
                 if settings:
-                    write_json(work / name, settings)
+                    files.write_json(work / name, settings)
             if self.sentences is not None:
                 write_sentences(work, self.sentences, self.config.d_model)
 

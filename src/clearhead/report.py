@@ -9,8 +9,8 @@ import clearhead as ch
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
+Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
 SHADES = " .:-=+*#%@"
 PARTS = ("embedding", "positions", "attention", "cross", "feedforward", "norms", "head", "total")
 VERDICTS = {
@@ -24,7 +24,7 @@ VERDICTS = {
 def table(
     title: str,
     headings: Iterable[str],
-    rows: Iterable[Iterable[str | Text]],
+    rows: Iterable[Iterable[Cell]],
     caption: str | None = None,
     **style: Any,
 ) -> Table:
@@ -52,7 +52,7 @@ def table(
         made.add_column(heading.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for cells in (list(row) for row in rows):
         if cells:
-            made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            made.add_row(*(Text(cell) if isinstance(cell, str) else Text.assemble(*cell) for cell in cells))
         else:
             made.add_section()
     return made
@@ -99,15 +99,13 @@ def cost_table(figures: ch.Cost, name: str) -> Table:
 
 def check_table(checks: Sequence[ch.Check]) -> Table:
     """Show one row for each check: what was compared, the largest difference, the tolerance, the verdict."""
-    from rich.text import Text
-
     rows = (
         (
             check.name,
             f"{check.compared}\n{check.note}" if check.note else check.compared,
             "" if check.difference is None else f"{check.difference:.1e}",
             f"{check.tolerance:.0e}",
-            Text(*VERDICTS[check.verdict]),
+            [VERDICTS[check.verdict]],
             f"{check.seconds * 1000:.0f}",
         )
         for check in checks

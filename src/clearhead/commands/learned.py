@@ -22,6 +22,8 @@ from clearhead.commands.common import (
     progress,
     show_result,
 )
+from clearhead.data.files import missing, read_lines
+from clearhead.data.tables import counted
 from clearhead.errors import refuse
 from clearhead.report import table
 
@@ -107,8 +109,6 @@ def heads(
 
 def _lines(file: Path) -> list[str]:
     """Return the texts of a file, one from each line that is not empty."""
-    from clearhead.data.files import missing, read_lines
-
     if not file.exists():
         raise missing(file)
     lines = [line for _, line in read_lines(file) if line.strip()]
@@ -117,7 +117,6 @@ def _lines(file: Path) -> list[str]:
 
 
 def _roles_table(found: HeadRoles, folder: Path) -> Table:
-    from clearhead.data.tables import counted
     from clearhead.inside.heads import MIXED
 
     rows = []
@@ -160,8 +159,6 @@ def _syntax_table(found: syntax.Syntax) -> Table:
 
 
 def _agreement_table(found: alignments.Agreement) -> Table:
-    from clearhead.data.tables import counted
-
     rows = (
         (
             row["head"],

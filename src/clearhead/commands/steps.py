@@ -23,7 +23,7 @@ from clearhead.commands.common import (
     show_result,
 )
 from clearhead.errors import CheckpointError, refuse
-from clearhead.report import count, size, table
+from clearhead.report import Cell, count, size, table
 from clearhead.tokens.plan import TokenKind, TokensPlan
 
 if TYPE_CHECKING:
@@ -192,21 +192,28 @@ def trace(
 
 def steps_table(seen: ch.Trace, rows: tuple[TraceRow, ...], width: int, why: bool = False) -> Table:
     """Show each row of the tree, groups with their sums; a narrow terminal gets fewer columns."""
-    from rich.text import Text
-
     details = [heading for heading, needed in DETAILS.items() if width >= needed]
     headings = ["step", *details, ">parameters", ">FLOPs", ">bytes", ">ms", *(["why"] if why else [])]
-    lines: list[Sequence[str | Text]] = []
+    lines: list[Sequence[Cell]] = []
     for row in rows:
         step = row.step
-        name = Text("  " * (row.level - 1) + row.title, style="" if step else "bold")
+        name = "  " * (row.level - 1) + row.title
         values = _details(step) if step else dict.fromkeys(details, "")
         cells = [values[heading] for heading in details]
         sums = (count(number) if number else "" for number in (row.parameters, row.flops))
-        reason = [_dim(step.why if step else "")] if why else []
-        lines.append([name, *cells, *sums, size(row.bytes), f"{row.seconds * 1000:.3f}", *reason])
+        reason = [[(step.why if step else "", "dim")]] if why else []
+        lines.append(
+            [
+                name if step else [(name, "bold")],
+                *cells,
+                *sums,
+                size(row.bytes),
+                f"{row.seconds * 1000:.3f}",
+                *reason,
+            ]
+        )
     totals = (f"{seen.parameters:,}", count(seen.flops), size(seen.bytes), f"{seen.seconds * 1000:.3f}")
-    lines += [(), [Text("total", style="bold"), *[""] * len(details), *totals]]
+    lines += [(), [[("total", "bold")], *[""] * len(details), *totals]]
     made = _open_table("the forward pass, step by step", headings, lines)
     for column in made.columns:
         column.no_wrap = column.header not in ("formula", "why")
@@ -214,7 +221,7 @@ def steps_table(seen: ch.Trace, rows: tuple[TraceRow, ...], width: int, why: boo
     return made
 
 
-def _open_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+def _open_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
     """Return a table with no lines between its columns."""
     from rich import box
 

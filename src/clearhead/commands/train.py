@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -34,9 +34,8 @@ from clearhead.commands.common import (
 )
 from clearhead.errors import refuse
 from clearhead.report import table
-
-if TYPE_CHECKING:
-    from clearhead.training.events import Event, Stepped
+from clearhead.training import events
+from clearhead.training.recipe import recipe_names
 
 EVERY = 10  # seconds between the lines of a run without a terminal
 LONGEST = 160  # letters of a sample
@@ -111,7 +110,6 @@ def _figures(metrics: dict[str, Any]) -> str:
 def _list(json: bool) -> None:
     """List the corpora and recipes that come with clearhead."""
     from clearhead.data.corpora import CORPORA
-    from clearhead.training.recipe import recipe_names
 
     body = {"corpora": {name: corpus.sentence for name, corpus in CORPORA.items()}, "recipes": recipe_names()}
     corpora, recipes = (
@@ -149,18 +147,15 @@ class Watcher:
     """Shows a run on stderr: a live panel in a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
+        from rich import console, live
 
-        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.live = Live(console=self.console, refresh_per_second=8, transient=True)
+        self.console = console.Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.live = live.Live(console=self.console, refresh_per_second=8, transient=True)
         self.last = 0.0
         self.validated = ""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Show one event."""
-        from clearhead.training import events
-
         match event:
             case events.Note(line):
                 self.say(line)
@@ -179,7 +174,7 @@ class Watcher:
                     line = sample.replace("\n", "⏎")
                     self.say(f"    {line if len(line) <= LONGEST else line[: LONGEST - 1] + '…'}")
 
-    def step(self, event: Stepped) -> None:
+    def step(self, event: events.Stepped) -> None:
         """Show the figures of a step; without a terminal, every ten seconds."""
         words = [
             f"step {event.step:,}/{event.steps:,}",
@@ -193,14 +188,13 @@ class Watcher:
         ]
         line = "  ".join(words)
         if self.console.is_terminal:
-            from rich.console import Group
-            from rich.panel import Panel
-            from rich.progress_bar import ProgressBar
+            from rich import console, panel, progress_bar
 
             more = [f"validation  {self.validated}"] if self.validated else []
-            bar = ProgressBar(total=1.0, completed=event.step / event.steps)
+            bar = progress_bar.ProgressBar(total=1.0, completed=event.step / event.steps)
             self.live.start()
-            self.live.update(Panel(Group(line, *more, bar), title="training", border_style="dim"))
+            shown = console.Group(line, *more, bar)
+            self.live.update(panel.Panel(shown, title="training", border_style="dim"))
         elif time.monotonic() - self.last > EVERY or event.step in (1, event.steps):
             self.last = time.monotonic()
             self.say(line)

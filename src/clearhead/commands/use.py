@@ -58,13 +58,12 @@ def generate(
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
     """
-    from clearhead.tasks.generation import Hooks
-    from clearhead.tasks.generation import generate as generate_texts
-
     asked = request if best is None else replace(request, logprobs=True, alternatives=best)
     live = stream and not options.json and prompt not in (None, "-")
     model = options.load(folder)
-    hooks = Hooks(
+    from clearhead.tasks import generation
+
+    hooks = generation.Hooks(
         (lambda number, new: print(new, end="", flush=True)) if live else None,
         draft=None if draft is None else options.load(draft),
     )
@@ -73,7 +72,7 @@ def generate(
     def compute(batch: list[dict[str, str]]) -> list[list[Generation]]:
         if live and goes_on:
             print(batch[0]["prompt"], end="", flush=True)
-        return generate_texts(model, [fields["prompt"] for fields in batch], asked, hooks)
+        return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
 
     def body(fields: dict[str, str], made: list[Generation]) -> dict[str, Any]:
         found = [_as_json(one) for one in made]

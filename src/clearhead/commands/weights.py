@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,12 +10,12 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
 from clearhead.commands.common import Folder, Json, Plot, load_model, option, show_result
+from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
-from clearhead.report import table
+from clearhead.report import Cell, table
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
     from clearhead.inside.geometry import Nearest, Projection, SameWord
     from clearhead.inside.memories import Found, Memories, Neuron
@@ -231,31 +231,23 @@ def _draw(found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "
 
 
 def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
-    """Return what the model is to read: texts, pairs or images."""
+    """Give what the model is to read, texts, pairs or images: `texts`, else the examples of a data set."""
+    from clearhead.data.examples import Images, Pair, Question
+    from clearhead.tasks.corpus import open_data
+
     both, images = model.config.family == "encoder-decoder", model.config.input != "tokens"
+    for text in texts:
+        source, tab, target = text.partition("\t")
+        yield (source, target) if both and tab else text
     if texts:
-        return iter([_pair(text) if both else text for text in texts])
+        return
     refuse(
         corpus is None and images,
         "this model reads images: name a folder of them, or image files with --text",
     )
-    return _examples(corpus or ("dates" if both else "stdlib-docs"), images, both)
-
-
-def _pair(text: str) -> Given:
-    source, tab, target = text.partition("\t")
-    return (source, target) if tab else source
-
-
-def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
-    """Read the examples of a data set, whatever its format."""
-    from clearhead.data.examples import Images, Pair, Question
-    from clearhead.data.plan import DataPlan
-    from clearhead.tasks.corpus import open_data
-
+    corpus = corpus or ("dates" if both else "stdlib-docs")
     task = "seq2seq" if both else None
-    plan = DataPlan(paths=(corpus,), task="image" if images else task)
-    rows = open_data(plan, split=False).validation
+    rows = open_data(DataPlan(paths=(corpus,), task="image" if images else task), split=False).validation
     if isinstance(rows, Images):
         refuse(not images, f"{corpus} holds images, and this model reads text: name a file of text")
         yield from rows.pixels
@@ -268,14 +260,12 @@ def _examples(corpus: str, images: bool, both: bool) -> Iterator[Given]:
 
 
 def _list_table(listed: list[Neuron]) -> Table:
-    from rich.text import Text
-
-    rows: list[Any] = []
+    rows: list[Sequence[Cell]] = []
     for memory in listed:
         shares = ("-" if value is None else f"{value:.0%}" for value in (memory.agreement, memory.chance))
         promoted = " ".join(name for name, _ in memory.promoted[:SHOWN])
-        contexts = Text("\n").join([_context(context) for context in memory.contexts[:SHOWN]])
-        rows += [(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts), ()]
+        contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
+        rows += [(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts[1:]), ()]
     headings = ("neuron", ">agreement", ">chance", ">highest", "promotes", "fired by")
     return table("what fires neurons, and what they promote", headings, rows)
 
@@ -306,12 +296,10 @@ def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
         yield [cell for part, (width, _) in zip(parts, lists) for cell in part or [""] * width]
 
 
-def _context(context: Any) -> Text:
+def _context(context: Any) -> list[str | tuple[str, str]]:
     """Return a place of the corpus on one line, its token marked."""
-    from rich.text import Text
-
     from clearhead.tokens.labels import VISIBLE
 
     breaks = str.maketrans({sign: shown for sign, shown in VISIBLE.items() if sign != " "})
     before, token, after = (part.translate(breaks) for part in (context.before, context.token, context.after))
-    return Text.assemble(before[-SIDE:], (f"⟦{token}⟧", "bold"), after[:SIDE])
+    return [before[-SIDE:], (f"⟦{token}⟧", "bold"), after[:SIDE]]
