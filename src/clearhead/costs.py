@@ -147,13 +147,14 @@ def cost(
     steps = tuple(model_steps(config, Pass(batch, size), length, source_length or 0))
     active = sum(step.parameters - step.idle for step in steps)
     parameters = Parameters(**vars(_by_part(steps, "parameters")), active=active)
-    scores = (step for step in steps if step.name.endswith(".scores"))
     out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
     memory = MemoryUse(
         weights=parameters.total * size,
         activations=_by_part(steps, "kept"),
         loss=out.m * out.n * max(size, 4),
-        attention_matrix=max(step.m * step.n * step.count * size for step in scores),
+        attention_matrix=max(
+            step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
+        ),
         kv_cache=_cache(main, "attention", tokens, batch) * size,
         window_cache=_cache(main, "attention", tokens, batch, ring=True) * size,
         cross_cache=_cache(main, "cross", source_tokens, batch) * size,

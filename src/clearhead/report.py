@@ -147,8 +147,10 @@ def fill_table(masks: Sequence[Sequence[ch.Candidate]]) -> Table:
 
 def attention_map(pattern: Any, rows: Sequence[str], columns: Sequence[str]) -> str:
     """Draw one head's pattern [T, S] in characters, darker for more: a row per query, a column per key."""
-    lines = ["    " + " ".join(f"{label:>1}" for label in columns)]
-    for label, weights in zip(rows, pattern.tolist()):
-        shades = (SHADES[min(int(weight * len(SHADES)), len(SHADES) - 1)] for weight in weights)
-        lines.append(f"  {label:>1} " + " ".join(shades))
-    return "\n".join(lines)
+    darkest = len(SHADES) - 1
+    drawn = (
+        " ".join(SHADES[min(int(weight * len(SHADES)), darkest)] for weight in weights)
+        for weights in pattern.tolist()
+    )
+    heading = "    " + " ".join(f"{label:>1}" for label in columns)
+    return "\n".join([heading, *(f"  {label:>1} {shades}" for label, shades in zip(rows, drawn))])

@@ -174,11 +174,8 @@ def _config(name: str) -> ch.ModelConfig:
 
 def _bytes(text: str) -> int:
     """Return the number of bytes in a text such as 500MB."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", text.strip().upper())
-    try:
-        size = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    except (KeyError, ValueError):
-        size = 0
+    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(UNITS)})", text.strip().upper())
+    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     refuse(size < 1, f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
     return size
 

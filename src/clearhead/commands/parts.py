@@ -255,8 +255,13 @@ def prune(
         pruned = _comparison(model, smaller, judged, out)
         body |= pruned
         parts += _pruned_parts(pruned, folder)
-    title = f"{folder}: quality against heads removed"
-    show_result(body, json, parts, plot, lambda: draw_curves({f"by {by}": [found]}, title))
+    show_result(
+        body,
+        json,
+        parts,
+        plot,
+        lambda: draw_curves({f"by {by}": [found]}, f"{folder}: quality against heads removed"),
+    )
 
 
 def _pruned(

@@ -88,8 +88,10 @@ def attention(
     layers = None if layer is None else [layer]
     if head is not None:
         found = names.find_heads(model.config, [head])[0]
-        other = kind is not None and kind != found.kind
-        refuse(other, f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out')
+        refuse(
+            kind not in (None, found.kind),
+            f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out',
+        )
         chosen, layers, head = found.kind, [found.layer], str(found)
     maps = inside.attention(model, text, target, pair, None if chosen is None else [chosen], layers)
     shown = maps.heads() if head is None else [maps.head(head)]
@@ -184,9 +186,9 @@ def lens(
       clearhead lens my-model/ "The cat sat on the" --contributions --token " mat" --against " floor"
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
-    apart = token is not None or against is not None
     refuse(
-        apart and not contributions, "--token and --against choose a logit to take apart: add --contributions"
+        not contributions and (token is not None or against is not None),
+        "--token and --against choose a logit to take apart: add --contributions",
     )
     model = load_model(folder, text, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.choices import find_column

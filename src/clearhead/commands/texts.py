@@ -112,8 +112,7 @@ class TextOptions:
             yield Input(_checked(values, values, needed))
             return
         refuse(self.file is None and sys.stdin.isatty(), NO_TEXT)
-        stdin = getattr(sys.stdin, "buffer", sys.stdin)
-        lines = stdin if self.file is None else _file_lines(self.file)
+        lines = _file_lines(self.file) if self.file else getattr(sys.stdin, "buffer", sys.stdin)
         name, number = str(self.file or "stdin"), 0
         jsonl = self.file is not None and ".jsonl" in self.file.suffixes
         try:
@@ -124,13 +123,15 @@ class TextOptions:
                     found = _from_json(text) if jsonl else _from_tabs(text, needed)
                     yield Input(_checked(found, values, needed), place)
                 except UnicodeDecodeError as error:
-                    wrong = f"byte {error.start + 1} is not UTF-8: convert the file"
-                    raise InputError(f"{place}: {wrong}") from None
+                    raise InputError(
+                        f"{place}: byte {error.start + 1} is not UTF-8: convert the file"
+                    ) from None
                 except InputError as error:
                     raise _placed(error, place) from None
         except (EOFError, OSError, zlib.error) as error:
-            wrong = str(error).splitlines()[0]
-            raise InputError(f"{name} cannot be read after line {number}: {wrong}") from None
+            raise InputError(
+                f"{name} cannot be read after line {number}: {str(error).splitlines()[0]}"
+            ) from None
 
 
 Options = Annotated[TextOptions, arg(name="")]  # its flags without a prefix
@@ -192,8 +193,7 @@ def _from_json(text: str) -> dict[str, Any]:
         value = jsonlib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is not JSON: {str(error).splitlines()[0]}") from None
-    kind = type(value).__name__
-    refuse(not isinstance(value, dict), f"it is {kind}, and a JSON object is needed")
+    refuse(not isinstance(value, dict), f"it is {type(value).__name__}, and a JSON object is needed")
     return dict(value)
 
 

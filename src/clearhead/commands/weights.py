@@ -266,8 +266,11 @@ def _list_table(listed: list[Neuron]) -> Table:
         promoted = " ".join(name for name, _ in memory.promoted[:SHOWN])
         contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
         rows += [(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts[1:]), ()]
-    headings = ("neuron", ">agreement", ">chance", ">highest", "promotes", "fired by")
-    return table("what fires neurons, and what they promote", headings, rows)
+    return table(
+        "what fires neurons, and what they promote",
+        ("neuron", ">agreement", ">chance", ">highest", "promotes", "fired by"),
+        rows,
+    )
 
 
 def _neuron_table(memory: Neuron) -> Table:
@@ -278,16 +281,21 @@ def _neuron_table(memory: Neuron) -> Table:
         [(name, f"{value:+.3f}") for name, value in side] for side in (memory.promoted, memory.suppressed)
     )
     agreed = f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
-    title = f"neuron {memory.name}{'' if memory.agreement is None else agreed}"
-    headings = (">activation", "fired by", "goes on with", "promotes", ">", "suppresses", ">")
-    return table(title, headings, _side_by_side((3, fired), (2, promoted), (2, suppressed)))
+    return table(
+        f"neuron {memory.name}{'' if memory.agreement is None else agreed}",
+        (">activation", "fired by", "goes on with", "promotes", ">", "suppresses", ">"),
+        _side_by_side((3, fired), (2, promoted), (2, suppressed)),
+    )
 
 
 def _search_table(hits: Found) -> Table:
     promoting = [(name, f"{score:+.3f}") for name, score in hits.promoting]
     fired = [(name, f"{share:.0%}", f"{highest:.2f}") for name, share, highest in hits.fired]
-    headings = ("promoted by", ">score", "fires", ">share of contexts", ">highest")
-    return table(f"neurons and the token {hits.token}", headings, _side_by_side((2, promoting), (3, fired)))
+    return table(
+        f"neurons and the token {hits.token}",
+        ("promoted by", ">score", "fires", ">share of contexts", ">highest"),
+        _side_by_side((2, promoting), (3, fired)),
+    )
 
 
 def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
