@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.model.attend import eager
 from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.norms import rms_norm
-from clearhead.model.rope import Rotary, rotate
+from clearhead.model.positions import Rotary, rotate
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)
@@ -56,8 +56,8 @@ def step_linear(
     """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
-    N/2 columns. For few rows this is a single kernel; for more, steps that a compiler joins around the
-    library's product.
+    N/2 columns. For one row this is a single kernel; for more, steps that a compiler joins around the
+    library's product, which is faster then.
     """
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
     return cast(Tensor, way(x, weight, bias, scale, eps, unit_offset, gate, add))

@@ -25,7 +25,7 @@ from clearhead.batches.padding import by_length
 from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, adjust
-from clearhead.model.cache import Cache, GrowingKeys, rows_of
+from clearhead.model.cache import Cache, GrowingKeys
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
@@ -167,7 +167,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
             kept = torch.tensor([i for i, over in enumerate(done) if not over], device=device)
             running = [row for row, over in zip(running, done) if not over]
             written, chosen = written[kept], Candidates(*(x[kept] for x in chosen))
-            _leave(cache, rows[kept].flatten(), kept)
+            cache.reorder(rows[kept].flatten(), cross=False)
+            cache.reorder_sources(kept)
         else:
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
@@ -245,11 +246,3 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         for buffer in (keys.k, keys.v):
             new = buffer.narrow(2, since, cache.length - since)
             new.index_copy_(0, to, new.index_select(0, origins))
-
-
-def _leave(cache: Cache, rows: Tensor, sources: Tensor) -> None:
-    """Keep these rows of the cache, and these of its sources."""
-    cache.reorder(rows, cross=False)
-    for keys in cache.cross.values():
-        keys.reorder(sources)
-    cache.source = rows_of(cache.source, sources)

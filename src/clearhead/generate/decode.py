@@ -21,9 +21,8 @@ from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import InputError
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, History, adjust_by, distribution, draw
-from clearhead.model.cache import Cache
+from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.transformer import Transformer
-from clearhead.model.window_cache import WindowCache
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once

@@ -31,7 +31,7 @@ from clearhead.generate.decode import (
     report,
     turns_by_length,
 )
-from clearhead.generate.prefix import agreed
+from clearhead.generate.engine import agreed
 from clearhead.generate.request import Request, Sampling
 from clearhead.generate.sampling import adjust_by, distribution, draw
 from clearhead.model.cache import Cache

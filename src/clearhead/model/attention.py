@@ -16,7 +16,7 @@ from clearhead.model.attend import KERNELS, attend_steps
 from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
-from clearhead.model.rope import rotate
+from clearhead.model.positions import rotate
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
         B, T, _ = x.shape
-        if isinstance(cache, CrossKeys) and cache.filled:
+        if isinstance(cache, CrossKeys) and cache.k is not None:  # an earlier call has read the memory
             q, (k, v) = self._split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
             update = None
         else:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.experts import Experts, expert_steps
-from clearhead.model.feedforward import FeedForward, feedforward_steps
+from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.masks import View
 from clearhead.model.norms import make_norm
 from clearhead.model.steps import Part, Pass, Step, norm_step

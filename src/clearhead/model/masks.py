@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from clearhead.model.rope import Rotary
+from clearhead.model.positions import Rotary
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,6 @@ def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
     """Return slots that hold no token yet."""
     zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
     return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
-
-
-def no_tokens() -> Tokens:
-    """Return a row of no tokens."""
-    nothing = torch.empty(1, 0, dtype=torch.long)
-    return Tokens(nothing, nothing, None, None, plain=True)
 
 
 def tokens_from(
