@@ -13,8 +13,8 @@ from torch import nn
 import clearhead as ch
 from clearhead.model.attend import KERNELS, eager
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block
 from clearhead.model.masks import View
+from clearhead.model.stack import Block
 from tests.harness import config, scramble, some_ids, worst
 
 D, H = 16, 4

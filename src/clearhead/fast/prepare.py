@@ -22,14 +22,13 @@ from clearhead.fast.parts import (
 )
 from clearhead.fast.training import original
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block, Residual
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.masks import Tokens, View
 from clearhead.model.norms import RMSNorm
 from clearhead.model.positions import Rotary
-from clearhead.model.stack import Stack
+from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
 

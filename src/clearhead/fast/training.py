@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from clearhead.fast.parts import like
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block
 from clearhead.model.feedforward import FeedForward, gelu_tanh
+from clearhead.model.stack import Block
 from clearhead.model.transformer import Transformer
 
 MANY = 512  # rows from which a product gains more than a transposed copy of its weight costs

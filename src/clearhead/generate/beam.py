@@ -25,7 +25,7 @@ from clearhead.batches.padding import by_length
 from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, adjust
-from clearhead.model.cache import Cache, GrowingKeys
+from clearhead.model.cache import Cache
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
@@ -105,25 +105,15 @@ def beam_search(
     counts as written.
     """
     check_request(model, request, prompts, ends)
-    source, mask = prompts.sources
+    mask = prompts.source_mask
     lengths = list(map(len, prompts.ids)) if mask is None else mask.sum(1).tolist()
     on_cpu = next(model.parameters()).device.type == "cpu"
     at_once = max(1, (ROWS_CPU if on_cpu else ROWS) // request.num_beams)
     size = math.ceil(len(lengths) / math.ceil(len(lengths) / at_once))  # batches of one size, or nearly
     found: dict[int, list[Hypothesis]] = {}
     for rows in by_length(lengths, lambda count, _: count <= size):
-        some = Prompts([prompts.ids[row] for row in rows], *_some(source, mask, rows))
-        found |= zip(rows, _search(model, request, some, ends))
+        found |= zip(rows, _search(model, request, prompts.rows(rows), ends))
     return [found[row] for row in range(len(lengths))]
-
-
-def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """Return some rows of sources [B, S] and their mask, without columns that are padding in all of them."""
-    if source is None or mask is None:
-        return None if source is None else source[rows], None
-    columns = mask[rows].any(0)
-    source, mask = source[rows][:, columns], mask[rows][:, columns]
-    return source, None if bool(mask.all()) else mask
 
 
 def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> list[list[Hypothesis]]:
@@ -173,11 +163,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
         logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
-    found = [
-        sorted((one for search in row for one in search.found), key=lambda one: -one.score)
-        for row in searches
-    ]
-    return [row[: request.num_return] for row in found]
+    found = [[one for search in row for one in search.found] for row in searches]
+    return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
 
 
 def _log_probabilities(
@@ -185,13 +172,10 @@ def _log_probabilities(
 ) -> Tensor:
     """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
     B, N, _ = written.shape
-    values = wide(logits).log_softmax(-1)
-    if request.looks_back:
-        seen = [[*prompt, *ids] for prompt, row in zip(prompts, written.tolist()) for ids in row]
-        values = adjust(values, request, seen, [len(prompt) for prompt in prompts for _ in range(N)])
-    elif request.restricts:
-        values = adjust(values, request)
-    return values.view(B, N, -1)
+    rows = zip(prompts, written.tolist()) if request.looks_back else ()
+    seen = [[*prompt, *ids] for prompt, row in rows for ids in row]
+    lengths = [len(prompt) for prompt in prompts for _ in range(N)]
+    return adjust(wide(logits).log_softmax(-1), request, seen, lengths).view(B, N, -1)
 
 
 def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
@@ -203,10 +187,8 @@ def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) ->
         own = values[:, first : first + M]
         if groups and request.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
-            # [B, V].
-            counts = torch.zeros_like(values[:, 0]).scatter_add_(
-                1, taken, torch.ones_like(taken, dtype=values.dtype)
-            )
+            ones = torch.ones_like(taken, dtype=values.dtype)
+            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, ones)  # B V
             own = own - request.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C
@@ -241,8 +223,6 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
     if not len(to) or cache.length == since:
         return
     origins = rows[to]
-    for keys in cache.layers.values():
-        assert isinstance(keys, GrowingKeys) and keys.k is not None and keys.v is not None
-        for buffer in (keys.k, keys.v):
-            new = buffer.narrow(2, since, cache.length - since)
-            new.index_copy_(0, to, new.index_select(0, origins))
+    for buffer in (buffer for keys in cache.layers.values() for buffer in keys.read()):
+        new = buffer.narrow(2, since, cache.length - since)
+        new.index_copy_(0, to, new.index_select(0, origins))

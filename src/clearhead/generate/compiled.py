@@ -11,7 +11,7 @@ Shapes: B rows, V vocabulary.
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class CompiledStep:
         self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str = "inductor"
     ) -> None:
         weight = next(model.parameters())
-        device = weight.device
-        self.model = model
+        device, self.model = weight.device, model
         self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
         # By slot: the most probable token after it.
@@ -137,11 +136,13 @@ class Steps:
     def __init__(self, model: Transformer, backend: str = "inductor") -> None:
         self.model, self.backend = model, backend
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
-        self.unfit: str | None = None  # why none can be made
-        if model.config.n_experts:
-            self.unfit = "its experts are chosen on the host"
-        elif turns_by_length(model):
-            self.unfit = "its angles depend on the longest row in the batch"
+        reasons = {
+            "its experts are chosen on the host": model.config.n_experts > 0,
+            "its angles depend on the longest row in the batch": turns_by_length(model),
+        }
+        self.unfit = next(
+            (reason for reason, holds in reasons.items() if holds), None
+        )  # why none can be made
 
     def find(self, rows: int, slots: int, source: int, may_make: bool) -> CompiledStep | None:
         """Return the step for these sizes; None where there is none, and none may or can be made."""
@@ -172,14 +173,12 @@ def decode_compiled(
 ) -> list[Continuation]:
     """`decode` through one of `steps`, if it is there already, is asked for, or would pay."""
     check_request(model, request, prompts, ends)
-    asked, source = bool(request.compile), prompts.source
-    if asked and steps.unfit is not None:
+    step, source, most = None, prompts.source, request.max_new_tokens
+    if request.compile and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
-    step = None
     if cache is None:
-        room = prompts.longest + request.max_new_tokens
-        may_make = asked or request.max_new_tokens >= WORTH
-        step = steps.find(len(prompts.ids), room, 0 if source is None else source.shape[1], may_make)
+        sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
+        step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:
         return decode(model, request, prompts, ends, cache)
     handover = Handover(prompts.longest)
@@ -189,7 +188,7 @@ def decode_compiled(
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     logits = prefill(model, prompts.ids, handover, *prompts.sources)
     first = Chooser(request, rows, None, model).choose(logits, list(range(len(rows))))
-    _follow(step, handover, first, rows, request.max_new_tokens, ends)
+    _follow(step, handover, first, rows, most, ends)
     return rows
 
 
@@ -224,5 +223,4 @@ class OnHost:
         """Wait for the copy, and return its numbers."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        numbers: list[list[int]] = self.copy.tolist()
-        return numbers
+        return cast(list[list[int]], self.copy.tolist())

@@ -1,10 +1,10 @@
-"""What one generation leaves for the next: a prompt is read from where it differs from the last one."""
+"""What generation keeps from call to call: a fast copy of the model, compiled steps, the prompt read last."""
 
 from collections.abc import Sequence
 
 from clearhead.fast.prepare import prepared
 from clearhead.generate.compiled import Steps
-from clearhead.generate.decode import Continuation, turns_by_length
+from clearhead.generate.decode import Continuation, agreed, turns_by_length
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for
@@ -12,7 +12,7 @@ from clearhead.model.transformer import Transformer
 
 
 class Prefix:
-    """The cache of a single row, and the tokens it has read."""
+    """The cache of a single row, and the tokens it has read; the next prompt begins where it differs."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -30,11 +30,6 @@ class Prefix:
     def end(self, row: Continuation) -> None:
         """Remember what the cache holds now."""
         self.tokens = (row.prompt + row.ids)[: self.cache.length]
-
-
-def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the beginning of both are the same."""
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class Engine:

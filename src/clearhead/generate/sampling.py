@@ -31,12 +31,11 @@ def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
     """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
-    if not options.looks_back:
-        return adjust_by(logits, options)
-    histories = []
-    for tokens, length in zip(seen, prompt_lengths):
-        histories.append(History(tokens[:length], options, logits.shape[-1], logits.device))
-        histories[-1].follow(tokens[length:])
+    size, device = logits.shape[-1], logits.device
+    histories = [
+        History(tokens[:length], options, size, device, tokens[length:])
+        for tokens, length in zip(seen, prompt_lengths)
+    ]
     return adjust_by(logits, options, histories)
 
 
@@ -60,7 +59,12 @@ class History:
     """The tokens of one row, each counted once, so that a step costs no more in a long row."""
 
     def __init__(
-        self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device
+        self,
+        prompt: Sequence[int],
+        options: Sampling,
+        vocabulary: int,
+        device: torch.device,
+        new: Sequence[int] = (),
     ) -> None:
         self.options = options
         self.length = 0  # new tokens counted
@@ -69,6 +73,7 @@ class History:
         self.after: dict[tuple[int, ...], set[int]] = {}  # by n-1 tokens: what has come after them
         self.tail: tuple[int, ...] = ()  # the last n-1 tokens
         self._learn(prompt)
+        self.follow(new)
 
     def follow(self, new: Sequence[int]) -> None:
         """Count the row's new tokens, as far as they are not counted yet."""

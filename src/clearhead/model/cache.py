@@ -198,8 +198,9 @@ class WindowCache(Cache):
 
     def aligned(self, bias: Tensor, window: int | None) -> Tensor:
         """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
-        windowed = window is not None
-        refuse(windowed, f"bias speaks of keys that a window cache of {window} forgets: use Cache()")
+        refuse(
+            window is not None, f"bias speaks of keys that a window cache of {window} forgets: use Cache()"
+        )
         return bias
 
     def _write(self, window: int, tokens: Tokens) -> None:

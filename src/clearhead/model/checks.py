@@ -78,8 +78,10 @@ def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
         raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
     if spec.input == "tokens":
         _shape(x, ("B", "T"), name, "token ids")
-        wrong = x.dtype not in INTEGERS
-        refuse(wrong, f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long")
+        refuse(
+            x.dtype not in INTEGERS,
+            f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long",
+        )
         _range(x, spec.vocab_size, name, "vocab_size")
         return
     image = spec.input == "patches"
@@ -108,8 +110,7 @@ def check_integers(
     """Check whole numbers beside the tokens: positions, segment types, documents."""
     if x is None:
         return
-    wrong = x.dtype not in INTEGERS
-    refuse(wrong, f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
+    refuse(x.dtype not in INTEGERS, f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
     refuse(
         x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length,
         f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})",
@@ -176,8 +177,9 @@ def _shape(x: Tensor, wanted: tuple[str | int, ...], name: str, what: str) -> No
 
 
 def _floating(x: Tensor, name: str) -> None:
-    wrong = not x.is_floating_point()
-    refuse(wrong, f"{name} are {x.dtype}: they must be floating point; x.float() converts")
+    refuse(
+        not x.is_floating_point(), f"{name} are {x.dtype}: they must be floating point; x.float() converts"
+    )
 
 
 def _range(x: Tensor, below: int, name: str, limit: str) -> None:

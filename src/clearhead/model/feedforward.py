@@ -114,11 +114,10 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         token = order // self.n_active  # which row each pair belongs to
-        runs = zip(self.experts, torch.split(tap.step("sorted", rows[token]), counts))
-        answers = [expert(run, tap.part(f"experts.{number}")) for number, (expert, run) in enumerate(runs)]
-        answer = torch.cat(answers) * weights.flatten()[order, None]
-        mixed = torch.zeros_like(rows).index_add(0, token, answer.to(rows.dtype)).view_as(x)
-        return tap("out", tap.step("mixed", mixed))
+        runs = enumerate(torch.split(tap.step("sorted", rows[token]), counts))
+        answers = [self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs]
+        answer = (torch.cat(answers) * weights.flatten()[order, None]).to(rows.dtype)
+        return tap("out", tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x)))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""

@@ -50,8 +50,8 @@ class FixedCache(Cache):
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
-            real = torch.zeros(batch, source, dtype=torch.bool, device=device)
-            self.source = Tokens(count, count, real, None, plain=False)
+            nothing = torch.zeros(batch, source, dtype=torch.bool, device=device)
+            self.source = Tokens(count, count, nothing, None, plain=False)
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
@@ -63,8 +63,10 @@ class FixedCache(Cache):
             buffer[:rows, :filled] = given
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            windowed = not isinstance(theirs, GrowingKeys)
-            refuse(windowed, "a window cache has forgotten what a fixed cache keeps: adopt a Cache()")
+            refuse(
+                not isinstance(theirs, GrowingKeys),
+                "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
+            )
             for buffer, given in zip(mine.read(), theirs.read()):
                 buffer[:rows, :, :filled] = given[:, :, :filled]
         if cache.source is not None:

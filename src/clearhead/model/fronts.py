@@ -32,8 +32,8 @@ class TokenFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the table."""
-        size = spec.vocab_size * spec.d_embedding
-        yield Step(f"{name}.tokens", "embedding", size, kept=run.batch * length * INDEX)
+        V, width = spec.vocab_size, spec.d_embedding
+        yield Step(f"{name}.tokens", "embedding", V * width, kept=run.batch * length * INDEX)
 
 
 class PatchFront(nn.Module):
@@ -58,8 +58,10 @@ class PatchFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
         rows, width = run.batch * spec.n_patches, spec.n_channels * spec.patch_size**2
-        more = {"gradients": 1, "kept": rows * width * run.size}
-        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
+        kept = rows * width * run.size
+        yield linear_step(
+            f"{name}.project", "embedding", rows, width, spec.d_model, True, gradients=1, kept=kept
+        )
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
@@ -79,8 +81,10 @@ class VectorFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
         rows, width = run.batch * length, spec.d_input
-        more = {"gradients": 1, "kept": rows * width * run.size}
-        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
+        kept = rows * width * run.size
+        yield linear_step(
+            f"{name}.project", "embedding", rows, width, spec.d_model, True, gradients=1, kept=kept
+        )
 
 
 class FrameFront(nn.Module):
@@ -95,8 +99,7 @@ class FrameFront(nn.Module):
     def forward(self, frames: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """Map [B, time, d_input] -> [B, time / stride, D]; frames not `real` [B, time] become zeros."""
         mask = 1 if real is None else real[:, None, :].to(frames.dtype)
-        x = tap.step("first", self.first(frames.transpose(1, 2) * mask))
-        x = tap.step("first_bent", nnf.gelu(x))
+        x = tap.step("first_bent", nnf.gelu(tap.step("first", self.first(frames.transpose(1, 2) * mask))))
         x = tap.step("second", self.second(x * mask))
         return tap.step("second_bent", nnf.gelu(x).transpose(1, 2))
 

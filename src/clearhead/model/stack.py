@@ -1,4 +1,13 @@
-"""The stack: embedding, blocks, final norm. It also makes the view of each layer: mask, bias, rotation.
+"""The stack: an embedding, blocks, a final norm. It also makes the view of each layer: mask, bias, rotation.
+
+A block is attention, perhaps cross-attention, and a feed-forward, each added to the residual stream. The
+residual layouts differ only in the place of the norm:
+
+    pre         x + f(norm(x))                      steady gradients; needs a norm after the last block
+    post        norm(x + f(x))                      the original
+    sandwich    x + norm'(f(norm(x)))
+    output      x + norm'(f(x))
+    parallel    x + attention(norm(x)) + feedforward(norm(x))
 
 Shapes: B batch, T query length, S key or source length, D model.
 """
@@ -8,17 +17,137 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.model.block import Block, block_steps
-from clearhead.model.cache import Cache
+from clearhead.model.attention import Attention, attention_steps
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
+from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
 from clearhead.model.masks import Tokens, View, compose, spelled_out
 from clearhead.model.norms import make_norm
 from clearhead.model.positions import POSITIONS
-from clearhead.model.steps import Pass, Step, norm_step
+from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
+
+
+class Residual(nn.Module):
+    """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
+
+    def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
+        """Build the norms; with `reads_other`, the sublayer reads the norm of another one."""
+        super().__init__()
+        place, norm, D = spec.norm_position, spec.norm, spec.d_model
+        self.before = make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
+        self.inside = make_norm(norm, D) if place in ("sandwich", "output") else None
+        self.after = make_norm(norm, D) if place == "post" else None
+        self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
+
+    def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return the input of the sublayer: [B, T, D] -> [B, T, D]."""
+        return tap.step("before", self.before(x)) if self.before is not None else x
+
+    def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Add the sublayer's output `y` to the stream `x`: [B, T, D] twice -> [B, T, D]."""
+        if self.inside is not None:
+            y = tap.step("inside", self.inside(y))
+        if self.scale != 1:
+            y = tap.step("scaled", y * self.scale)
+        if self.training:
+            y = self._drop(y)
+        x = tap.step("add", x + y)
+        return tap.step("after", self.after(x)) if self.after is not None else x
+
+    def _drop(self, y: Tensor) -> Tensor:
+        y = nnf.dropout(y, self.dropout)
+        if not self.skip:
+            return y
+        kept = torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip
+        return y * kept / (1 - self.skip)
+
+
+class Block(nn.Module):
+    """One layer. A decoder's differs from an encoder's in its view, and perhaps in having cross-attention."""
+
+    def __init__(self, spec: StackSpec, name: str) -> None:
+        super().__init__()
+        self.attention = Attention(spec, f"{name}.attention")
+        self.attention_residual = Residual(spec)
+        self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
+        self.cross_residual = Residual(spec) if spec.cross else None
+        self.feedforward = Experts(spec) if spec.n_experts else FeedForward(spec)
+        self.parallel = spec.parallel
+        self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        view: View,
+        memory: Tensor | None = None,
+        cross_view: View | None = None,
+        keys: LayerKeys | None = None,
+        cross_keys: CrossKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
+        x = tap("resid_pre", x)
+        if self.parallel:
+            return tap("resid_post", self._both(x, view, keys, tap))
+        residual, join = self.attention_residual, tap.part("attention_residual")
+        y = self.attention(residual.read(x, join), view, None, keys, tap.part("attention"))
+        x = residual.add(x, y, join)
+        if self.cross is not None and self.cross_residual is not None and cross_view is not None:
+            residual, join = self.cross_residual, tap.part("cross_residual")
+            y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
+            x = residual.add(x, y, join)
+        x = tap("resid_mid", x)
+        residual, join = self.feedforward_residual, tap.part("feedforward_residual")
+        x = residual.add(x, self.feedforward(residual.read(x, join), tap.part("feedforward")), join)
+        return tap("resid_post", x)
+
+    def _both(self, x: Tensor, view: View, keys: LayerKeys | None, tap: Tap) -> Tensor:
+        """Run attention and feed-forward on the same stream, through one norm or one each."""
+        first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
+        read = self.attention_residual.read(x, first)
+        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        if self.feedforward_residual.before is not None:
+            read = self.feedforward_residual.read(x, second)
+        expanded = self.feedforward(read, tap.part("feedforward"))
+        x = self.attention_residual.add(x, attended, first)
+        return self.feedforward_residual.add(x, expanded, second)
+
+
+def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
+    """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
+    name, rows = f"{spec.prefix}blocks.{layer}", run.batch * tokens
+    inner = attention_steps(spec, run, f"{name}.attention", tokens, tokens, spec.windows[layer], "attention")
+    yield from _residual_steps(spec, run, f"{name}.attention_residual", "attention", rows, inner)
+    if spec.cross:
+        inner = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+        yield from _residual_steps(spec, run, f"{name}.cross_residual", "cross", rows, inner)
+    expand = expert_steps if spec.n_experts else feedforward_steps
+    inner = expand(spec, run, f"{name}.feedforward", rows)
+    residual = f"{name}.feedforward_residual"
+    yield from _residual_steps(spec, run, residual, "feedforward", rows, inner, second=spec.parallel)
+
+
+def _residual_steps(
+    spec: StackSpec, run: Pass, name: str, part: Part, rows: int, inner: Iterator[Step], second: bool = False
+) -> Iterator[Step]:
+    """Yield the steps of a sublayer and its residual; a `second` one reads the same stream as the first."""
+    D, place = spec.d_model, spec.norm_position
+    if not (second and spec.parallel_norms == 1):
+        if place in ("pre", "sandwich"):
+            yield norm_step(f"{name}.before", spec.norm, run, rows, D, input_kept=second)
+        yield Step(f"{name}.read", part, kept=rows * D * run.size)
+    yield from inner
+    if place in ("sandwich", "output"):
+        yield norm_step(f"{name}.inside", spec.norm, run, rows, D)
+    if spec.dropout:
+        yield Step(f"{name}.dropout", part, kept=rows * D)
+    if place == "post":
+        yield norm_step(f"{name}.after", spec.norm, run, rows, D)
 
 
 @dataclass(frozen=True)
