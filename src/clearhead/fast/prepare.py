@@ -75,10 +75,13 @@ def _fused(block: Block, kind: type[Block]) -> Block:
     new = like(block, kind)
     new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
-        both = side_by_side(feedforward.gate, feedforward.up)
-        name = ACTIVATION_NAMES.get(feedforward.activation)
         new.feedforward = like(
-            feedforward, FusedFeedForward, gate=None, up=None, both=both, activation_name=name
+            feedforward,
+            FusedFeedForward,
+            gate=None,
+            up=None,
+            both=side_by_side(feedforward.gate, feedforward.up),
+            activation_name=ACTIVATION_NAMES.get(feedforward.activation),
         )
     return new
 
@@ -110,10 +113,10 @@ def suits_kernels(block: Block) -> bool:
 
 def _features(part: nn.Module) -> set[str]:
     """Name the parameters and submodules of a part, and its options that are neither None nor False."""
-    options = [(name, value) for name, value in vars(part).items() if name[0] != "_" and name != "training"]
     tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    named = (*options, *tensors, *part.named_children())
-    return {name for name, value in named if value is not None and value is not False}
+    named = (*vars(part).items(), *tensors, *part.named_children())
+    given = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
+    return given - {"training"}
 
 
 class StepStack(Direct, Stack):
@@ -148,11 +151,10 @@ class StepBlock(Direct, Block):
         tap: Tap = SILENT,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        one_token = isinstance(keys, FixedKeys) and x.shape[1] == 1
-        if not one_token or view.mask is None or view.bias is not None or tap is not SILENT:
+        suits = x.shape[1] == 1 and view.bias is None and tap is SILENT
+        if not suits or not isinstance(keys, FixedKeys) or view.mask is None:
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
-        assert isinstance(keys, FixedKeys)
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
         z = step_attend(
             _normed(x, self.attention_residual.before, attention.qkv),

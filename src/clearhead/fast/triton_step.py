@@ -219,8 +219,9 @@ def _join_kernel(partial, stats, out, EV: tl.constexpr, WIDE_V: tl.constexpr, SP
     best, weight = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
     share = tl.exp(best - tl.max(best, 0))
     total = tl.load(partial + part[:, None] * EV + ev[None, :], mask=(ev < EV)[None, :], other=0.0)
-    y = tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0)
-    tl.store(out + head * EV + ev, y, mask=ev < EV)
+    tl.store(
+        out + head * EV + ev, tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0), mask=ev < EV
+    )
 
 
 def attend_tile(rows: int, heads: int, slots: int) -> Tile:

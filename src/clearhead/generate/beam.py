@@ -71,12 +71,8 @@ class Search:
             return best == REMOVED
         if self.request.early_stopping is True:
             return True
-        reach = (
-            self.longest
-            if self.request.early_stopping == "never" and self.request.length_penalty > 0
-            else length
-        )
-        return self.score(best, reach) <= self.found[-1].score
+        far = self.request.early_stopping == "never" and self.request.length_penalty > 0
+        return self.score(best, self.longest if far else length) <= self.found[-1].score
 
 
 class Candidates(NamedTuple):
@@ -141,7 +137,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         groups = _propose(values, totals, request, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step + forced, ending)
-        # [B, N].
+        # B N
         chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))
         best = chosen.totals[:, ::M].tolist()  # of each group
         done = [
@@ -210,11 +206,9 @@ def _collect(
     places = over.nonzero().tolist()
     totals, origins, tokens, ended = (x.tolist() for x in first) if places else ([], [], [], [])
     for row, place in places:
-        ids = written[row, origins[row][place]].tolist()
-        if not ended[row][place]:
-            ids.append(tokens[row][place])
-        score = searches[row].score(totals[row][place], length)
-        searches[row].add(Hypothesis(score, ids, "eos" if ended[row][place] else str(ending)))
+        ids, search = written[row, origins[row][place]].tolist(), searches[row]
+        last, reason = ([], "eos") if ended[row][place] else ([tokens[row][place]], str(ending))
+        search.add(Hypothesis(search.score(totals[row][place], length), ids + last, reason))
 
 
 def _move(cache: Cache, rows: Tensor, since: int) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from clearhead.generate.decode import (
     LENGTH_ALONE,
-    Chooser,
     Continuation,
     Ends,
     Prompts,
@@ -185,20 +184,11 @@ def decode_compiled(
     watched = ends.on_token is not None or ends.cancel is not None or request.reports
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
         return decode(model, request, prompts, ends, handover, step)
+    # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
+    first = prefill(model, prompts.ids, handover, *prompts.sources).argmax(-1)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    logits = prefill(model, prompts.ids, handover, *prompts.sources)
-    first = Chooser(request, rows, None, model).choose(logits, list(range(len(rows))))
-    _follow(step, handover, first, rows, most, ends)
-    return rows
-
-
-def _follow(
-    step: CompiledStep, cache: Handover, first: Tensor, rows: list[Continuation], most: int, ends: Ends
-) -> None:
-    """Continue greedy rows from their first token [B]; the host reads tokens some steps later."""
-    running, launched, seen = list(range(len(rows))), 1, 0
-    unread = [OnHost(first[:, None])]
-    step.ids[cache.settle(step.cache), 0] = first
+    running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
+    step.ids[handover.settle(step.cache), 0] = first
     while unread and running:
         if launched < most:
             count = min(AHEAD, most - launched)
@@ -207,6 +197,7 @@ def _follow(
         for tokens in zip(*unread.pop(0).tolist()):
             seen, reason = seen + 1, ends.reason()
             running = [i for i in running if ends.go_on(i, rows[i], tokens[i], seen, reason)]
+    return rows
 
 
 class OnHost:

@@ -157,9 +157,8 @@ def decode(
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    windows = [window for window in model.main.spec.windows if window is not None]
-    kind = WindowCache if windows and room > 2 * min(windows) else Cache
-    return kind(min(room, RESERVE))
+    smallest = min((window for window in model.main.spec.windows if window is not None), default=room)
+    return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))
 
 
 def prefill(
@@ -248,8 +247,10 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     )
     named = {"allowed": request.allowed or (), "banned": request.banned, "stop_ids": ends.stop_ids}
     for name, tokens in named.items():
-        outside = any(not 0 <= token < size for token in tokens)
-        refuse(outside, f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}")
+        refuse(
+            any(not 0 <= token < size for token in tokens),
+            f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}",
+        )
     refuse(
         not 0 <= request.alternatives <= size,
         f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
@@ -279,7 +280,7 @@ def greedy(
     """Return the most probable tokens [B, N] after prompts [B, T]; ended rows are filled up with `stop`."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     prompts = Prompts([row[kept].tolist() for row, kept in zip(ids, real)], source, source_mask)
-    ends = Ends(frozenset() if stop is None else frozenset([stop]))
+    ends = Ends(frozenset(() if stop is None else (stop,)))
     rows = decode(model, Request(max_new_tokens=max_new_tokens), prompts, ends)
     length = max(len(row.ids) + (row.stop_reason == "eos") for row in rows)
     return torch.tensor([row.ids + [stop or 0] * (length - len(row.ids)) for row in rows], device=ids.device)

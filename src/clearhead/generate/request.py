@@ -79,8 +79,8 @@ class Sampling:
     @property
     def looks_back(self) -> bool:
         """Return True where a rule depends on the tokens so far."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
-        return self.repetition_penalty != 1 or bool(penalties)
+        penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram)
+        return self.repetition_penalty != 1 or any(penalties)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,10 @@ class Request(Sampling):
                 f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
                 "so leave one of them out",
             )
-        both = self.lookup and hooks.get("draft") is not None
-        refuse(both, "lookup and draft both guess what comes next: choose one of them")
+        refuse(
+            self.lookup and hooks.get("draft") is not None,
+            "lookup and draft both guess what comes next: choose one of them",
+        )
 
     @property
     def group_size(self) -> int:

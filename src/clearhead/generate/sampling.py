@@ -31,9 +31,8 @@ def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
     """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
-    size, device = logits.shape[-1], logits.device
     histories = [
-        History(tokens[:length], options, size, device, tokens[length:])
+        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:])
         for tokens, length in zip(seen, prompt_lengths)
     ]
     return adjust_by(logits, options, histories)
@@ -94,12 +93,10 @@ class History:
 
     def penalise(self, logits: Tensor) -> None:
         """Apply steps 1 and 2 to the row's logits [V], in place."""
-        options = self.options
-        if options.repetition_penalty != 1:
-            penalty = options.repetition_penalty
-            logits.copy_(
-                torch.where(self.present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-            )
+        options, penalty = self.options, self.options.repetition_penalty
+        if penalty != 1:
+            weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(self.present, weaker, logits))
         if options.presence_penalty or options.frequency_penalty:
             logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
         if options.no_repeat_ngram and len(self.tail) == options.no_repeat_ngram - 1:
@@ -124,9 +121,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     if p >= 1:
         return logits
     ordered, index = logits.sort(dim=-1, descending=True)
-    probability = ordered.double().softmax(-1)
-    before = probability.cumsum(-1) - probability  # what the better tokens hold
-    return _keep(logits, index, before < p)
+    return _keep(logits, index, ordered.double().softmax(-1), p)
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
@@ -145,14 +140,15 @@ def typical(logits: Tensor, p: float) -> Tensor:
     probability = log_probability.exp()
     expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
     index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
-    ordered = probability.gather(-1, index)
-    return _keep(logits, index, ordered.cumsum(-1) - ordered < p)
+    return _keep(logits, index, probability.gather(-1, index), p)
 
 
-def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
-    """Keep the tokens at `index` [B, V] where `kept` [B, V] is True, and the first of them always."""
-    first = torch.arange(kept.shape[-1], device=kept.device) == 0
-    return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, index, kept | first), REMOVED)
+def _keep(logits: Tensor, index: Tensor, probability: Tensor, p: float) -> Tensor:
+    """Keep the tokens at `index` [B, V] until their `probability` [B, V] adds up to p; the first always."""
+    before = probability.cumsum(-1) - probability  # what the tokens before each hold
+    first = torch.arange(before.shape[-1], device=before.device) == 0
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, (before < p) | first)
+    return logits.masked_fill(~kept, REMOVED)
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:

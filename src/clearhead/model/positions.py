@@ -77,21 +77,18 @@ class SinusoidalPositions(PositionScheme):
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T] -> [B|1, T, D]."""
-        spec, places = self.spec, positions + self.spec.position_offset
+        spec, width, places = self.spec, self.spec.d_embedding, positions + self.spec.position_offset
+        layout = (spec.sinusoid_layout, spec.sinusoid_ends)
         if spec.input == "patches":
-            waves = self._of_patches(places)
+            # Half of the columns tell the row of a patch, half its column; the class token gets zeros.
+            columns = spec.image_size[1] // spec.patch_size
+            patch = (places - int(spec.class_token)).clamp(min=0)
+            halves = (patch // columns, width // 2), (patch % columns, width - width // 2)
+            waves = torch.cat([sinusoid(where, half, *layout) for where, half in halves], dim=-1)
+            waves = waves * (places >= spec.class_token)[..., None].to(waves.device)
         else:
-            waves = sinusoid(places, spec.d_embedding, spec.sinusoid_layout, spec.sinusoid_ends)
+            waves = sinusoid(places, width, *layout)
         return tap.step("waves", waves.to(positions.device, dtype))
-
-    def _of_patches(self, positions: Tensor) -> Tensor:
-        """Use half of the columns for the row of a patch, half for its column; the class token gets zeros."""
-        spec, width = self.spec, self.spec.d_embedding
-        columns = spec.image_size[1] // spec.patch_size
-        patch = (positions - int(spec.class_token)).clamp(min=0)
-        row = sinusoid(patch // columns, width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
-        column = sinusoid(patch % columns, width - width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
-        return torch.cat([row, column], dim=-1) * (positions >= spec.class_token)[..., None].to(row.device)
 
 
 def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
@@ -186,8 +183,7 @@ def rope_frequencies(
     # longrope: each pair has a divisor within the trained length, and one beyond it.
     stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
     usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
-    short = torch.tensor(scaling.short_factor, dtype=torch.float64, device=positions.device)
-    long = torch.tensor(scaling.long_factor, dtype=torch.float64, device=positions.device)
+    short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
     return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
 
 
@@ -270,14 +266,13 @@ def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_dist
     bucket = torch.zeros_like(distance)
     if both_sides:
         n_buckets //= 2
-        bucket = bucket + (distance > 0) * n_buckets
-        distance = distance.abs()
+        bucket, distance = (distance > 0) * n_buckets, distance.abs()
     else:
         distance = (-distance).clamp(min=0)
     exact = n_buckets // 2
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    far = ratio * (n_buckets - exact)
-    return bucket + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=n_buckets - 1))
+    far = exact + (ratio * (n_buckets - exact)).long()
+    return bucket + torch.where(distance < exact, distance, far.clamp(max=n_buckets - 1))
 
 
 POSITIONS: dict[str, type[PositionScheme]] = {

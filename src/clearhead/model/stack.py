@@ -55,16 +55,11 @@ class Residual(nn.Module):
         if self.scale != 1:
             y = tap.step("scaled", y * self.scale)
         if self.training:
-            y = self._drop(y)
+            y = nnf.dropout(y, self.dropout)
+        if self.training and self.skip:  # some rows skip the sublayer
+            y = y * (torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip) / (1 - self.skip)
         x = tap.step("add", x + y)
         return tap.step("after", self.after(x)) if self.after is not None else x
-
-    def _drop(self, y: Tensor) -> Tensor:
-        y = nnf.dropout(y, self.dropout)
-        if not self.skip:
-            return y
-        kept = torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip
-        return y * kept / (1 - self.skip)
 
 
 class Block(nn.Module):
@@ -91,63 +86,55 @@ class Block(nn.Module):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
+        first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
-        if self.parallel:
-            return tap("resid_post", self._both(x, view, keys, tap))
-        residual, join = self.attention_residual, tap.part("attention_residual")
-        y = self.attention(residual.read(x, join), view, None, keys, tap.part("attention"))
-        x = residual.add(x, y, join)
+        read = self.attention_residual.read(x, first)
+        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
+            if self.feedforward_residual.before is not None:
+                read = self.feedforward_residual.read(x, second)
+            expanded = self.feedforward(read, tap.part("feedforward"))
+            x = self.attention_residual.add(x, attended, first)
+            return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
+        x = self.attention_residual.add(x, attended, first)
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
             residual, join = self.cross_residual, tap.part("cross_residual")
             y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
             x = residual.add(x, y, join)
         x = tap("resid_mid", x)
-        residual, join = self.feedforward_residual, tap.part("feedforward_residual")
-        x = residual.add(x, self.feedforward(residual.read(x, join), tap.part("feedforward")), join)
-        return tap("resid_post", x)
-
-    def _both(self, x: Tensor, view: View, keys: LayerKeys | None, tap: Tap) -> Tensor:
-        """Run attention and feed-forward on the same stream, through one norm or one each."""
-        first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
-        read = self.attention_residual.read(x, first)
-        attended = self.attention(read, view, None, keys, tap.part("attention"))
-        if self.feedforward_residual.before is not None:
-            read = self.feedforward_residual.read(x, second)
-        expanded = self.feedforward(read, tap.part("feedforward"))
-        x = self.attention_residual.add(x, attended, first)
-        return self.feedforward_residual.add(x, expanded, second)
+        expanded = self.feedforward(self.feedforward_residual.read(x, second), tap.part("feedforward"))
+        return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
 
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
     """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
-    name, rows = f"{spec.prefix}blocks.{layer}", run.batch * tokens
-    inner = attention_steps(spec, run, f"{name}.attention", tokens, tokens, spec.windows[layer], "attention")
-    yield from _residual_steps(spec, run, f"{name}.attention_residual", "attention", rows, inner)
+    name, rows, D, place = (
+        f"{spec.prefix}blocks.{layer}",
+        run.batch * tokens,
+        spec.d_model,
+        spec.norm_position,
+    )
+    window, expand = spec.windows[layer], expert_steps if spec.n_experts else feedforward_steps
+    sublayers: dict[Part, Iterator[Step]] = {
+        "attention": attention_steps(spec, run, f"{name}.attention", tokens, tokens, window, "attention")
+    }
     if spec.cross:
-        inner = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
-        yield from _residual_steps(spec, run, f"{name}.cross_residual", "cross", rows, inner)
-    expand = expert_steps if spec.n_experts else feedforward_steps
-    inner = expand(spec, run, f"{name}.feedforward", rows)
-    residual = f"{name}.feedforward_residual"
-    yield from _residual_steps(spec, run, residual, "feedforward", rows, inner, second=spec.parallel)
-
-
-def _residual_steps(
-    spec: StackSpec, run: Pass, name: str, part: Part, rows: int, inner: Iterator[Step], second: bool = False
-) -> Iterator[Step]:
-    """Yield the steps of a sublayer and its residual; a `second` one reads the same stream as the first."""
-    D, place = spec.d_model, spec.norm_position
-    if not (second and spec.parallel_norms == 1):
-        if place in ("pre", "sandwich"):
-            yield norm_step(f"{name}.before", spec.norm, run, rows, D, input_kept=second)
-        yield Step(f"{name}.read", part, kept=rows * D * run.size)
-    yield from inner
-    if place in ("sandwich", "output"):
-        yield norm_step(f"{name}.inside", spec.norm, run, rows, D)
-    if spec.dropout:
-        yield Step(f"{name}.dropout", part, kept=rows * D)
-    if place == "post":
-        yield norm_step(f"{name}.after", spec.norm, run, rows, D)
+        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+    sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
+    for part, steps in sublayers.items():
+        residual = f"{name}.{part}_residual"
+        second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
+        if not (second and spec.parallel_norms == 1):
+            if place in ("pre", "sandwich"):
+                yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
+            yield Step(f"{residual}.read", part, kept=rows * D * run.size)
+        yield from steps
+        if place in ("sandwich", "output"):
+            yield norm_step(f"{residual}.inside", spec.norm, run, rows, D)
+        if spec.dropout:
+            yield Step(f"{residual}.dropout", part, kept=rows * D)
+        if place == "post":
+            yield norm_step(f"{residual}.after", spec.norm, run, rows, D)
 
 
 @dataclass(frozen=True)
@@ -249,8 +236,7 @@ def stack_steps(
     spec: StackSpec, run: Pass, length: int, memory: int = 0, shared_front: bool = False
 ) -> Iterator[Step]:
     """Yield the steps on rows of `length` inputs; the other stack counts the weights of a `shared_front`."""
-    tokens = spec.n_tokens(length)
-    rows = run.batch * tokens
+    tokens, rows = spec.n_tokens(length), run.batch * spec.n_tokens(length)
     places = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
     yield from embedding_steps(spec, run, length, places, shared_front)
     for layer, block in enumerate(spec.block_of):

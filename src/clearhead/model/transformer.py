@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError, refuse
-from clearhead.model import checks
+from clearhead.model import checks, fronts, heads, masks
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.feedforward import FeedForward
-from clearhead.model.fronts import PatchFront
-from clearhead.model.heads import HEADS, LanguageHead, pool
-from clearhead.model.masks import Tokens, tokens_from
 from clearhead.model.stack import Memory, Stack, stack_steps
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import Tap, tap_for
@@ -53,13 +50,13 @@ class Transformer(nn.Module):
         self.encoder = Stack(encoder) if encoder is not None else None
         shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
         self.decoder = Stack(decoder, shared) if decoder is not None else None
-        self.head = HEADS[config.readout.head](config.readout)
+        self.head = heads.HEADS[config.readout.head](config.readout)
         initialise(self, config)
         self.tie()
 
     def tie(self) -> None:
         """Make shared weights one tensor: the output layer and the token table of the stack that feeds it."""
-        if isinstance(self.head, LanguageHead) and self.config.tie_embeddings:
+        if isinstance(self.head, heads.LanguageHead) and self.config.tie_embeddings:
             self.head.out.weight = cast(nn.Embedding, self.main.embedding.front.tokens).weight
 
     @property
@@ -114,8 +111,8 @@ class Transformer(nn.Module):
         tokens, input_mask = _tokens(spec, ids, mask, positions, documents, cache, "ids")
         hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
         answer, states, real = None, hidden, tokens.real
-        if logits == "last" and isinstance(self.head, LanguageHead):
-            states, real = pool(hidden, real, "last")[:, None], None
+        if logits == "last" and isinstance(self.head, heads.LanguageHead):
+            states, real = heads.pool(hidden, real, "last")[:, None], None
         if logits != "none":
             answer = tap("logits", self.head(states, real, tap.part("head")))
         return Output(answer, hidden, memory.hidden if memory is not None else None)
@@ -158,7 +155,7 @@ def _tokens(
     documents: Tensor | None,
     cache: Cache | None,
     name: str,
-) -> tuple[Tokens, Tensor | None]:
+) -> tuple[masks.Tokens, Tensor | None]:
     """Return the tokens of a stack, and the mask of its inputs where its front needs it.
 
     An error calls the inputs `name`.
@@ -167,7 +164,7 @@ def _tokens(
     if spec.input == "frames" and mask is not None:
         input_mask, mask = mask, mask[:, :: spec.conv_stride]
     before = cache.tokens if cache is not None else None
-    tokens = tokens_from(batch, length, inputs.device, mask, positions, documents, before)
+    tokens = masks.tokens_from(batch, length, inputs.device, mask, positions, documents, before)
     if not torch.compiler.is_compiling():
         checks.check_length(tokens, cache, spec, name)
     return tokens, input_mask
@@ -186,7 +183,7 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
         shared = stack is config.decoder and shares_front(config)
         yield from stack_steps(stack, run, inputs, memory, shared)
         memory = stack.n_tokens(inputs)
-    yield from HEADS[config.readout.head].steps(config.readout, run, memory)
+    yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
 
 
 @contextmanager
@@ -234,7 +231,7 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=config.d_model**-0.5 if xavier else std)
-        elif isinstance(part, PatchFront) and part.class_token is not None:
+        elif isinstance(part, fronts.PatchFront) and part.class_token is not None:
             nn.init.normal_(part.class_token, std=std)
     stacks = [stack for stack in model.children() if isinstance(stack, Stack) and config.init == "gpt2"]
     for stack in stacks:
