@@ -17,10 +17,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.model.attend import eager
-from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.norms import rms_norm
-from clearhead.model.positions import Rotary, rotate
+from clearhead.model import attend, feedforward, norms, positions
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
 DTYPES = (torch.bfloat16, torch.float32)
@@ -73,10 +70,10 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    y = nnf.linear(x if scale is None else rms_norm(x, scale, eps, unit_offset), weight, bias)
+    y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[gate](pre) * up
+        y = feedforward.ACTIVATIONS[gate](pre) * up
     return y if add is None else y + add
 
 
@@ -139,10 +136,14 @@ def step_attend(
     q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
     q, k, v = q.view(B, n_heads, 1, E), k.view(B, K, 1, E), v.view(B, K, 1, -1)
     if cos is not None and sin is not None:
-        q, k = (rotate(x, Rotary(cos, sin), layout) for x in (q, k))
+        q, k = (positions.rotate(x, positions.Rotary(cos, sin), layout) for x in (q, k))
     keys.index_copy_(2, slot, k)
     values.index_copy_(2, slot, v)
-    return eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap).reshape(B, 1, -1).clone()
+    return (
+        attend.eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap)
+        .reshape(B, 1, -1)
+        .clone()
+    )
 
 
 @step_attend.register_fake

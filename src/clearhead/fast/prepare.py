@@ -21,13 +21,11 @@ from clearhead.fast.parts import (
     side_by_side,
 )
 from clearhead.fast.training import original
+from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.fixed_cache import FixedCache, FixedKeys
-from clearhead.model.masks import Tokens, View
-from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary
 from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
@@ -91,7 +89,7 @@ def _fused(block: Block, kind: type[Block]) -> Block:
 KNOWN: dict[type[nn.Module], set[str]] = {
     Block: {"attention", "attention_residual", "feedforward", "feedforward_residual"},
     Residual: {"before", "scale", "dropout", "skip"},
-    RMSNorm: {"weight", "eps", "unit_offset"},
+    norms.RMSNorm: {"weight", "eps", "unit_offset"},
     Attention: {"q", "k", "v", "out", "heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"}
     | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
@@ -122,7 +120,9 @@ def _features(part: nn.Module) -> set[str]:
 class StepStack(Direct, Stack):
     """A stack whose masks and angles are computed once for all layers, also by a compiler."""
 
-    def _views(self, tokens: Tokens, cache: Cache | None, *more: Any, **named: Any) -> dict[int | None, View]:
+    def _views(
+        self, tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
+    ) -> dict[int | None, masks.View]:
         views = super()._views(tokens, cache, *more, **named)
         if not isinstance(cache, FixedCache):
             return views
@@ -131,7 +131,7 @@ class StepStack(Direct, Stack):
                 view,
                 mask=None if view.mask is None else materialise(view.mask),
                 bias=None if view.bias is None else materialise(view.bias),
-                rotary=None if view.rotary is None else Rotary(*map(materialise, view.rotary)),
+                rotary=None if view.rotary is None else positions.Rotary(*map(materialise, view.rotary)),
             )
             for window, view in views.items()
         }
@@ -143,9 +143,9 @@ class StepBlock(Direct, Block):
     def forward(
         self,
         x: Tensor,
-        view: View,
+        view: masks.View,
         memory: Tensor | None = None,
-        cross_view: View | None = None,
+        cross_view: masks.View | None = None,
         keys: LayerKeys | None = None,
         cross_keys: CrossKeys | None = None,
         tap: Tap = SILENT,
@@ -180,5 +180,5 @@ class StepBlock(Direct, Block):
 
 def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | None = None) -> Tensor:
     """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
-    assert isinstance(norm, RMSNorm) and isinstance(layer, nn.Linear)
+    assert isinstance(norm, norms.RMSNorm) and isinstance(layer, nn.Linear)
     return step_linear(x, layer.weight, layer.bias, norm.weight, norm.eps, norm.unit_offset, gate)

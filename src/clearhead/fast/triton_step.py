@@ -7,8 +7,6 @@ rotated columns.
 # mypy: ignore-errors
 # Triton reads these functions as a language of its own, whose types are not Python's.
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams 
 tokens written, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,10 +67,9 @@ class Search:
         """
         if best == REMOVED or len(self.found) < self.request.group_size:
             return best == REMOVED
-        if self.request.early_stopping is True:
-            return True
-        far = self.request.early_stopping == "never" and self.request.length_penalty > 0
-        return self.score(best, self.longest if far else length) <= self.found[-1].score
+        early = self.request.early_stopping
+        reach = self.longest if early == "never" and self.request.length_penalty > 0 else length
+        return early is True or self.score(best, reach) <= self.found[-1].score
 
 
 class Candidates(NamedTuple):
@@ -83,7 +80,7 @@ class Candidates(NamedTuple):
     tokens: Tensor  # B C
     ended: Tensor  # B C: does the token end it?
 
-    def going_on(self, count: int) -> Candidates:
+    def going_on(self, count: int) -> "Candidates":
         """Return the best `count` of each row that do not end, filled up with others whose sum is -inf."""
         open_ones = self._replace(totals=self.totals.masked_fill(self.ended, REMOVED))
         index = open_ones.totals.topk(count, dim=-1).indices

@@ -7,8 +7,6 @@ longest row of a call.
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +45,7 @@ class Prompts:
         """The source and its mask."""
         return self.source, self.source_mask
 
-    def rows(self, numbers: list[int]) -> Prompts:
+    def rows(self, numbers: list[int]) -> "Prompts":
         """Return some rows alone; columns of the source that are padding in all of them are left out."""
         ids = [self.ids[number] for number in numbers]
         if self.source is None or self.source_mask is None:

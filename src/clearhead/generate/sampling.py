@@ -12,8 +12,6 @@ best token.
 Shapes: B rows, V vocabulary, N tokens so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +36,7 @@ def adjust(
     return adjust_by(logits, options, histories)
 
 
-def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = ()) -> Tensor:
+def adjust_by(logits: Tensor, options: Sampling, histories: Sequence["History"] = ()) -> Tensor:
     """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.model.attend import KERNELS, attend_steps
+from clearhead.model import masks, norms, positions
+from clearhead.model.attend import KERNELS, attend_bytes
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.masks import View
-from clearhead.model.norms import make_norm
-from clearhead.model.positions import rotate
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -42,13 +40,13 @@ class Attention(nn.Module):
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
         q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
         self.sink = nn.Parameter(torch.zeros(self.n_heads)) if spec.attention_sink else None
-        self.q_norm = make_norm(spec.norm, q_width) if normed else None
-        self.k_norm = make_norm(spec.norm, k_width) if normed else None
+        self.q_norm = norms.make_norm(spec.norm, q_width) if normed else None
+        self.k_norm = norms.make_norm(spec.norm, k_width) if normed else None
 
     def forward(
         self,
         x: Tensor,
-        view: View,
+        view: masks.View,
         memory: Tensor | None = None,
         cache: LayerKeys | None = None,
         tap: Tap = SILENT,
@@ -65,8 +63,8 @@ class Attention(nn.Module):
             k = self._split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
             v = self._split("v", v, self.n_kv_heads, None, tap)
         if view.rotary is not None:
-            q = tap.step("q_rotated", rotate(q, view.rotary, self.layout))
-            k = tap.step("k_rotated", rotate(k, view.rotary, self.layout))
+            q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
+            k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
         if cache is not None and not known:
             k, v = cache.update(k, v)
@@ -125,7 +123,11 @@ def attention_steps(
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
-    yield from attend_steps(spec, run, name, T, S, window, kind, H, K, fused)
+    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
+    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
+    kept, answer = attend_bytes(spec, run, own, H, T, S, window, fused), B * T * H * Ev * run.size
+    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * answer)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

@@ -24,6 +24,7 @@ def check_call(
     types: Tensor | None,
     documents: Tensor | None,
     prefix: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Check the inputs of one forward pass to the stack that feeds the head."""
     check_tokens(spec, ids, mask, positions, documents, "ids")
@@ -33,7 +34,10 @@ def check_call(
         "types were given and the model has no segment embeddings: leave them out, or build it with n_types",
     )
     check_integers(types, batch, length, "types", spec.n_types, "n_types")
-    check_prefix(prefix, batch, length, cache, spec.causal)
+    if prefix is not None:
+        check_prefix(prefix, batch, length, cache, spec.causal)
+    if bias is not None:
+        check_bias(bias, spec, batch, length, cache)
     if cache is None:
         return
     refuse(
@@ -66,7 +70,17 @@ def check_tokens(
         spec.input == "patches" and mask is not None,
         "a mask was given for an image: all of its patches are real, so leave it out",
     )
-    check_mask(mask, batch, x.shape[1], "mask" if name == "ids" else f"{name}_mask")
+    if mask is not None:
+        named, wanted = "mask" if name == "ids" else f"{name}_mask", (batch, x.shape[1])
+        refuse(
+            mask.dtype != torch.bool,
+            f"{named} is {mask.dtype}: it must be boolean, True for a real token; "
+            "mask.bool() converts 0 and 1",
+        )
+        refuse(
+            mask.shape != wanted,
+            f"{named} has shape {tuple(mask.shape)}: it must match its tokens, {wanted}",
+        )
     table = spec.max_positions if spec.positions == "learned" else None
     check_integers(positions, batch, length, "positions", table, "max_positions")
     check_integers(documents, batch, length, "documents", None, "")
@@ -88,20 +102,6 @@ def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
     wanted = (spec.n_channels, *spec.image_size) if image else ("T", spec.d_input)
     _shape(x, ("B", *wanted), name, "pixels" if image else spec.input)
     _floating(x, name)
-
-
-def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
-    """Check a boolean mask over the tokens of a batch."""
-    if mask is None:
-        return
-    refuse(
-        mask.dtype != torch.bool,
-        f"{name} is {mask.dtype}: it must be boolean, True for a real token; mask.bool() converts 0 and 1",
-    )
-    refuse(
-        mask.shape != (batch, length),
-        f"{name} has shape {tuple(mask.shape)}: it must match its tokens, ({batch}, {length})",
-    )
 
 
 def check_integers(
@@ -130,12 +130,9 @@ def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str
     refuse(reached > most, f"{name} reach {reached} positions and the model has {most}: {way_out}")
 
 
-def check_bias(bias: Tensor | None, spec: StackSpec, ids: Tensor, cache: Cache | None) -> None:
+def check_bias(bias: Tensor, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
     """Check a pairwise bias given by the caller."""
-    if bias is None:
-        return
-    batch, n_heads, length = ids.shape[0], spec.n_heads, spec.n_tokens(ids.shape[1])
-    keys = length + (cache.length if cache is not None else 0)
+    n_heads, keys = spec.n_heads, length + (cache.length if cache is not None else 0)
     _floating(bias, "bias")
     allowed = ((1, batch), (1, n_heads), (length,), (keys,))
     refuse(
@@ -144,10 +141,8 @@ def check_bias(bias: Tensor | None, spec: StackSpec, ids: Tensor, cache: Cache |
     )
 
 
-def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
+def check_prefix(prefix: Tensor, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
     """Check the number of leading tokens of each row that every token may see."""
-    if prefix is None:
-        return
     refuse(not causal, "prefix belongs to a causal model: in this one every token sees all others already")
     refuse(
         prefix.dtype not in INTEGERS or prefix.shape != (batch,),

@@ -38,10 +38,9 @@ class FixedCache(Cache):
         self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
         self.tokens = empty_slots(batch, capacity, device)
 
-        def room(attention: str, slots: int) -> tuple[Tensor, Tensor]:
+        def room(attention: str, slots: int) -> list[Tensor]:
             shape = (batch, spec.kv_heads_of(attention), slots)
-            k = torch.zeros(*shape, spec.d_head, dtype=dtype, device=device)
-            return k, torch.zeros(*shape, spec.d_value, dtype=dtype, device=device)
+            return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
 
         for layer in range(spec.n_layers):
             block = f"{spec.prefix}blocks.{layer}"

@@ -108,10 +108,11 @@ class FrameFront(nn.Module):
         """Yield each convolution as a matrix product; it keeps its own input and that of gelu."""
         D, kernel = spec.d_model, spec.conv_kernel
         before, after = run.batch * length, run.batch * spec.n_tokens(length)
-        more = {"gradients": 1, "kept": before * (spec.d_input + D) * run.size}
-        yield linear_step(f"{name}.first", "embedding", before, spec.d_input * kernel, D, True, **more)
-        kept = (before + after) * D * run.size
-        yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=kept)
+        first, second = before * (spec.d_input + D) * run.size, (before + after) * D * run.size  # bytes kept
+        yield linear_step(
+            f"{name}.first", "embedding", before, spec.d_input * kernel, D, True, gradients=1, kept=first
+        )
+        yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=second)
 
 
 Front = TokenFront | PatchFront | VectorFront | FrameFront

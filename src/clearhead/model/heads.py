@@ -11,8 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import HeadSpec
-from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.norms import make_norm
+from clearhead.model import feedforward, norms
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -43,8 +42,8 @@ class LanguageHead(Head):
         super().__init__(spec)
         width, changes = spec.d_embedding, spec.transform or spec.d_embedding != spec.d_model
         self.transform = nn.Linear(spec.d_model, width) if changes else None
-        self.activation = ACTIVATIONS[spec.activation] if spec.transform else None
-        self.norm = make_norm(spec.norm, width) if spec.transform else None
+        self.activation = feedforward.ACTIVATIONS[spec.activation] if spec.transform else None
+        self.norm = norms.make_norm(spec.norm, width) if spec.transform else None
         self.out = nn.Linear(width, spec.vocab_size, bias=spec.bias)
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 

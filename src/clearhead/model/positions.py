@@ -131,8 +131,9 @@ class RopePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield cosines and sines, once for each window."""
-        kept = 2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
-        yield Step(f"{name}.rotary", "positions", kept=kept)
+        yield Step(
+            f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
+        )
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -179,7 +180,7 @@ def rope_frequencies(
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
-        return _yarn(plain, width, base, scaling, trained), _yarn_factor(scaling)
+        return _yarn(plain, width, base, scaling, trained)
     # longrope: each pair has a divisor within the trained length, and one beyond it.
     stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
     usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
@@ -187,8 +188,11 @@ def rope_frequencies(
     return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
 
 
-def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> Tensor:
-    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between."""
+def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> tuple[Tensor, float]:
+    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between.
+
+    The factor on cosines and sines comes second.
+    """
 
     def pair_with(turns: float) -> float:
         """Return the index of the pair that makes this many turns over the trained length."""
@@ -200,17 +204,13 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
     low, high = max(low, 0), min(high, width - 1)
     steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
     interpolate = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / scaling.factor * interpolate + plain * (1 - interpolate)
-
-
-def _yarn_factor(scaling: RopeScaling) -> float:
-    """Return the factor on cosines and sines."""
     growth = math.log(max(scaling.factor, 1))
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
+    factor = 0.1 * growth + 1
     if scaling.mscale and scaling.mscale_all_dim:
-        return (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
-    return 0.1 * growth + 1
+        factor = (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
+    if scaling.attention_factor is not None:
+        factor = scaling.attention_factor
+    return plain / scaling.factor * interpolate + plain * (1 - interpolate), factor
 
 
 class AlibiPositions(PositionScheme):
@@ -227,8 +227,7 @@ class AlibiPositions(PositionScheme):
         """Yield the bias of all layers; under a causal mask, each layer keeps a masked copy instead."""
         if not spec.causal:
             whole = any(window is None or window >= tokens for window in spec.windows)
-            kept = spec.n_heads * tokens**2 * run.size if whole else 0
-            yield Step(f"{name}.bias", "positions", kept=kept)
+            yield Step(f"{name}.bias", "positions", kept=spec.n_heads * tokens**2 * run.size if whole else 0)
 
 
 def alibi_slopes(n_heads: int) -> Tensor:

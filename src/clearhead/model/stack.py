@@ -21,12 +21,11 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
+from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.masks import Tokens, View, compose, spelled_out
-from clearhead.model.norms import make_norm
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
@@ -39,9 +38,9 @@ class Residual(nn.Module):
         """Build the norms; with `reads_other`, the sublayer reads the norm of another one."""
         super().__init__()
         place, norm, D = spec.norm_position, spec.norm, spec.d_model
-        self.before = make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
-        self.inside = make_norm(norm, D) if place in ("sandwich", "output") else None
-        self.after = make_norm(norm, D) if place == "post" else None
+        self.before = norms.make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
+        self.inside = norms.make_norm(norm, D) if place in ("sandwich", "output") else None
+        self.after = norms.make_norm(norm, D) if place == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
     def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
@@ -78,9 +77,9 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        view: View,
+        view: masks.View,
         memory: Tensor | None = None,
-        cross_view: View | None = None,
+        cross_view: masks.View | None = None,
         keys: LayerKeys | None = None,
         cross_keys: CrossKeys | None = None,
         tap: Tap = SILENT,
@@ -142,7 +141,7 @@ class Memory:
     """The source that cross-attention reads; `hidden` is None once its keys are in the cache."""
 
     hidden: Tensor | None  # B S D
-    tokens: Tokens
+    tokens: masks.Tokens
 
 
 class Stack(nn.Module):
@@ -156,7 +155,7 @@ class Stack(nn.Module):
         self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, f"{spec.prefix}blocks.{layer}") for layer in first)
-        self.norm = make_norm(spec.norm, spec.d_model) if spec.final_norm else None
+        self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
 
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
@@ -166,7 +165,7 @@ class Stack(nn.Module):
     def forward(
         self,
         inputs: Tensor,
-        tokens: Tokens,
+        tokens: masks.Tokens,
         memory: Memory | None = None,
         cache: Cache | None = None,
         types: Tensor | None = None,
@@ -184,12 +183,11 @@ class Stack(nn.Module):
         if cache is not None:
             cache.begin(tokens)
         views = self._views(tokens, cache, prefix, bias, x.dtype, tap)
-        cross_view = View(mask=compose(tokens, memory.tokens)[0]) if memory is not None else None
+        cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
         for layer, (block, window) in enumerate(zip(self.layers(), self.spec.windows)):
-            unrotated = layer in self.spec.rope_skips
             x = block(
                 x,
-                replace(views[window], rotary=None) if unrotated else views[window],
+                replace(views[window], rotary=None) if layer in self.spec.rope_skips else views[window],
                 memory.hidden if memory is not None else None,
                 cross_view,
                 cache.layer(layer, window) if cache is not None else None,
@@ -202,13 +200,13 @@ class Stack(nn.Module):
 
     def _views(
         self,
-        tokens: Tokens,
+        tokens: masks.Tokens,
         cache: Cache | None,
         prefix: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype,
         tap: Tap = SILENT,
-    ) -> dict[int | None, View]:
+    ) -> dict[int | None, masks.View]:
         """Return the view of attention for each window; layers with the same window share it."""
         scheme, at, windows = self.positions, tap.part("positions"), dict.fromkeys(self.spec.windows)
         views = {}
@@ -219,11 +217,11 @@ class Stack(nn.Module):
             if bias is not None:
                 given = (bias if cache is None else cache.aligned(bias, window)).to(dtype)
                 total = given if total is None else total + given
-            mask, causal = compose(tokens, keys, causal=self.spec.causal, window=window, prefix=prefix)
+            mask, causal = masks.compose(tokens, keys, causal=self.spec.causal, window=window, prefix=prefix)
             if tap.traced:
                 name = "mask" if len(windows) == 1 else f"mask.{window or 'full'}"
-                mask, causal = tap.step(name, spelled_out(mask, causal, tokens, keys)), False
-            views[window] = View(mask, causal, total, rotary)
+                mask, causal = tap.step(name, masks.spelled_out(mask, causal, tokens, keys)), False
+            views[window] = masks.View(mask, causal, total, rotary)
         return views
 
     @property
@@ -240,9 +238,8 @@ def stack_steps(
     places = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
     yield from embedding_steps(spec, run, length, places, shared_front)
     for layer, block in enumerate(spec.block_of):
-        again = block in spec.block_of[:layer]
         for step in block_steps(spec, run, layer, tokens, memory):
-            yield step.reused() if again else step
+            yield step.reused() if block in spec.block_of[:layer] else step
     if spec.final_norm:
         yield norm_step(f"{spec.prefix}norm", spec.norm, run, rows, spec.d_model)
     if spec.prefix:  # every cross-attention reads the output of this stack, which is kept once

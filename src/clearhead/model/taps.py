@@ -11,8 +11,6 @@ The forward pass calls `q = tap("q", q)` for every activation worth seeing. When
 The names are public API: `tap_names` lists them, and a test freezes them.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import sys
@@ -51,7 +49,7 @@ class Tap:
         """Show an intermediate value to a trace, and return it unchanged."""
         return x
 
-    def part(self, name: str) -> Tap:
+    def part(self, name: str) -> "Tap":
         """Return the tap for a part called `name`."""
         return self
 
@@ -103,7 +101,7 @@ class LiveTap(Tap):
                 listener.tracer(self.prefix + name, x, False)
         return x
 
-    def part(self, name: str) -> Tap:
+    def part(self, name: str) -> "Tap":
         """Return a tap with the same listeners, one level down."""
         return LiveTap(self.listeners, f"{self.prefix}{name}.")
 
@@ -240,13 +238,12 @@ def tap_names(config: ModelConfig) -> list[str]:
     """
     experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
     inner = ["router", *experts, "out"] if experts else FEEDFORWARD_TAPS
-    feedforward = [f"feedforward.{tap}" for tap in inner]
-    middle = [] if config.parallel else ["resid_mid"]
+    after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]
     names = []
     for stack in config.stacks:
         parts = ("attention", "cross") if stack.cross else ("attention",)
         attention = [f"{part}.{tap}" for part in parts for tap in ATTENTION_TAPS]
-        block = ["resid_pre", *attention, *middle, *feedforward, "resid_post"]
+        block = ["resid_pre", *attention, *after, "resid_post"]
         blocks = [f"blocks.{layer}.{name}" for layer in range(stack.n_layers) for name in block]
         names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]
     return [*names, "logits"]

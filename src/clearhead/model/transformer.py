@@ -46,10 +46,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        encoder, decoder = config.encoder, config.decoder
-        self.encoder = Stack(encoder) if encoder is not None else None
+        self.encoder = Stack(config.encoder) if config.encoder is not None else None
         shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
-        self.decoder = Stack(decoder, shared) if decoder is not None else None
+        self.decoder = Stack(config.decoder, shared) if config.decoder is not None else None
         self.head = heads.HEADS[config.readout.head](config.readout)
         initialise(self, config)
         self.tie()
@@ -99,13 +98,15 @@ class Transformer(nn.Module):
         """
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
-            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix)
-            checks.check_bias(bias, spec, ids, cache)
-            known = logits in ("all", "last", "none")
-            refuse(not known, f'logits "{logits}" is not known: choose all, last or none')
+            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix, bias)
+            refuse(
+                logits not in ("all", "last", "none"),
+                f'logits "{logits}" is not known: choose all, last or none',
+            )
         if self.encoder is not None and self.decoder is not None:
-            read = (source, source_mask, source_documents)
-            memory = self._encode(self.encoder, *read, cache, ids.shape[0], tap)
+            memory = self._encode(
+                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
+            )
         else:
             refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
         tokens, input_mask = _tokens(spec, ids, mask, positions, documents, cache, "ids")
@@ -180,8 +181,7 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
     """Yield every step of one forward pass, in order, from the config alone."""
     lengths, memory = [source_length, length][-len(config.stacks) :], 0
     for stack, inputs in zip(config.stacks, lengths):
-        shared = stack is config.decoder and shares_front(config)
-        yield from stack_steps(stack, run, inputs, memory, shared)
+        yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
         memory = stack.n_tokens(inputs)
     yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
 
@@ -206,8 +206,10 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 def attending(model: nn.Module, kernel: str) -> AbstractContextManager[None]:
     """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
-    known = ", ".join(KERNELS)
-    refuse(kernel not in KERNELS, f'no attention kernel is called "{kernel}": choose from {known}')
+    refuse(
+        kernel not in KERNELS,
+        f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}',
+    )
     return _with([part for part in model.modules() if isinstance(part, Attention)], "kernel", kernel)
 
 
