@@ -10,8 +10,8 @@ import torch
 import clearhead as ch
 from clearhead.fast.kernels import step_attend, step_linear
 from clearhead.fast.prepare import StepBlock, prepared
-from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slots_bucket
 from clearhead.generate.decode import Ends, Prompts, decode
+from clearhead.generate.engine import Steps, decode_compiled, rows_bucket, slots_bucket
 from clearhead.generate.request import Request
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm

@@ -180,8 +180,8 @@ def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) ->
         own = values[:, first : first + M]
         if groups and request.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
-            ones = torch.ones_like(taken, dtype=values.dtype)
-            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, ones)  # B V
+            one = torch.ones_like(taken, dtype=values.dtype)
+            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, one)  # B V
             own = own - request.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C

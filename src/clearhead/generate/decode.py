@@ -97,8 +97,7 @@ class Ends:
             return False
         row.ids.append(token)
         reason = (self.on_token(number, row) if self.on_token is not None else None) or reason
-        if reason is not None:
-            row.stop_reason = reason
+        row.stop_reason = reason or row.stop_reason
         return reason is None
 
 

@@ -26,8 +26,9 @@ class LayerKeys:
     v: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of T new tokens; return those of all the tokens that `Cache.visible` describes."""
-        raise NotImplementedError
+        """Keep those of new tokens; return those of all the tokens that attention may see."""
+        self.k, self.v = k, v
+        return k, v
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of keys and of values."""
@@ -43,11 +44,6 @@ class LayerKeys:
 
 class CrossKeys(LayerKeys):
     """The keys and values of one layer's cross-attention: computed by the first call, read by later ones."""
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep what the first call computed."""
-        self.k, self.v = k, v
-        return k, v
 
 
 class Cache:
@@ -179,8 +175,7 @@ class WindowCache(Cache):
 
     def layer(self, index: int, window: int | None) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        keys = GrowingKeys(self) if window is None else RingKeys(self, window)
-        return self.layers.setdefault(index, keys)
+        return self.layers.setdefault(index, GrowingKeys(self) if window is None else RingKeys(self, window))
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
@@ -214,15 +209,10 @@ class WindowCache(Cache):
         def written(ring: Tensor, new: Tensor) -> Tensor:
             return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
 
-        ring_real = written(old.real, real)
-        ring_real[:, window] = False
+        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
+        real[:, window] = False
+        self.rings[window] = Slots(order, positions, real, documents)
         self._before[window], self.slots[window] = old, slot
-        self.rings[window] = Slots(
-            written(old.order, order),
-            written(old.positions, tokens.positions),
-            ring_real,
-            written(old.documents, tokens.document_ids()),
-        )
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer and ring."""

@@ -79,8 +79,8 @@ def feedforward_steps(
 
     for projection in ("gate", "up") if spec.gated else ("up",):
         # The input of the activation is kept, but for relu: its backward pass needs the output alone.
-        read = spec.activation != "relu" and (projection == "gate" or not spec.gated)
-        kept = wide_values * (2 if read else 1)
+        activated = projection == "gate" or not spec.gated
+        kept = wide_values * (2 if activated and spec.activation != "relu" else 1)
         yield experts(linear_step(f"{name}.{projection}", "feedforward", rows, D, F, bias, kept=kept))
     if spec.feedforward_dropout:
         yield Step(f"{name}.dropout", "feedforward", kept=rows * F)
@@ -152,8 +152,8 @@ def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[S
     X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model
     # Softmax over the chosen; or over all, then the chosen and their sum. Weights and indices come on top.
     softmax = A if spec.router_order == "topk_softmax" else X + A + 1
-    kept = rows * (softmax * run.wide + A * (run.size + 3 * INDEX))
-    yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=kept)
+    each = softmax * run.wide + A * (run.size + 3 * INDEX)
+    yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=rows * each)
     # The inputs of the experts, their outputs, and the weighted outputs.
     yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * A * D * run.size)
     yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, copies=X, idle=X - A)

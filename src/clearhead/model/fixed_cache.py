@@ -49,8 +49,7 @@ class FixedCache(Cache):
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
-            nothing = torch.zeros(batch, source, dtype=torch.bool, device=device)
-            self.source = Tokens(count, count, nothing, None, plain=False)
+            self.source = Tokens(count, count, empty_slots(batch, source, device).real, None, plain=False)
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
@@ -58,7 +57,7 @@ class FixedCache(Cache):
         if tokens is None or rows is None:
             raise InputError("the cache to adopt is empty: run the model with it first")
         self.tokens.real.zero_()
-        for buffer, given in zip(self.tokens.tensors(), (tokens.order, tokens.positions, tokens.real_mask())):
+        for buffer, given in zip(self.tokens.tensors(), tokens.tensors()):
             buffer[:rows, :filled] = given
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
@@ -90,8 +89,7 @@ class FixedCache(Cache):
                 f"{tokens.length} more: make a larger one",
             )
         self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
-        new = (tokens.order, tokens.positions, tokens.real_mask(), tokens.document_ids())
-        for buffer, values in zip(self.tokens.tensors(), new):
+        for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
 
     def visible(self, window: int | None) -> Tokens:

@@ -58,9 +58,15 @@ class PatchFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
         rows, width = run.batch * spec.n_patches, spec.n_channels * spec.patch_size**2
-        kept = rows * width * run.size
         yield linear_step(
-            f"{name}.project", "embedding", rows, width, spec.d_model, True, gradients=1, kept=kept
+            f"{name}.project",
+            "embedding",
+            rows,
+            width,
+            spec.d_model,
+            bias=True,
+            gradients=1,
+            kept=rows * width * run.size,
         )
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
@@ -81,9 +87,15 @@ class VectorFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
         rows, width = run.batch * length, spec.d_input
-        kept = rows * width * run.size
         yield linear_step(
-            f"{name}.project", "embedding", rows, width, spec.d_model, True, gradients=1, kept=kept
+            f"{name}.project",
+            "embedding",
+            rows,
+            width,
+            spec.d_model,
+            bias=True,
+            gradients=1,
+            kept=rows * width * run.size,
         )
 
 
@@ -115,7 +127,6 @@ class FrameFront(nn.Module):
         yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=second)
 
 
-Front = TokenFront | PatchFront | VectorFront | FrameFront
 FRONTS: dict[str, type[TokenFront] | type[PatchFront] | type[VectorFront] | type[FrameFront]] = {
     "tokens": TokenFront,
     "patches": PatchFront,
@@ -173,7 +184,8 @@ def embedding_steps(
     if spec.embedding_norm:
         yield norm_step(f"{name}.norm", spec.norm, run, rows, width)
     if spec.embedding_projection:
-        kept = rows * width * run.size
-        yield linear_step(f"{name}.project", "embedding", rows, width, D, True, kept=kept)
+        yield linear_step(
+            f"{name}.project", "embedding", rows, width, D, bias=True, kept=rows * width * run.size
+        )
     if spec.embedding_dropout:
         yield Step(f"{name}.dropout", "embedding", kept=rows * D)

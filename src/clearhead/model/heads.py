@@ -149,8 +149,8 @@ class TokenHead(Head):
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
         """Yield the output layer."""
         rows, D = run.batch * tokens, spec.d_model
-        kept = rows * D * (run.size + (1 if spec.dropout else 0))
-        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=kept)
+        each = run.size + (1 if spec.dropout else 0)
+        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=rows * D * each)
 
 
 HEADS: dict[str, type[Head]] = {

@@ -41,6 +41,10 @@ class Tokens:
         """Return `documents`, spelled out where there is one document."""
         return torch.zeros_like(self.order) if self.documents is None else self.documents
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return order, positions, real and documents, all spelled out."""
+        return self.order, self.positions, self.real_mask(), self.document_ids()
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
         return replace(
@@ -63,10 +67,6 @@ class Slots(Tokens):
     real: Tensor
     documents: Tensor
     plain: bool = False
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return order, positions, real and documents."""
-        return self.order, self.positions, self.real, self.documents
 
 
 def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:

@@ -36,10 +36,9 @@ class RMSNorm(Norm):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
     """Compute what `RMSNorm` does: [..., width] -> [..., width]."""
-    scale = 1 + wide(weight) if unit_offset else weight
     y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y * scale).to(x.dtype)
+    return (y * (1 + wide(weight) if unit_offset else weight)).to(x.dtype)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

@@ -41,6 +41,8 @@ class Described(Protocol):
 class Tap:
     """What a module calls to show a tensor. This base class is the silent tap, with no listeners."""
 
+    traced = False  # whether a trace follows this forward pass
+
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """Show `x` under `name`; the caller goes on with the returned tensor."""
         return x
@@ -52,11 +54,6 @@ class Tap:
     def part(self, name: str) -> "Tap":
         """Return the tap for a part called `name`."""
         return self
-
-    @property
-    def traced(self) -> bool:
-        """Whether a trace follows this forward pass."""
-        return False
 
     def wants(self, *names: str) -> bool:
         """Return True if somebody listens to one of these names."""
@@ -83,6 +80,7 @@ class LiveTap(Tap):
 
     def __init__(self, listeners: tuple[Listener, ...], prefix: str = "") -> None:
         self.listeners, self.prefix = listeners, prefix
+        self.traced = any(listener.tracer is not None for listener in listeners)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """Show `x` to each listener, in the order in which they began to listen."""
@@ -104,11 +102,6 @@ class LiveTap(Tap):
     def part(self, name: str) -> "Tap":
         """Return a tap with the same listeners, one level down."""
         return LiveTap(self.listeners, f"{self.prefix}{name}.")
-
-    @property
-    def traced(self) -> bool:
-        """Whether a trace follows this forward pass."""
-        return any(listener.tracer is not None for listener in self.listeners)
 
     def wants(self, *names: str) -> bool:
         """Return True if somebody listens to one of these names."""

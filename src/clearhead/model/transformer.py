@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError, refuse
-from clearhead.model import checks, fronts, heads, masks
-from clearhead.model.attend import KERNELS
+from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.feedforward import FeedForward
@@ -164,8 +163,15 @@ def _tokens(
     batch, length, input_mask = inputs.shape[0], spec.n_tokens(inputs.shape[1]), None
     if spec.input == "frames" and mask is not None:
         input_mask, mask = mask, mask[:, :: spec.conv_stride]
-    before = cache.tokens if cache is not None else None
-    tokens = masks.tokens_from(batch, length, inputs.device, mask, positions, documents, before)
+    tokens = masks.tokens_from(
+        batch,
+        length,
+        inputs.device,
+        mask,
+        positions,
+        documents,
+        before=cache.tokens if cache is not None else None,
+    )
     if not torch.compiler.is_compiling():
         checks.check_length(tokens, cache, spec, name)
     return tokens, input_mask
@@ -173,8 +179,7 @@ def _tokens(
 
 def shares_front(config: ModelConfig) -> bool:
     """Return True if both stacks read one token table."""
-    both = config.encoder is not None and config.decoder is not None
-    return both and config.stacks[0].input == "tokens" and config.share_embeddings
+    return len(config.stacks) == 2 and config.stacks[0].input == "tokens" and config.share_embeddings
 
 
 def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int) -> Iterator[Step]:
@@ -207,8 +212,8 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 def attending(model: nn.Module, kernel: str) -> AbstractContextManager[None]:
     """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
     refuse(
-        kernel not in KERNELS,
-        f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}',
+        kernel not in attend.KERNELS,
+        f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',
     )
     return _with([part for part in model.modules() if isinstance(part, Attention)], "kernel", kernel)
 
