@@ -20,13 +20,14 @@ from torch import Tensor
 from clearhead.model import attend, feedforward, norms, positions
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 def available(x: Tensor) -> bool:
     """Return True if there are kernels for this tensor's device and dtype."""
     on = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return on and x.dtype in DTYPES and importlib.util.find_spec("triton") is not None
+    return (
+        on and x.dtype in (torch.bfloat16, torch.float32) and importlib.util.find_spec("triton") is not None
+    )
 
 
 @torch.library.custom_op("clearhead::materialise", mutates_args=())

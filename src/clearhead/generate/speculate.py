@@ -141,8 +141,9 @@ class _Speaker:
 
     def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
         """Add a token or more in one run of the model; return False when the row has ended or has `most`."""
-        left = most - len(self.row.ids)
-        guess = self.guesser.guess(self.tokens, left - 1, lambda: chooser.roll([self.number]))
+        guess = self.guesser.guess(
+            self.tokens, most - len(self.row.ids) - 1, lambda: chooser.roll([self.number])
+        )
         fed = torch.tensor(
             [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
         )

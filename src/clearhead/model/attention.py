@@ -77,7 +77,7 @@ class Attention(nn.Module):
             q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, sink=self.sink,
             dropout=self.dropout if self.training else 0.0, tap=tap,
         )  # fmt: skip
-        z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)
+        z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
