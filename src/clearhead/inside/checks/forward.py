@@ -15,10 +15,9 @@ from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Comparison, gap
-from clearhead.model.cache import Cache
+from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.transformer import Transformer, attending
-from clearhead.model.window_cache import WindowCache
 
 CacheForm = Callable[[Transformer, int, int], Cache]  # a model, its rows and their length
 CACHES: dict[str, CacheForm] = {
