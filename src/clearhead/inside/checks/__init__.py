@@ -4,11 +4,10 @@ Each row computes one thing in two ways that must agree, and says what was compa
 and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
 dtype can tell apart.
 
-    check_forward     kernels, batches, padding, caches, copies on disk
-    check_formula     the model against `plainly`, a forward pass that shares no code with it
-    check_training    accumulated gradients, resumed runs
-    check_inside      pruning, the lens, the device, the compiler
-    check_reference   transformers, on the same directory
+    formula     the model against `plainly`, a forward pass that shares no code with it
+    forward     kernels, batches, padding, caches, copies on disk; pruning, the lens, the device, the compiler
+    training    accumulated gradients, resumed runs
+    reference   transformers, on the same directory
 """
 
 import time
@@ -19,11 +18,9 @@ import torch
 from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.inside.checks.formula import formula_rows
-from clearhead.inside.checks.forward import disk_rows, forward_rows
-from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.inside import inside_rows, machine_rows
+from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.reference import reference_rows
-from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Comparison
+from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
 from clearhead.inside.checks.training import training_rows
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -69,9 +66,8 @@ def check(
 def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
     """Return every row that makes sense for this model."""
     inputs = Inputs(model)
-    rows = [*formula_rows(inputs), *forward_rows(inputs), *disk_rows(inputs), *training_rows(inputs)]
-    rows += [*inside_rows(inputs), *machine_rows(inputs, compile)]
-    return [row for row in rows if row.fits]
+    rows = [*formula_rows(inputs), *forward_rows(inputs), *training_rows(inputs)]
+    return [row for row in (*rows, *inside_rows(inputs, compile)) if row.fits]
 
 
 def _run(row: Comparison) -> Check:

@@ -12,7 +12,7 @@ Shapes: B rows, T tokens.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache as remembered
 from functools import partial
 from typing import Any
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from clearhead.inside.checks.forward import cache_forms, caches, through
-from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.plainly import plainly
-from clearhead.inside.checks.row import TOLERANCE, Comparison, gap
+from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
@@ -62,10 +61,10 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
     ]
 
 
-def _formula(inputs: Inputs, loudness: float = 1.0, **given: Any) -> Tensor:
+def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
     """Return the logits of the formula."""
-    model, given = inputs.model, given or inputs.given()
-    return plainly(model.config, model.state_dict(), **given, loudness=loudness)
+    model = inputs.model
+    return plainly(model.config, model.state_dict(), **(given or inputs.given), loudness=loudness)
 
 
 def _lively(inputs: Inputs, expected: Tensor) -> float:
@@ -73,13 +72,11 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
     gaps = [gap(inputs.run(), expected)]
     if inputs.sequences:
         (padded, slots), config = inputs.padded("gaps"), inputs.model.config
-        calls: list[dict[str, Any]] = [padded]
-        if config.positions != "learned":
-            count = torch.arange(padded["ids"].shape[1], device=inputs.device)
-            far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
-            calls.append({**padded, "positions": far.expand(inputs.rows, -1)})
-        for given in calls:
-            both = inputs.model(**given).logits.cpu(), _formula(inputs, **given)
+        count = torch.arange(padded["ids"].shape[1], device=inputs.device)
+        far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
+        beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
+        for given in [padded] if config.positions == "learned" else [padded, beyond]:
+            both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
             ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
             gaps.append(gap(ours, theirs))
     return max(gaps)
@@ -97,12 +94,10 @@ def _quiet(inputs: Inputs) -> float:
     """Compare the quiet copy. Sinusoids are not weights: with them, both sides scale the embedding."""
     model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    changes: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{stack.spec.prefix}embedding": lambda x: x * loud for stack in stacks
-    }
+    stacks = ["embedding", "encoder.embedding"] if model.encoder and model.decoder else ["embedding"]
+    changes: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(stacks, lambda x: x * loud)
     with edit(model, changes):
-        return gap(inputs.run(), _formula(inputs, loud), least=0.0)
+        return gap(inputs.run(), _formula(inputs, loudness=loud), least=0.0)
 
 
 # Copies with other weights ----------------------------------------------------------------------------------
@@ -113,8 +108,8 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
     """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
     made = copy.deepcopy(model).float()
     made.config = config = model.config.replace(window=_shorter(model.config.window))
-    for stack, plan in ((made.encoder, config.encoder), (made.decoder, config.decoder)):
-        if stack is not None and plan is not None:
+    for stack in (made.encoder, made.decoder):
+        if stack is not None:
             stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
     generator = torch.Generator().manual_seed(seed)
     for name, weight in made.named_parameters():
@@ -122,8 +117,7 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
         if name.endswith(TABLES):
             weight.copy_(noise)
         elif weight.ndim == 1:
-            is_gain = name.endswith("weight")
-            weight.copy_(0.3 * noise + float(is_gain and not config.norm_unit_offset))
+            weight.copy_(0.3 * noise + float(name.endswith("weight") and not config.norm_unit_offset))
         else:
             weight.copy_(noise / math.sqrt(weight[0].numel()))
     return made
@@ -142,16 +136,10 @@ def quiet(lively: Transformer) -> Transformer:
     What enters the residual stream is made small; what a norm before a sublayer has made large again is made
     small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
     """
-    made = copy.deepcopy(lively)
-    config = made.config
-    small = math.sqrt(config.norm_eps)
-    answers: tuple[str, ...] = ()
-    if config.norm_position in ("pre", "sandwich"):
-        answers = (
-            "out.weight",
-            "down.weight",
-            *(("q.weight", "k.weight") if config.qk_norm != "none" else ()),
-        )
+    made, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
+    queries = ("q.weight", "k.weight") if config.qk_norm != "none" else ()
+    before = config.norm_position in ("pre", "sandwich")
+    answers = ("out.weight", "down.weight", *queries) if before else ()
     for name, weight in made.named_parameters():
         after_a_norm = (".blocks." in name and name.endswith(answers)) or (
             name == "head.transform.weight" and config.final_norm
