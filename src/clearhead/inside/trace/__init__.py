@@ -21,11 +21,10 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared
+from clearhead.inside.inputs import InputTokens, Prepared, Target, as_model, prepare_any
 from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
-from clearhead.inside.trace.inputs import input_steps, trace_inputs
-from clearhead.inside.trace.rows import Sums, TraceRow, rows_of
 from clearhead.inside.trace.steps import Peek, Recorder, TraceStep, priced
 from clearhead.inside.trace.words import LEGEND
 from clearhead.model.taps import Listener, listening
@@ -35,6 +34,59 @@ __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
 ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
 POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
+
+
+class Sums:
+    """The figures of several steps, added up."""
+
+    steps: tuple[TraceStep, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all its steps."""
+        return sum(step.parameters for step in self.steps)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all its steps."""
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the results of all its steps."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all its steps."""
+        return sum(step.seconds for step in self.steps)
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by name."""
+        return {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
+
+
+@dataclass(frozen=True)
+class TraceRow(Sums):
+    """One line of the tree: a step or a group of steps."""
+
+    name: str
+    title: str
+    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; a step outside of blocks has a lower level
+    steps: tuple[TraceStep, ...] = field(repr=False)
+
+    @property
+    def step(self) -> TraceStep | None:
+        """The step itself; None for a group."""
+        first = self.steps[0]
+        return first if (self.name, self.level) == (first.name, first.level) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, with the names of the first and the last step."""
+        return {
+            **{"name": self.name, "title": self.title, "level": self.level, **self.figures()},
+            **{"first": self.steps[0].name, "last": self.steps[-1].name, "steps": len(self.steps)},
+        }
 
 
 @dataclass(frozen=True)
@@ -58,15 +110,34 @@ class Trace(Sums):
     def __getitem__(self, name: str) -> TraceStep:
         """Return the step of this name."""
         known = {step.name: step for step in self.steps}
-        if name not in known:
-            raise InputError(
-                f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}'
-            )
+        refuse(
+            name not in known,
+            f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}',
+        )
         return known[name]
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:
         """Return the steps as a tree: depth 1 stacks, 2 blocks, 3 sublayers, 4 steps; one `layer` in full."""
-        return rows_of(self.steps, depth, layer)
+        refuse(
+            not 1 <= depth <= 4,
+            f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps",
+        )
+        layers = sorted({number for step in self.steps if (number := _layer(step)) is not None})
+        if layer is not None and layer not in layers:
+            raise InputError(f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}")
+        rows: list[TraceRow] = []
+        open_groups: tuple[str, ...] = ()
+        for number, step in enumerate(self.steps):
+            limit = 4 if layer is not None and _layer(step) == layer else depth
+            for level in range(1, min(len(step.path), limit) + 1):
+                group = step.path[:level]
+                if open_groups[:level] != group:
+                    own = tuple(one for one in self.steps[number:] if one.path[:level] == group)
+                    rows.append(TraceRow(group[-1], _title(group[-1]), level, own))
+            open_groups = step.path
+            if step.level <= limit:
+                rows.append(TraceRow(step.name, step.title, step.level, (step,)))
+        return tuple(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the values of steps and the logits."""
@@ -85,7 +156,7 @@ class Trace(Sums):
 def trace(
     m: Model | Transformer,
     given: str | Sequence[int] | Tensor | Image,
-    target: str | Sequence[int] | None = None,
+    target: Target = None,
     pair: str | None = None,
     top: int = 5,
     *,
@@ -102,35 +173,59 @@ def trace(
         top: number of candidates to show.
         keep_values: keep the tensor of every step, or of the named steps; other steps keep a summary only.
     """
-    m = m if isinstance(m, Model) else Model(m)
+    m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
-    prepared = trace_inputs(m, given, target, pair)
-    model = m.model
-    with torch.no_grad(), evaluating(model):
+    prepared = prepare_any(m, given, target, pair)
+    tokens, source = prepared.tokens, prepared.source_tokens
+    with torch.no_grad(), evaluating(m.model):
         expected = prepared.run().required_logits  # first, to warm up before steps are timed
-        recorder = Recorder(model.config, _facts(m), keep_values)
-        sources = _inputs(recorder, prepared, prepared.source, "encoder.", pair)
-        inputs = _inputs(recorder, prepared, prepared.main, "", pair)
-        with listening(Listener(model, {}, recorder.hear)):
+        recorder = Recorder(m.config, _facts(m), keep_values)
+        if source is not None and prepared.source is not None:
+            _input_steps(recorder, m, prepared.source, source, "encoder.", pair)
+        _input_steps(recorder, m, prepared.main, tokens, "", pair)
+        with listening(Listener(m.model, {}, recorder.hear)):
             logits = prepared.run().required_logits
-        predictions = answer_steps(recorder, m, prepared.tokens, logits, top)
-    seen = recorder.steps[sources + inputs :]
-    first = [step for step in seen if step.name.startswith("encoder.")]
-    given_steps = recorder.steps[:sources], recorder.steps[sources : sources + inputs]
+        predictions = answer_steps(recorder, m, tokens, logits, top)
     price = _price(prepared)
-    steps = priced([*given_steps[0], *first, *given_steps[1], *seen[len(first) :]], price.steps)
-    source = prepared.source_tokens.labels if prepared.source_tokens is not None else ()
-    difference = float((logits - expected).abs().max())
-    return Trace(steps, prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
+    # Both inputs were recorded first; the decoder's comes after the encoder has run.
+    ordered = sorted(recorder.steps, key=lambda step: not step.name.startswith("encoder."))
+    return Trace(
+        priced(ordered, price.steps),
+        tokens.labels,
+        () if source is None else source.labels,
+        predictions,
+        logits.float().cpu(),
+        float((logits - expected).abs().max()),
+        price,
+    )
 
 
-def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None) -> int:
-    """Record how the input became numbers; return the number of steps."""
-    before = len(recorder.steps)
-    tokens = prepared.source_tokens if prefix else prepared.tokens
-    if x is not None and tokens is not None:
-        input_steps(recorder, prepared.m, x, tokens, prefix, pair)
-    return len(recorder.steps) - before
+def _input_steps(
+    recorder: Recorder, m: Model, x: Tensor, tokens: InputTokens, prefix: str, pair: str | None
+) -> None:
+    """Record how the input became numbers."""
+    if x.ndim > 2:
+        recorder.timed(f"{prefix}{'pixels' if x.ndim == 4 else 'vectors'}", lambda: x)
+        return
+    if tokens.spans:
+
+        def tokenized() -> Tensor:
+            framed(m.text_tokenizer, m.max_length, tokens.text, pair)
+            return torch.tensor(tokens.spans)
+
+        recorder.timed(f"{prefix}tokenize", tokenized, tokens.labels)
+    recorder.timed(f"{prefix}ids", lambda: x, tokens.labels)
+
+
+def _layer(step: TraceStep) -> int | None:
+    """Return the number of the block of a step; None outside of blocks."""
+    parts = step.path[1].split(".") if len(step.path) > 1 else []
+    return int(parts[-1]) if len(parts) > 1 and parts[-2] == "blocks" else None
+
+
+def _title(group: str) -> str:
+    last = group.rpartition(".")[2]
+    return f"block {last}" if last.isdigit() else last
 
 
 def _price(prepared: Prepared) -> Cost:
@@ -165,6 +260,6 @@ def _facts(m: Model) -> dict[str, Any]:
         "router": router,
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
-        "probability": probability_of(m)[1],
+        "probability": probability_of(m),
         "answers": ANSWERS.get(config.readout.head, "B T C"),
     }

@@ -5,32 +5,28 @@ Shapes: B batch (one row), T tokens, V vocabulary, C classes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.inside.inputs import InputTokens
+from clearhead.inside.results import Result
 from clearhead.inside.trace.steps import Recorder
 from clearhead.model.dtypes import wide
 from clearhead.tokens.labels import label
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Result):
     """One candidate and its probability."""
 
     label: str
     id: int  # of a token, a class, or a place in the text
     probability: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {"label": self.label, "id": self.id, "probability": self.probability}
-
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Result):
     """The likeliest answers, at one token or for the whole input."""
 
     at: str  # the token that has just been read, or which question is answered: "class", "begins", "ends"
@@ -39,27 +35,25 @@ class Prediction:
     chosen: Choice  # the likeliest; for a language model, the next token of the row where there is one
     candidates: tuple[Choice, ...]  # the likeliest first
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        candidates = [candidate.to_dict() for candidate in self.candidates]
-        where = {"at": self.at, "position": self.position, "id": self.id}
-        return {**where, "chosen": self.chosen.to_dict(), "candidates": candidates}
+
+# Functions from logits to probabilities, by their formulas.
+PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax(x)": lambda logits: wide(logits).softmax(-1),
+    "softmax(x) over tokens": lambda logits: wide(logits).softmax(1),
+    "sigmoid(x)": lambda logits: wide(logits).sigmoid(),
+}
 
 
-def probability_of(m: Model) -> tuple[Callable[[Tensor], Tensor] | None, str]:
-    """Return the function from logits to probabilities, and its formula; None where no answer is chosen."""
-    config = m.config
-    if config.head in ("embedding", "none"):
-        return None, ""
-    if config.head == "span":
-        return (lambda logits: wide(logits).softmax(1)), "softmax(x) over tokens"
-    theirs = m.description.theirs if m.description is not None else {}
-    kind = theirs.get("problem_type") if config.head == "classifier" else None
-    if kind == "regression":
-        return None, ""
-    if kind == "multi_label_classification" or (config.head == "classifier" and config.n_classes == 1):
-        return (lambda logits: wide(logits).sigmoid()), "sigmoid(x)"
-    return (lambda logits: wide(logits).softmax(-1)), "softmax(x)"
+def probability_of(m: Model) -> str:
+    """Return the formula from logits to probabilities; "" where no answer is chosen."""
+    head, theirs = m.config.head, m.description.theirs if m.description is not None else {}
+    kind = theirs.get("problem_type") if head == "classifier" else None
+    if head in ("embedding", "none") or kind == "regression":
+        return ""
+    if head == "span":
+        return "softmax(x) over tokens"
+    each = kind == "multi_label_classification" or (head == "classifier" and m.config.n_classes == 1)
+    return "sigmoid(x)" if each else "softmax(x)"
 
 
 def answer_steps(
@@ -67,7 +61,7 @@ def answer_steps(
 ) -> tuple[Prediction, ...]:
     """Record probabilities and candidates as steps, and return them as predictions."""
     head = m.config.head
-    compute, _ = probability_of(m)
+    compute = PROBABILITIES.get(probability_of(m))
     if compute is None:
         return ()
     probabilities = recorder.timed("head.probabilities", lambda: compute(logits))
@@ -75,18 +69,14 @@ def answer_steps(
     options = probabilities.transpose(1, 2) if head == "span" else probabilities
     top = min(top, options.shape[-1])
     rows = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
-    found: list[Tensor] = []
-
-    def best() -> Tensor:
-        values, numbers = options.topk(top, dim=-1)
-        found.append(numbers)
-        return values
-
-    values = recorder.timed("head.candidates", best, candidates=rows, top=top)
+    values = recorder.timed(
+        "head.candidates", lambda: options.topk(top, dim=-1).values, candidates=rows, top=top
+    )
+    numbers = options.topk(top, dim=-1).indices
     by_token = head in ("lm", "mlm", "tagger")
     questions = list(tokens.labels) if by_token else ["class"] if head == "classifier" else ["begins", "ends"]
     follows: Sequence[int | None] = [*tokens.ids[1:], None] if head == "lm" else [None] * len(questions)
-    options, values, numbers = (x.reshape(len(questions), -1).cpu() for x in (options, values, found[0]))
+    options, values, numbers = (x.reshape(len(questions), -1).cpu() for x in (options, values, numbers))
     names, made = _names(m, tokens), []
     for row, (question, following) in enumerate(zip(questions, follows)):
         shown = zip(numbers[row].tolist(), values[row].tolist())

@@ -11,7 +11,6 @@ one step.
 Shapes: see `words.LEGEND`.
 """
 
-import math
 import re
 import time
 from collections import deque
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig
+from clearhead.inside.results import Result
 from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
@@ -34,7 +34,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Peek:
+class Peek(Result):
     """A summary of a result; masked scores are left out of mean, standard deviation and minimum."""
 
     first: tuple[float, ...]
@@ -43,15 +43,15 @@ class Peek:
     min: float | None = None
     max: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; a number that is not finite becomes None."""
-        figures = {name: _finite(getattr(self, name)) for name in ("mean", "std", "min", "max")}
-        return {"first": [_finite(value) for value in self.first], **figures}
-
 
 @dataclass(frozen=True)
-class TraceStep:
+class TraceStep(Result):
     """One step of a forward pass."""
+
+    json_names = (
+        "name", "title", "level", "symbols", "dtype", "formula", "why", "parameters", "flops", "bytes",
+        "seconds", "path", "shape", "sample", "taps", "costs", "peek",
+    )  # fmt: skip
 
     name: str  # stable: "blocks.3.attention.scores", "encoder.norm", "head.out"
     title: str  # short: "scores"
@@ -77,14 +77,6 @@ class TraceStep:
         """Depth in the tree: a stack is 1, a block 2, a sublayer 3, a step of a sublayer 4."""
         return len(self.path) + 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, without the value itself."""
-        words = ("name", "title", "level", "symbols", "dtype", "formula", "why")
-        figures = ("parameters", "flops", "bytes", "seconds")
-        lists = ("path", "shape", "sample", "taps", "costs")
-        values: dict[str, Any] = {name: getattr(self, name) for name in (*words, *figures)}
-        return {**values, **{name: list(getattr(self, name)) for name in lists}, "peek": self.peek.to_dict()}
-
 
 class Recorder:
     """Collects the steps of one forward pass; `facts` fill in formulas and symbols."""
@@ -107,8 +99,11 @@ class Recorder:
                 pieces, before = self._experts.get(joined, ([], 0.0))
                 self._experts[joined] = ([*pieces, x], before + seconds)
         else:
-            self._join_experts()
-            made = self._made(x) if public else None
+            for joined, (pieces, before) in self._experts.items():
+                self.note(joined, torch.cat(pieces), before)
+            self._experts.clear()
+            # An activation that a recent step has computed is this very tensor.
+            made = next((number for number, value in reversed(self._recent) if public and value is x), None)
             if made is not None:
                 self.steps[made] = replace(self.steps[made], taps=(*self.steps[made].taps, name))
             elif all(step.name != name for step in self.steps):
@@ -161,15 +156,6 @@ class Recorder:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         return time.perf_counter() - self._clock
-
-    def _made(self, x: Tensor) -> int | None:
-        """Return the number of the latest step whose value is this very tensor."""
-        return next((number for number, value in reversed(self._recent) if value is x), None)
-
-    def _join_experts(self) -> None:
-        for name, (pieces, seconds) in self._experts.items():
-            self.note(name, torch.cat(pieces), seconds)
-        self._experts.clear()
 
 
 def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
@@ -244,7 +230,3 @@ def _peek(x: Tensor) -> Peek:
         return Peek(first)
     mean, std = float(seen.mean()), float(seen.std(correction=0))
     return Peek(first, mean, std, float(seen.min()), float(seen.max()))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
