@@ -12,35 +12,36 @@ A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an
 most `iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for
 the same steps, 20,000 words and 17 classes, and gave the same loss.
 
-Shapes: L depths (the embedding and every block), N words, D model, C classes.
+Shapes: L depths (the embedding and every block), N words to train on, M to test on, D model, C classes.
 """
 
+import importlib
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from clearhead.api import Model
 from clearhead.data.sides import sort_names
 from clearhead.data.tables import listed
-from clearhead.errors import InputError, refuse
+from clearhead.errors import MissingExtraError, refuse
+from clearhead.evaluation.metrics import bootstrap, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
-from clearhead.inside.probe.fit import (
-    baselines,
-    check_library,
-    control_labels,
-    interval,
-    numbered,
-    predict,
-    standardised,
-)
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
-from clearhead.inside.results import Result
+from clearhead.inside.results import Floats, Result
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
 TEST_SHARE = 0.2
 MOST_CLASSES = 200
 PENALTY = 0.005  # on half the square of the weights, beside the mean loss of a word
 ITERATIONS = 100
+UNKNOWN = -1  # the number of a label that training does not have
+SMALLEST = 1e-6  # spread of a dimension, below which it is left as it is
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,13 @@ def probe(
         on_progress: told what is being done, and how much of how much is.
     """
     m = as_model(m)
-    check_library()
+    _check_library()
     stack, prefix = stack_of(m, stack)
-    _check(pool, penalty, iterations)
+    refuse(
+        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
+    )
+    refuse(not penalty > 0, f"penalty {penalty} must be above 0")
+    refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
     train_items, test_items, column, said = _sides(data, test, column, words, test_share, seed)
     _check_labels(
         {label for item in train_items for label in item.labels if label is not None}, column, classes
@@ -163,26 +168,26 @@ def probe(
     return Probes(tuple(layers), column, unit, stack, pool, names, *counts, seed, tuple(said))
 
 
-def _check(pool: str | None, penalty: float, iterations: int) -> None:
-    refuse(
-        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
-    )
-    refuse(not penalty > 0, f"penalty {penalty} must be above 0")
-    refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
+def _check_library() -> None:
+    """Refuse to go on without scikit-learn, before the model is run."""
+    try:
+        importlib.import_module("sklearn.linear_model")
+    except ImportError:
+        raise MissingExtraError("probes need scikit-learn: pip install 'clearhead[train]'") from None
 
 
 def _check_labels(labels: set[str], column: str, most: int) -> None:
     """Refuse what cannot be told apart, or is too much to tell apart."""
-    if len(labels) < 2:
-        raise InputError(
-            f'every label of "{column}" to train on is {listed(labels)}: '
-            "there is nothing to tell apart; choose another column"
-        )
-    if len(labels) > most:
-        raise InputError(
-            f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: '
-            "choose another column, or allow more (classes)"
-        )
+    refuse(
+        len(labels) < 2,
+        f'every label of "{column}" to train on is {listed(labels)}: '
+        "there is nothing to tell apart; choose another column",
+    )
+    refuse(
+        len(labels) > most,
+        f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: '
+        "choose another column, or allow more (classes)",
+    )
 
 
 def _sides(
@@ -195,11 +200,11 @@ def _sides(
         train, testing = split_items(items, share, seed)
     else:
         testing, _ = read_items(test, column)
-        if testing[0].unit != items[0].unit:
-            raise InputError(
-                f"the data has labels for {items[0].unit} and the test data for {testing[0].unit}: "
-                "both must be of one kind"
-            )
+        refuse(
+            testing[0].unit != items[0].unit,
+            f"the data has labels for {items[0].unit} and the test data for {testing[0].unit}: "
+            "both must be of one kind",
+        )
         train, repeated = apart(items, testing)
         if repeated:
             notes.append(f"to train on: {repeated:,} that are among those to test on left out")
@@ -222,3 +227,71 @@ def _types(m: Model, forms: Sequence[str], unit: str) -> Sequence[str]:
         return forms
     normal = {form: str(normalizer.normalize_str(form)) for form in set(forms)}
     return [normal[form] for form in forms]
+
+
+# What knows no model: the classifier, the control task, the baselines and the interval ----------------------
+
+
+def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: int) -> Numbers:
+    """Fit softmax regression to [N, D] with classes [N], and return the classes it gives to [M, D].
+
+    The loss is the mean cross-entropy plus half `penalty` times the square of the weights, without the
+    intercepts; of two classes there is one row of weights, so that the penalty counts once.
+    """
+    classes = np.unique(y)
+    if len(classes) == 1:
+        return np.full(len(x_test), classes[0])
+    regression = importlib.import_module("sklearn.linear_model").LogisticRegression
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
+        fitted = regression(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
+    found: Numbers = fitted.predict(x_test)
+    return found
+
+
+def standardised(x: Floats, x_test: Floats) -> tuple[Floats, Floats]:
+    """Return both sides with each dimension of the first at mean 0 and standard deviation 1."""
+    mean, spread = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
+    scale = np.where(spread > SMALLEST, spread, 1.0)
+    left, right = ((side - mean.astype(np.float32)) / scale.astype(np.float32) for side in (x, x_test))
+    return left, right
+
+
+def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
+    """Return the number of each label among the names; -1 for one that is not there."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers.get(label, UNKNOWN) for label in labels], dtype=np.int64)
+
+
+def control_labels(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, seed: int
+) -> tuple[Numbers, Numbers]:
+    """Return labels of the control task: one for every type, drawn as often as the labels `y` occur."""
+    known = sorted({*types, *test_types})
+    counts = np.bincount(y)
+    drawn = np.random.default_rng(seed).choice(len(counts), size=len(known), p=counts / counts.sum())
+    label = dict(zip(known, drawn.tolist()))
+    left, right = (np.array([label[one] for one in side], dtype=np.int64) for side in (types, test_types))
+    return left, right
+
+
+def baselines(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, y_test: Numbers
+) -> tuple[float, float, float]:
+    """Return accuracies of the most frequent label and of each type's, and the share of test types seen."""
+    majority = int(np.bincount(y).argmax())
+    counts: dict[str, Counter[int]] = {}
+    for one, label in zip(types, y.tolist()):
+        counts.setdefault(one, Counter())[label] += 1
+    usual = {one: min(labels, key=lambda label: (-labels[label], label)) for one, labels in counts.items()}
+    said = np.array([usual.get(one, majority) for one in test_types])
+    seen = np.array([one in usual for one in test_types])
+    return float((y_test == majority).mean()), float((said == y_test).mean()), float(seen.mean())
+
+
+def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share of hits, by drawing items; where there is one item, words."""
+    groups = items if len(np.unique(items)) > 1 else np.arange(len(hits))
+    _, place = np.unique(groups, return_inverse=True)
+    counts = np.stack([np.bincount(place, weights=hits), np.bincount(place)], 1).astype(np.float64)
+    return bootstrap(counts, ratio_of, seed)

@@ -79,21 +79,23 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     first = rows if isinstance(rows, Images) else next(iter(rows), None)
     refuse(first is None, "there are no examples: give one at least")
     kind = type(first)
-    if kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)):
-        listed = ", ".join(list(KINDS.values())[:3])
-        raise InputError(f"probes take {listed}, one kind at a time, or a file; not {kind.__name__}")
+    refuse(
+        kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)),
+        f"probes take {', '.join(list(KINDS.values())[:3])}, one kind at a time, or a file; "
+        f"not {kind.__name__}",
+    )
     if kind is Sentence:
         label = _labeller(column or "upos")
         return [_of_tree(sentence, label) for sentence in rows], column or "upos"
-    if column is not None:
-        raise InputError(
-            f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out'
-        )
+    refuse(
+        column is not None,
+        f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out',
+    )
     if kind is Images:
-        made = [
-            ProbeItem(("",), (str(label),), image=pixels) for pixels, label in zip(rows.pixels, rows.labels)
-        ]
-        return [dataclasses.replace(item, forms=(f"{item.key:x}",)) for item in made], "class"
+        return [
+            ProbeItem((f"{key_of('', '', pixels.tobytes()):x}",), (str(label),), image=pixels)
+            for pixels, label in zip(rows.pixels, rows.labels)
+        ], "class"
     if kind is Tagged:
         texts = [" ".join(row.words) for row in rows]
         return [
@@ -190,13 +192,11 @@ def choose_items(
         return [item for item in items if item.count], None
     chosen, left = list[ProbeItem](), most
     for place in np.random.default_rng(seed).permutation(len(items)).tolist():
-        item = items[place]
-        if item.count and left:
-            if item.count > left:
-                last = [place for place, label in enumerate(item.labels) if label is not None][left]
-                unread = (None,) * (len(item.labels) - last)
-                item = dataclasses.replace(item, labels=item.labels[:last] + unread)
-            chosen.append(item)
-            left -= item.count
+        labels = items[place].labels
+        kept = [number for number, label in enumerate(labels) if label is not None][:left]
+        if kept:
+            unread = (None,) * (len(labels) - kept[-1] - 1)
+            chosen.append(dataclasses.replace(items[place], labels=labels[: kept[-1] + 1] + unread))
+            left -= len(kept)
     whole = f", from {counted(len(chosen), 'sentence')}" if chosen[0].unit == "words" else ""
     return chosen, f"to {side} on: {most:,} of {total:,} {chosen[0].unit}{whole}, drawn at random"

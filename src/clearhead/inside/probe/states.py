@@ -18,9 +18,9 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.hub.pixels import to_pixels
-from clearhead.inside.heads.words import align
+from clearhead.inside.heads.words import align, word_matrices
 from clearhead.inside.inputs import device_of, patch_names, prepare_first, recorded
 from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe.data import ProbeItem
@@ -64,11 +64,11 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
     refuse(stack not in there, f'stack "{stack}" is not there: this model has {" and ".join(there)}')
-    if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
-        raise InputError(
-            f"this model reads {specs[0].input}, "
-            "and probes take a model of text, or one of images without a decoder"
-        )
+    refuse(
+        specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)),
+        f"this model reads {specs[0].input}, "
+        "and probes take a model of text, or one of images without a decoder",
+    )
     return stack, specs[there.index(stack)].prefix
 
 
@@ -127,8 +127,10 @@ def vectors_of(
 def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
     """Return the tokens of one item."""
     kinds = ("images", "text") if m.model.main.spec.input == "patches" else ("text", "images")
-    if kinds[0] != ("text" if item.image is None else "images"):
-        raise InputError(f"this model reads {kinds[0]}, and the data holds {kinds[1]}")
+    refuse(
+        kinds[0] != ("text" if item.image is None else "images"),
+        f"this model reads {kinds[0]}, and the data holds {kinds[1]}",
+    )
     if item.image is not None:
         return ProbeInput((), (tuple(range(len(patch_names(m.config)))),), image=item.image)
     if item.spans is not None:
@@ -172,14 +174,12 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
 
 def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Floats:
     """Pool states [L, T, D] over the tokens of N things: [L, N, D]."""
-    if pool != "mean":
-        end = 0 if pool == "first" else -1
-        return on_cpu(states[:, [tokens[end] for tokens in places]]).numpy()
-    last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
-    mean = torch.zeros(len(places), last, device=states.device)  # N T
-    for number, tokens in enumerate(places):
-        mean[number, list(tokens)] = 1 / len(tokens)
-    return on_cpu(mean @ states[:, :last].float()).numpy()
+    if pool == "mean":
+        last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
+        _, mean_of = word_matrices([places], last)  # 1 N T
+        return on_cpu(mean_of.to(states.device) @ states[:, :last].float()).numpy()
+    end = 0 if pool == "first" else -1
+    return on_cpu(states[:, [tokens[end] for tokens in places]]).numpy()
 
 
 def _room(shape: tuple[int, int, int]) -> Floats:
