@@ -79,11 +79,11 @@ class Choices:
         if found is not None or wanted.isdecimal():
             return int(wanted if found is None else found)
         pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
-        if len(pieces) != 1:
-            listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
-            raise InputError(
-                f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary'
-            )
+        listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
+        refuse(
+            len(pieces) != 1,
+            f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary',
+        )
         return int(pieces[0])
 
     def scores(self, logits: Tensor) -> Tensor:

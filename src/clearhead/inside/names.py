@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.errors import InputError, nearest
+from clearhead.errors import nearest, refuse
 
 PARTS = {"self": ("", "attention"), "encoder": ("encoder.", "attention"), "cross": ("", "cross")}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
@@ -58,13 +58,12 @@ class AttentionName(NamedTuple):
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention of a model, or those of one kind, in the order of the forward pass."""
-    found = []
-    for spec in config.stacks:
-        own = "encoder" if spec.prefix else "self"
-        for layer in range(spec.n_layers):
-            for name in (own, "cross") if spec.cross else (own,):
-                part = AttentionName(name, layer).part
-                found.append(AttentionName(name, layer, len(spec.heads_of(part))))
+    found = [
+        AttentionName(name, layer, len(spec.heads_of(AttentionName(name, layer).part)))
+        for spec in config.stacks
+        for layer in range(spec.n_layers)
+        for name in ("encoder" if spec.prefix else "self", *(["cross"] if spec.cross else []))
+    ]
     return [one for one in found if kind in (None, one.kind)]
 
 
@@ -80,12 +79,11 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]
     for name in names:
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
-        if head not in known:
-            some = ", ".join(list(known)[:3])
-            raise InputError(
-                f'there is no head "{name}"{nearest(name, known)}: '
-                f"heads are called layer.head, such as {some}"
-            )
+        refuse(
+            head not in known,
+            f'there is no head "{name}"{nearest(name, known)}: '
+            f"heads are called layer.head, such as {', '.join(list(known)[:3])}",
+        )
         found.append(known[head])
     return found
 

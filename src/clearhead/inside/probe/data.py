@@ -15,14 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data.conll import tag_columns
-from clearhead.data.corpora import CORPORA
+from clearhead.data import conll, corpora, files, formats, plan, split, tables
 from clearhead.data.examples import Images, Labelled, Tagged
-from clearhead.data.files import expand
-from clearhead.data.formats import format_of
-from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of
-from clearhead.data.tables import counted
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.tasks.corpus import open_examples
@@ -53,7 +47,7 @@ class ProbeItem:
     @property
     def key(self) -> int:
         """Equal for items of the same content."""
-        return key_of(self.text, self.pair or "", b"" if self.image is None else self.image.tobytes())
+        return split.key_of(self.text, self.pair or "", b"" if self.image is None else self.image.tobytes())
 
     @property
     def count(self) -> int:
@@ -93,7 +87,7 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     )
     if kind is Images:
         return [
-            ProbeItem((f"{key_of('', '', pixels.tobytes()):x}",), (str(label),), image=pixels)
+            ProbeItem((f"{split.key_of('', '', pixels.tobytes()):x}",), (str(label),), image=pixels)
             for pixels, label in zip(rows.pixels, rows.labels)
         ], "class"
     if kind is Tagged:
@@ -106,11 +100,12 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
 
 def _read(path: str, column: str | None) -> Data:
     """Return the examples of a file or folder, by what it looks like."""
-    files = [] if path in CORPORA else expand([path], CORPORA)
-    if files and all(format_of(file) == "conll" for file in files) and tag_columns(files[0], {})[0].universal:
+    found = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
+    trees = found and all(formats.format_of(file) == "conll" for file in found)
+    if trees and conll.tag_columns(found[0], {})[0].universal:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
-        return [sentence for file in files for sentence in read_treebank(file)]
-    corpus, _ = open_examples(DataPlan(paths=(path,)), split=False)
+        return [sentence for file in found for sentence in read_treebank(file)]
+    corpus, _ = open_examples(plan.DataPlan(paths=(path,)), split=False)
     refuse(
         corpus.shape not in ("tags", "labels", "images"),
         f"{path} holds {corpus.shape}, which has no labels: "
@@ -198,5 +193,5 @@ def choose_items(
             unread = (None,) * (len(labels) - kept[-1] - 1)
             chosen.append(dataclasses.replace(items[place], labels=labels[: kept[-1] + 1] + unread))
             left -= len(kept)
-    whole = f", from {counted(len(chosen), 'sentence')}" if chosen[0].unit == "words" else ""
+    whole = f", from {tables.counted(len(chosen), 'sentence')}" if chosen[0].unit == "words" else ""
     return chosen, f"to {side} on: {most:,} of {total:,} {chosen[0].unit}{whole}, drawn at random"

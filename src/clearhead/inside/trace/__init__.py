@@ -24,16 +24,12 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.encodings import framed
 from clearhead.hub.pixels import Image
 from clearhead.inside.inputs import InputTokens, Prepared, Target, as_model, prepare_any
-from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
-from clearhead.inside.trace.steps import Peek, Recorder, TraceStep, priced
+from clearhead.inside.trace.steps import Peek, Prediction, Recorder, TraceStep, answer_steps, priced
 from clearhead.inside.trace.words import LEGEND
 from clearhead.model.taps import Listener, listening
 from clearhead.model.transformer import Transformer, evaluating
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
-
-ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
-POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
 
 
 class Sums:
@@ -179,7 +175,7 @@ def trace(
     tokens, source = prepared.tokens, prepared.source_tokens
     with torch.no_grad(), evaluating(m.model):
         expected = prepared.run().required_logits  # first, to warm up before steps are timed
-        recorder = Recorder(m.config, _facts(m), keep_values)
+        recorder = Recorder(m.config, keep_values)
         if source is not None and prepared.source is not None:
             _input_steps(recorder, m, prepared.source, source, "encoder.", pair)
         _input_steps(recorder, m, prepared.main, tokens, "", pair)
@@ -233,33 +229,3 @@ def _price(prepared: Prepared) -> Cost:
     lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
     dtype = str(next(prepared.model.parameters()).dtype).removeprefix("torch.")
     return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
-
-
-def _facts(m: Model) -> dict[str, Any]:
-    """Return the values that fill in the formulas."""
-    config = m.config
-    if config.router_order == "topk_softmax":
-        router = "softmax(the chosen)"
-    else:
-        router = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
-    return {
-        "norm": config.norm,
-        "activation": config.activation,
-        "head_activation": config.head_activation,
-        "embedding_scale": f"{config.embedding_scale:.4g}",
-        "residual_scale": f"{config.residual_scale:.4g}",
-        "logit_scale": f"{config.logit_scale:.4g}",
-        "softcap": config.attention_softcap,
-        "logit_softcap": config.logit_softcap,
-        "qkv_bias": " + b" if config.qkv_bias else "",
-        "out_bias": " + b" if config.attention_out_bias else "",
-        "feedforward_bias": " + b" if config.feedforward_bias else "",
-        "head_bias": " + b" if config.head_bias else "",
-        "n_experts": config.n_experts,
-        "n_active": config.n_active_experts,
-        "router": router,
-        "pooling": POOLING[config.readout.pooling],
-        "pooler": config.pooler,
-        "probability": probability_of(m),
-        "answers": ANSWERS.get(config.readout.head, "B T C"),
-    }
