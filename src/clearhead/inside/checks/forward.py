@@ -21,18 +21,17 @@ from clearhead.inside.lens import lens_taps, stopped_at
 from clearhead.inside.names import AttentionHead, attentions
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
+from clearhead.model import fixed_cache, window_cache
 from clearhead.model.cache import Cache
-from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.taps import record
 from clearhead.model.transformer import Transformer, attending
-from clearhead.model.window_cache import WindowCache
 
 DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
 CacheForm = Callable[[Transformer, int, int], Cache]  # a model, its rows and their length
 CACHES: dict[str, CacheForm] = {
     "growing": lambda model, rows, length: Cache(),
-    "windowed": lambda model, rows, length: WindowCache(),
-    "fixed": lambda model, rows, length: FixedCache(
+    "windowed": lambda model, rows, length: window_cache.WindowCache(),
+    "fixed": lambda model, rows, length: fixed_cache.FixedCache(
         model.config, rows, length, next(model.parameters()).dtype, next(model.parameters()).device
     ),
 }
@@ -43,7 +42,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
     row, padded = inputs.compare, "real tokens with padding of random content among them"
     several, of_copy = inputs.length > 1, list[float]()
     causal = inputs.model.main.spec.causal and inputs.sequences and several
-    forms = cache_forms(inputs.model) if caches(inputs) else {}
+    forms = cache_forms(inputs.model) if inputs.caches else {}
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
@@ -62,7 +61,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             "cached = recomputed (cropped)",
             "a cache that went back half of the way, and on, with one pass over all",
             _cropped,
-            fits=caches(inputs) and several,
+            fits=inputs.caches and several,
         ),
         row(
             "fast copy = model",
@@ -79,11 +78,6 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             tolerance=0.0,
         ),
     ]
-
-
-def caches(inputs: Inputs) -> bool:
-    """Return whether the model can go on from a cache."""
-    return inputs.kind == "tokens" and inputs.model.config.head == "lm"
 
 
 def cache_forms(model: Transformer) -> dict[str, CacheForm]:
@@ -121,9 +115,8 @@ def _batched(inputs: Inputs) -> float:
 
 def _padded(inputs: Inputs, side: str) -> float:
     given, slots = inputs.padded(side)
-    per_token = inputs.model.config.head in ("lm", "mlm", "tagger", "span", "none")
     out = inputs.model(**given).logits
-    return gap(out[:, slots] if per_token else out, inputs.run())
+    return gap(out[:, slots] if out.ndim == 3 else out, inputs.run())
 
 
 def _past(inputs: Inputs) -> float:
@@ -181,15 +174,11 @@ def _strangers(model: Transformer) -> float:
     config = model.config
     with torch.device("meta"):
         right = Transformer(config)
-    shapes = [
-        {name: weight.shape for name, weight in some.named_parameters(remove_duplicate=False)}
-        for some in (model, right)
-    ]
-    wrong = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
-    groups: dict[int, set[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(weight), set()).add(name)
-    shared, stated = [group for group in groups.values() if len(group) > 1], shared_weights(config)
+    weights, wanted = (dict(some.named_parameters(remove_duplicate=False)) for some in (model, right))
+    shapes = [{(name, weight.shape) for name, weight in some.items()} for some in (weights, wanted)]
+    wrong = {name for name, _ in shapes[0] ^ shapes[1]}
+    groups = [{name for name, weight in weights.items() if weight is one} for one in set(weights.values())]
+    shared, stated = [group for group in groups if len(group) > 1], shared_weights(config)
     wrong.update(*(group for group in shared if group not in stated))
     wrong.update(*(group for group in stated if group not in shared))
     stacks = ((model.encoder, config.encoder), (model.decoder, config.decoder))
@@ -250,10 +239,9 @@ def _prunable(inputs: Inputs) -> list[AttentionHead]:
     config = inputs.model.config
     if config.qk_norm == "full":
         return []
-    counts = {(kind, layer): count for kind, layer, count in attentions(config)}
     for unit in units(config):
         taken = Counter((head.kind, head.layer) for head in unit)
-        if all(taken[place] < count for place, count in counts.items()):
+        if all(taken[kind, layer] < count for kind, layer, count in attentions(config)):
             return list(unit)
     return []
 

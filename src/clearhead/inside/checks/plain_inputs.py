@@ -80,8 +80,10 @@ class PlainInputs:
         if positions is not None:
             places, longest = positions.expand(B, -1)[number].tolist(), int(positions.max()) + 1
         own_types = torch.zeros(time, dtype=torch.long) if types is None else types[number].cpu()
-        stack = "decoder" if plan.causal else "encoder"
-        return PlainRow(stack, plan, x[number].cpu(), own_types, heard[number], real, places, order, longest)
+        return PlainRow(
+            *("decoder" if plan.causal else "encoder", plan, x[number].cpu(), own_types, heard[number]),
+            *(real, places, order, longest),
+        )
 
     def table(self, stack: str) -> str:
         """Return the name of a stack's token table: where the stacks share one, it is the encoder's."""
@@ -187,18 +189,18 @@ def _speeds(R: int, longest: int, config: ModelConfig, window: int | None) -> tu
     if scaling is None:
         return plain, 1.0
     trained, factor = scaling.original_positions or config.max_positions, scaling.factor
-    if scaling.kind == "linear":
-        return [speed / factor for speed in plain], 1.0
-    if scaling.kind == "dynamic":
-        stretch = factor * max(longest, trained) / trained - (factor - 1)
-        stretched = base * stretch ** (R / (R - 2))
-        return [stretched ** (-2 * pair / R) for pair in range(R // 2)], 1.0
-    if scaling.kind == "llama3":
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept = [(trained * speed / (2 * math.pi) - low) / (high - low) for speed in plain]
-        return _mixed(plain, kept, factor), 1.0
-    if scaling.kind == "yarn":
-        return _mixed(plain, _yarn(R, base, trained, scaling), factor), _yarn_factor(scaling)
+    match scaling.kind:
+        case "linear":
+            return [speed / factor for speed in plain], 1.0
+        case "dynamic":
+            stretch = factor * max(longest, trained) / trained - (factor - 1)
+            return [speed / stretch ** (2 * pair / (R - 2)) for pair, speed in enumerate(plain)], 1.0
+        case "llama3":
+            low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+            kept = [(trained * speed / (2 * math.pi) - low) / (high - low) for speed in plain]
+            return _mixed(plain, kept, factor), 1.0
+        case "yarn":
+            return _mixed(plain, _yarn(R, base, trained, scaling), factor), _yarn_factor(scaling)
     divisors = scaling.long_factor if longest > trained else scaling.short_factor
     assert divisors is not None
     growth = factor if factor != 1 else config.max_positions / trained

@@ -76,15 +76,16 @@ class Plain(PlainInputs):
             return x + self.answer(f"{name}.feedforward_residual", feedforward(second))
         x = self.sublayer(f"{name}.attention_residual", x, attention)
         if row.plan.cross:
-            cross = partial(self.attention, f"{name}.cross", layer, row, memory)
-            x = self.sublayer(f"{name}.cross_residual", x, cross)
+            x = self.sublayer(
+                f"{name}.cross_residual", x, partial(self.attention, f"{name}.cross", layer, row, memory)
+            )
         return self.sublayer(f"{name}.feedforward_residual", x, feedforward)
 
     def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """Add to the residual stream what one part computes from it: [T, D] -> [T, D]."""
         place = self.config.norm_position
-        y = part(self.norm(f"{name}.before", x) if place in ("pre", "sandwich") else x)
-        x = x + self.answer(name, y)
+        read = self.norm(f"{name}.before", x) if place in ("pre", "sandwich") else x
+        x = x + self.answer(name, part(read))
         return self.norm(f"{name}.after", x) if place == "post" else x
 
     def answer(self, name: str, y: Tensor) -> Tensor:
@@ -164,15 +165,18 @@ class Plain(PlainInputs):
 
     def head(self, hidden: Tensor, row: PlainRow) -> Tensor:
         """Return the output of the head for the last states [T, D]."""
-        kind = self.config.head
-        if kind in ("lm", "mlm"):
-            return self.language(hidden, row)
-        if kind == "classifier":
-            return self.linear("head.out", self.pooled(hidden, row))
-        if kind == "embedding":
-            pooled = self.pooled(hidden, row)
-            return pooled / max(float((pooled**2).sum().sqrt()), 1e-12) if self.config.normalise else pooled
-        return hidden if kind == "none" else self.linear("head.out", hidden)
+        match self.config.head:
+            case "lm" | "mlm":
+                return self.language(hidden, row)
+            case "classifier":
+                return self.linear("head.out", self.pooled(hidden, row))
+            case "embedding":
+                pooled = self.pooled(hidden, row)
+                length = max(float((pooled**2).sum().sqrt()), 1e-12)
+                return pooled / length if self.config.normalise else pooled
+            case "none":
+                return hidden
+        return self.linear("head.out", hidden)
 
     def language(self, hidden: Tensor, row: PlainRow) -> Tensor:
         """Return a score for each token of the vocabulary: [T, D] -> [T, V]."""

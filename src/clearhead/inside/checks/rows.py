@@ -4,8 +4,6 @@ that rows run a model on.
 Shapes: B rows, T tokens of the stack that feeds the head, S tokens of the encoder before it, P padding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +82,8 @@ class Inputs:
         slow = sum(weight.numel() for weight in model.parameters()) > SLOW
         rows, length = rows or (2 if slow else 3), length or (8 if slow else 12)
         self.model, self.rows, self.kind = model, rows, plan.input
+        self.sequences = plan.input in ("tokens", "vectors")  # rows that can be padded
+        self.caches = plan.input == "tokens" and config.head == "lm"  # the model can go on from a cache
         self.length = min(length, config.max_positions) if config.positions == "learned" else length
         self.device, self.dtype = weight.device, weight.dtype
         generator = torch.Generator().manual_seed(seed)
@@ -104,10 +104,10 @@ class Inputs:
         if model.encoder is not None and model.decoder is not None:
             front, length = model.encoder.spec, max(self.length - 2, 1)
             self.source_kind = front.input
-            sources = (draw(front.input, front.vocab_size, length) for _ in range(2))
-            self.given["source"], self.other_source = sources
+            self.given["source"] = draw(front.input, front.vocab_size, length)
+            self.other_source = draw(front.input, front.vocab_size, length)
 
-    def of(self, model: Transformer, fewer: int = 0) -> Inputs:
+    def of(self, model: Transformer, fewer: int = 0) -> "Inputs":
         """Return inputs of the same size for another model, with `fewer` rows less."""
         return Inputs(model, self.rows - fewer, self.length)
 
@@ -127,11 +127,6 @@ class Inputs:
         """
         allowed = TOLERANCE[self.dtype] if tolerance is None else tolerance
         return Comparison(name, compared, partial(run, self, *arguments), allowed, copies, fits)
-
-    @property
-    def sequences(self) -> bool:
-        """Return whether the main stack reads rows of tokens or vectors, which can be padded."""
-        return self.kind in ("tokens", "vectors")
 
     def piece(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what the model is called with for some tokens, when a cache holds the earlier ones."""

@@ -11,7 +11,7 @@ The values are those of the model's own forward pass, as its taps show them.
 Shapes: see `words.LEGEND`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,11 @@ from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.encodings import framed
-from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import InputTokens, Prepared, Target, as_model, prepare_any
+from clearhead.inside.inputs import AnyModel, Given, InputTokens, Target, as_model, prepare_any
 from clearhead.inside.trace.steps import Peek, Prediction, Recorder, TraceStep, answer_steps, priced
 from clearhead.inside.trace.words import LEGEND
 from clearhead.model.taps import Listener, listening
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.transformer import evaluating
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
@@ -150,8 +149,8 @@ class Trace(Sums):
 
 
 def trace(
-    m: Model | Transformer,
-    given: str | Sequence[int] | Tensor | Image,
+    m: AnyModel,
+    given: Given,
     target: Target = None,
     pair: str | None = None,
     top: int = 5,
@@ -182,7 +181,9 @@ def trace(
         with listening(Listener(m.model, {}, recorder.hear)):
             logits = prepared.run().required_logits
         predictions = answer_steps(recorder, m, tokens, logits, top)
-    price = _price(prepared)
+    lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
+    dtype = str(next(m.model.parameters()).dtype).removeprefix("torch.")
+    price = cost(m.config, lengths[0], 1, dtype, lengths[1])
     # Both inputs were recorded first; the decoder's comes after the encoder has run.
     ordered = sorted(recorder.steps, key=lambda step: not step.name.startswith("encoder."))
     return Trace(
@@ -222,10 +223,3 @@ def _layer(step: TraceStep) -> int | None:
 def _title(group: str) -> str:
     last = group.rpartition(".")[2]
     return f"block {last}" if last.isdigit() else last
-
-
-def _price(prepared: Prepared) -> Cost:
-    """Compute the cost of this very pass."""
-    lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
-    dtype = str(next(prepared.model.parameters()).dtype).removeprefix("torch.")
-    return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])

@@ -277,8 +277,8 @@ def _peek(x: Tensor) -> Peek:
     seen = wide(x[x > lowest] if bool((x == lowest).any()) else x)
     if not seen.numel():
         return Peek(first)
-    mean, std = float(seen.mean()), float(seen.std(correction=0))
-    return Peek(first, mean, std, float(seen.min()), float(seen.max()))
+    values = (seen.mean(), seen.std(correction=0), seen.min(), seen.max())
+    return Peek(first, *map(float, values))
 
 
 # Answers ----------------------------------------------------------------------------------------------------
@@ -303,8 +303,9 @@ def answer_steps(
     head, formula = m.config.head, _probability_of(m)
     if not formula:
         return ()
-    compute = PROBABILITIES[formula]
-    probabilities = recorder.timed("head.probabilities", lambda: compute(logits), probability=formula)
+    probabilities = recorder.timed(
+        "head.probabilities", lambda: PROBABILITIES[formula](logits), probability=formula
+    )
     # The last axis holds the options to choose from.
     options = probabilities.transpose(1, 2) if head == "span" else probabilities
     top = min(top, options.shape[-1])
