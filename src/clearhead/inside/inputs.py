@@ -71,8 +71,8 @@ class Prepared:
     @property
     def given(self) -> dict[str, Any]:
         """What the model is called with beside `main`."""
-        more = {"source": self.source, "types": self.types}
-        return {name: value for name, value in more.items() if value is not None}
+        more = (("source", self.source), ("types", self.types))
+        return {name: value for name, value in more if value is not None}
 
     @property
     def first_tokens(self) -> InputTokens:
@@ -202,10 +202,10 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
     if m.config.family == "decoder" and pair is None:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
     begun = [True] * (len(ids) - len(encoding.ids))  # an empty text is read as the token that begins one
-    spans: list[Span] = [*encoding.offsets, *((0, 0) for _ in begun)][: len(ids)]
-    special = [*map(bool, encoding.special_tokens_mask), *begun][: len(ids)]
-    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids), tuple(spans), given, tuple(special))
-    return tokens, [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
+    spans: tuple[Span, ...] = (*encoding.offsets, *((0, 0) for _ in begun))[: len(ids)]
+    special = (*map(bool, encoding.special_tokens_mask), *begun)[: len(ids)]
+    types = [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
+    return InputTokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), types
 
 
 def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
@@ -232,10 +232,10 @@ def _pixels(m: Model, given: Any) -> Tensor:
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:
     """Return a name for every token of an image: its patches by row and column, after the class token."""
-    assert config.image_size is not None
-    rows, columns = (side // config.patch_size for side in config.image_size)
-    first = ("[CLS]",) if config.class_token else ()
-    return (*first, *(f"{row},{column}" for row in range(rows) for column in range(columns)))
+    spec = config.stacks[0]
+    rows, columns = (side // spec.patch_size for side in spec.image_size)
+    patches = (f"{row},{column}" for row in range(rows) for column in range(columns))
+    return ("[CLS]", *patches) if spec.class_token else tuple(patches)
 
 
 def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given: Any) -> Recording:

@@ -64,10 +64,10 @@ def check(
 
 
 def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
-    """Return every row that makes sense for this model."""
+    """Return every row of the suite; `fits` says which make sense for this model."""
     inputs = Inputs(model)
-    rows = [formula_rows(inputs), forward_rows(inputs), training_rows(inputs), inside_rows(inputs, compile)]
-    return [row for some in rows for row in some if row.fits]
+    rows = (*formula_rows(inputs), *forward_rows(inputs), *training_rows(inputs))
+    return [*rows, *inside_rows(inputs, compile)]
 
 
 def _run(row: Comparison) -> Check:

@@ -193,6 +193,7 @@ def _speeds(R: int, longest: int, config: ModelConfig, window: int | None) -> tu
         case "linear":
             return [speed / factor for speed in plain], 1.0
         case "dynamic":
+            # As if the base were multiplied by stretch ** (R / (R - 2)).
             stretch = factor * max(longest, trained) / trained - (factor - 1)
             return [speed / stretch ** (2 * pair / (R - 2)) for pair, speed in enumerate(plain)], 1.0
         case "llama3":

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.api import Model
-from clearhead.data.sides import sort_names
-from clearhead.data.tables import listed
+from clearhead.data import sides, tables
 from clearhead.errors import MissingExtraError, refuse
 from clearhead.evaluation.metrics import bootstrap, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
@@ -151,7 +150,7 @@ def probe(
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
-    names = sort_names(left.labels)
+    names = sides.sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
     types, test_types = (_types(m, vectors.forms, unit) for vectors in (left, right))
     control, control_test = control_labels(types, test_types, y, seed)
@@ -180,7 +179,7 @@ def _check_labels(labels: set[str], column: str, most: int) -> None:
     """Refuse what cannot be told apart, or is too much to tell apart."""
     refuse(
         len(labels) < 2,
-        f'every label of "{column}" to train on is {listed(labels)}: '
+        f'every label of "{column}" to train on is {tables.listed(labels)}: '
         "there is nothing to tell apart; choose another column",
     )
     refuse(
@@ -245,16 +244,16 @@ def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
         fitted = regression(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
-    found: Numbers = fitted.predict(x_test)
-    return found
+        found: Numbers = fitted.predict(x_test)
+        return found
 
 
 def standardised(x: Floats, x_test: Floats) -> tuple[Floats, Floats]:
     """Return both sides with each dimension of the first at mean 0 and standard deviation 1."""
-    mean, spread = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
-    scale = np.where(spread > SMALLEST, spread, 1.0)
-    left, right = ((side - mean.astype(np.float32)) / scale.astype(np.float32) for side in (x, x_test))
-    return left, right
+    spread = x.std(0, dtype=np.float64)
+    scale = np.where(spread > SMALLEST, spread, 1.0).astype(np.float32)
+    mean = x.mean(0, dtype=np.float64).astype(np.float32)
+    return (x - mean) / scale, (x_test - mean) / scale
 
 
 def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
@@ -271,8 +270,7 @@ def control_labels(
     counts = np.bincount(y)
     drawn = np.random.default_rng(seed).choice(len(counts), size=len(known), p=counts / counts.sum())
     label = dict(zip(known, drawn.tolist()))
-    left, right = (np.array([label[one] for one in side], dtype=np.int64) for side in (types, test_types))
-    return left, right
+    return np.array([label[one] for one in types]), np.array([label[one] for one in test_types])
 
 
 def baselines(
@@ -285,8 +283,8 @@ def baselines(
         counts.setdefault(one, Counter())[label] += 1
     usual = {one: min(labels, key=lambda label: (-labels[label], label)) for one, labels in counts.items()}
     said = np.array([usual.get(one, majority) for one in test_types])
-    seen = np.array([one in usual for one in test_types])
-    return float((y_test == majority).mean()), float((said == y_test).mean()), float(seen.mean())
+    seen = sum(one in usual for one in test_types) / len(test_types)
+    return float((y_test == majority).mean()), float((said == y_test).mean()), seen
 
 
 def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:

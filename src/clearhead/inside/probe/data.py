@@ -122,8 +122,8 @@ def _of_tree(sentence: Sentence, label: Callable[[TreeWord, int], str | None]) -
         raise InputError(
             f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}"
         )
-    labels = tuple(label(word, place) for place, word in enumerate(sentence.words))
-    return ProbeItem(forms, labels, sentence.text, spans)
+    labels = (label(word, place) for place, word in enumerate(sentence.words))
+    return ProbeItem(forms, tuple(labels), sentence.text, spans)
 
 
 def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:

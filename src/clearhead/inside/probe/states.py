@@ -178,8 +178,7 @@ def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Flo
         last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
         _, mean_of = word_matrices([places], last)  # 1 N T
         return on_cpu(mean_of.to(states.device) @ states[:, :last].float()).numpy()
-    end = 0 if pool == "first" else -1
-    return on_cpu(states[:, [tokens[end] for tokens in places]]).numpy()
+    return on_cpu(states[:, [tokens[0 if pool == "first" else -1] for tokens in places]]).numpy()
 
 
 def _room(shape: tuple[int, int, int]) -> Floats:
