@@ -108,11 +108,8 @@ def choices_of(prepared: Prepared) -> Choices:
         f'head "{head}" gives vectors, not choices: '
         f"this takes a model whose head is one of {', '.join(KINDS)}",
     )
-    columns = prepared.tokens.labels
-    if head == "classifier":
-        columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
-    elif head == "span":
-        columns = ("begins", "ends")
+    whole = ("whole image" if prepared.main.is_floating_point() else "whole text",)
+    columns = {"classifier": whole, "span": ("begins", "ends")}.get(head, prepared.tokens.labels)
     return Choices(prepared, KINDS[head], columns)
 
 

@@ -110,9 +110,8 @@ def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tenso
     """Return one row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
     numbers = [choice] if against is None else [choice, against]
     weight = exact(out.weight[numbers])
-    bias = exact(out.bias[numbers]) if out.bias is not None else weight.new_zeros(len(numbers))
     sign = weight.new_tensor([1.0, -1.0][: len(numbers)])
-    return sign @ weight, float(sign @ bias)
+    return sign @ weight, 0.0 if out.bias is None else float(sign @ exact(out.bias[numbers]))
 
 
 def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:

@@ -20,14 +20,13 @@ from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
 from clearhead.errors import InputError, refuse
-from clearhead.hub.encodings import framed
-from clearhead.hub.pixels import Image, to_pixels
+from clearhead.hub import encodings, pixels
 from clearhead.model.taps import Recording, record
 from clearhead.model.transformer import Output, Transformer, evaluating
 from clearhead.tokens.labels import labels
 
 AnyModel = Model | Transformer
-Given = str | Sequence[int] | Tensor | Image
+Given = str | Sequence[int] | Tensor | pixels.Image
 Target = str | Sequence[int] | None
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
@@ -71,8 +70,8 @@ class Prepared:
     @property
     def given(self) -> dict[str, Any]:
         """What the model is called with beside `main`."""
-        more = (("source", self.source), ("types", self.types))
-        return {name: value for name, value in more if value is not None}
+        more = {"source": self.source, "types": self.types}
+        return {name: value for name, value in more.items() if value is not None}
 
     @property
     def first_tokens(self) -> InputTokens:
@@ -162,17 +161,16 @@ def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepa
     refuse(pair is not None, f"pair is for text, and this model reads {kind}: leave it out")
     refuse(target is not None and not both, f"target is for text, and this model reads {kind}: leave it out")
     rows = _pixels(m, given) if kind == "patches" else _vectors(m, given)
-    count = m.config.stacks[0].n_tokens(rows.shape[1])
-    numbered = InputTokens(tuple(map(str, range(count))))
+    numbered = InputTokens(tuple(map(str, range(m.config.stacks[0].n_tokens(rows.shape[1])))))
     if not both:
         return Prepared(m, rows, numbered)
-    if target is None:
-        raise InputError(
-            f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids"
-        )
-    ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target)
-    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids))
-    return Prepared(m, torch.tensor([ids], device=rows.device), tokens, rows, numbered)
+    refuse(
+        target is None,
+        f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids",
+    )
+    ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target or ())
+    written = InputTokens(labels(m.tokenizer, ids), tuple(ids))
+    return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, numbered)
 
 
 def _vectors(m: Model, given: Any) -> Tensor:
@@ -197,7 +195,7 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
     if not isinstance(given, str):
         ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
-    encoding = framed(m.text_tokenizer, m.max_length, given, pair)
+    encoding = encodings.framed(m.text_tokenizer, m.max_length, given, pair)
     ids = list(encoding.ids)
     if m.config.family == "decoder" and pair is None:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
@@ -227,7 +225,7 @@ def _pixels(m: Model, given: Any) -> Tensor:
     if isinstance(given, Tensor) and given.ndim == 4:
         refuse(given.shape[0] != 1, f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
-    return to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
+    return pixels.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:

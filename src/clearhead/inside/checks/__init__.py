@@ -66,8 +66,12 @@ def check(
 def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
     """Return every row of the suite; `fits` says which make sense for this model."""
     inputs = Inputs(model)
-    rows = (*formula_rows(inputs), *forward_rows(inputs), *training_rows(inputs))
-    return [*rows, *inside_rows(inputs, compile)]
+    return [
+        *formula_rows(inputs),
+        *forward_rows(inputs),
+        *training_rows(inputs),
+        *inside_rows(inputs, compile),
+    ]
 
 
 def _run(row: Comparison) -> Check:

@@ -27,14 +27,7 @@ from clearhead.model.taps import record
 from clearhead.model.transformer import Transformer, attending
 
 DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
-CacheForm = Callable[[Transformer, int, int], Cache]  # a model, its rows and their length
-CACHES: dict[str, CacheForm] = {
-    "growing": lambda model, rows, length: Cache(),
-    "windowed": lambda model, rows, length: window_cache.WindowCache(),
-    "fixed": lambda model, rows, length: fixed_cache.FixedCache(
-        model.config, rows, length, next(model.parameters()).dtype, next(model.parameters()).device
-    ),
-}
+CacheForm = Callable[[], Cache]
 
 
 def forward_rows(inputs: Inputs) -> list[Comparison]:
@@ -42,7 +35,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
     row, padded = inputs.compare, "real tokens with padding of random content among them"
     several, of_copy = inputs.length > 1, list[float]()
     causal = inputs.model.main.spec.causal and inputs.sequences and several
-    forms = cache_forms(inputs.model) if inputs.caches else {}
+    forms = cache_forms(inputs) if inputs.caches else {}
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
@@ -80,10 +73,15 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
     ]
 
 
-def cache_forms(model: Transformer) -> dict[str, CacheForm]:
+def cache_forms(inputs: Inputs) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    windows = any(window is not None for window in model.main.spec.windows)
-    return {name: form for name, form in CACHES.items() if windows or name != "windowed"}
+    config, rows, length = inputs.model.config, inputs.rows, inputs.length
+    windowed = any(window is not None for window in config.main.windows)
+    return {
+        "growing": Cache,
+        **({"windowed": window_cache.WindowCache} if windowed else {}),
+        "fixed": lambda: fixed_cache.FixedCache(config, rows, length, inputs.dtype, inputs.device),
+    }
 
 
 def _cache_rows(inputs: Inputs, name: str, form: CacheForm) -> list[Comparison]:
@@ -138,13 +136,13 @@ def through(inputs: Inputs, cache: Cache, sizes: list[int]) -> torch.Tensor:
 
 
 def _cached(inputs: Inputs, form: CacheForm, sizes: list[int]) -> float:
-    return gap(through(inputs, form(inputs.model, inputs.rows, inputs.length), sizes), inputs.run())
+    return gap(through(inputs, form(), sizes), inputs.run())
 
 
 def _reordered(inputs: Inputs, form: CacheForm) -> float:
     cut = inputs.length // 2
     rows = torch.tensor([inputs.rows - 1, *range(inputs.rows - 1)], device=inputs.device)
-    cache = form(inputs.model, inputs.rows, inputs.length)
+    cache = form()
     inputs.model(**inputs.piece(0, cut), cache=cache)
     cache.reorder(rows)
     rest = {name: value[rows] for name, value in inputs.piece(cut, inputs.length).items()}
@@ -190,8 +188,7 @@ def shared_weights(config: ModelConfig) -> list[set[str]]:
     encoder, decoder = "encoder.embedding.front.tokens.weight", "decoder.embedding.front.tokens.weight"
     main = encoder if config.decoder is None else decoder
     tied = {main, "head.out.weight"} if config.tie_embeddings and config.head in ("lm", "mlm") else set()
-    both = config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens"
-    if both and config.share_embeddings:
+    if config.share_embeddings and [spec.input for spec in config.stacks] == ["tokens", "tokens"]:
         tied |= {encoder, decoder}
     return [tied] if tied else []
 

@@ -68,8 +68,8 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
 
 def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
     """Return the logits of the formula."""
-    model = inputs.model
-    return plainly(model.config, model.state_dict(), **(given or inputs.given), loudness=loudness)
+    config, weights = inputs.model.config, inputs.model.state_dict()
+    return plainly(config, weights, **(given or inputs.given), loudness=loudness)
 
 
 def _lively(inputs: Inputs, expected: Tensor) -> float:
@@ -88,19 +88,15 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
 
 
 def _through_caches(inputs: Inputs, expected: Tensor) -> float:
-    model, rows, length = inputs.model, inputs.rows, inputs.length
-    return max(
-        gap(through(inputs, form(model, rows, length), [1, 3, 2]), expected)
-        for form in cache_forms(model).values()
-    )
+    return max(gap(through(inputs, form(), [1, 3, 2]), expected) for form in cache_forms(inputs).values())
 
 
 def _quiet(inputs: Inputs) -> float:
     """Compare the quiet copy. Sinusoids are not weights: with them, both sides scale the embedding."""
     model, config = inputs.model, inputs.model.config
     loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
-    stacks = ["embedding", "encoder.embedding"] if model.encoder and model.decoder else ["embedding"]
-    changes: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(stacks, lambda x: x * loud)
+    embeddings = [f"{spec.prefix}embedding" for spec in config.stacks]
+    changes: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(embeddings, lambda x: x * loud)
     with edit(model, changes):
         return gap(inputs.run(), _formula(inputs, loudness=loud), least=0.0)
 
@@ -191,8 +187,8 @@ def _their_class(m: Model) -> Any:
         import transformers
     except ImportError:
         raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
-    assert m.description is not None
-    names = m.description.theirs.get("architectures") or [None]
+    theirs = m.description.theirs if m.description is not None else {}
+    names = theirs.get("architectures") or [None]
     found = getattr(transformers, str(names[0]), None)
     refuse(
         found is None, f"transformers has no class {names[0]} to compare with: this model is clearhead's own"
@@ -219,8 +215,8 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
 def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     """Return how many greedy tokens are not those that transformers writes."""
     model, source = inputs.model, inputs.given.get("source")
-    room = model.config.max_positions - 4 if model.config.positions == "learned" else NEW_TOKENS
-    tokens = max(1, min(NEW_TOKENS, room))
+    learned, room = model.config.positions == "learned", model.config.max_positions - 4
+    tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
     read: dict[str, Any]
     if source is None:
         prompt = inputs.main[:1, :4]

@@ -53,11 +53,11 @@ class PlainInputs:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """Normalise over the last axis."""
-        config, gain = self.config, self.weight(f"{name}.weight")
+        config = self.config
+        gain = self.weight(f"{name}.weight") + (1.0 if config.norm_unit_offset else 0.0)
         if config.norm == "layernorm":
             x = x - x.mean(-1, keepdim=True)
-        y = x / ((x**2).mean(-1, keepdim=True) + config.norm_eps) ** 0.5
-        y = y * (1 + gain if config.norm_unit_offset else gain)
+        y = x / ((x**2).mean(-1, keepdim=True) + config.norm_eps) ** 0.5 * gain
         return y + self.weight(f"{name}.bias") if config.norm_bias else y
 
     def row(
@@ -87,9 +87,10 @@ class PlainInputs:
 
     def table(self, stack: str) -> str:
         """Return the name of a stack's token table: where the stacks share one, it is the encoder's."""
-        config = self.config
-        both = config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens"
-        return f"{'encoder' if both and config.share_embeddings else stack}.embedding.front.tokens.weight"
+        both = [spec.input for spec in self.config.stacks] == ["tokens", "tokens"]
+        return (
+            f"{'encoder' if both and self.config.share_embeddings else stack}.embedding.front.tokens.weight"
+        )
 
     def embed(self, row: PlainRow) -> Tensor:
         """Add the embeddings of each token, its segment and its position: [T, D]."""
@@ -129,10 +130,9 @@ class PlainInputs:
     def convolve(self, name: str, x: Tensor, stride: int) -> Tensor:
         """Convolve over time, with zeros before and after: [time, in] -> [time / stride, out]."""
         kernel, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")  # out in width
-        width, silence = kernel.shape[2], x.new_zeros(kernel.shape[2] // 2, x.shape[1])
-        padded = torch.cat([silence, x, silence])
-        pieces = [padded[start : start + width] for start in range(0, x.shape[0], stride)]
-        return torch.stack([torch.einsum("oik,ki->o", kernel, piece) + bias for piece in pieces])
+        width = kernel.shape[2]
+        padded = torch.nn.functional.pad(x, (0, 0, width // 2, width // 2))
+        return torch.einsum("oik,tik->to", kernel, padded.unfold(0, width, stride)) + bias
 
     def rotated(self, x: Tensor, row: PlainRow, window: int | None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
@@ -201,7 +201,8 @@ def _speeds(R: int, longest: int, config: ModelConfig, window: int | None) -> tu
             kept = [(trained * speed / (2 * math.pi) - low) / (high - low) for speed in plain]
             return _mixed(plain, kept, factor), 1.0
         case "yarn":
-            return _mixed(plain, _yarn(R, base, trained, scaling), factor), _yarn_factor(scaling)
+            speeds = _mixed(plain, _yarn(R, base, trained, scaling), factor)
+            return speeds, scaling.attention_factor or _yarn_factor(scaling)
     divisors = scaling.long_factor if longest > trained else scaling.short_factor
     assert divisors is not None
     growth = factor if factor != 1 else config.max_positions / trained
@@ -228,8 +229,6 @@ def _yarn(R: int, base: float, trained: int, scaling: RopeScaling) -> list[float
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
     grown = max(math.log(scaling.factor), 0.0) / 10
     if scaling.mscale and scaling.mscale_all_dim:
         return (1 + scaling.mscale * grown) / (1 + scaling.mscale_all_dim * grown)

@@ -22,8 +22,6 @@ LARGE = 500_000_000  # parameters above which rows that copy the whole model are
 PADDING = 3
 SLOW = 50_000_000  # parameters
 
-Verdict = Literal["equal", "differs", "error", "skipped"]
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -52,7 +50,7 @@ class Check(Result):
     skipped: bool = False
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Literal["equal", "differs", "error", "skipped"]:
         """Return "equal" within the tolerance, else "differs", as for NaN; without a difference, why."""
         if self.difference is None:
             return "skipped" if self.skipped else "error"
@@ -91,7 +89,7 @@ class Inputs:
         def draw(kind: str, vocab: int, size: int) -> Tensor:
             if kind == "tokens":
                 return torch.randint(vocab, (rows, size), generator=generator).to(self.device)
-            image = (config.n_channels, *(config.image_size or ()))
+            image = (config.n_channels, *config.stacks[0].image_size)
             shape = image if kind == "patches" else (size, config.d_input)
             return torch.randn((rows, *shape), generator=generator).to(self.device, self.dtype)
 

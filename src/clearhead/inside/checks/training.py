@@ -17,10 +17,9 @@ from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
 from clearhead.model.transformer import Transformer
+from clearhead.training import optim, schedule
 from clearhead.training.losses import batch_loss
-from clearhead.training.optim import make_optimizer, set_rate
 from clearhead.training.plan import TrainPlan
-from clearhead.training.schedule import rate
 from clearhead.training.state import (
     State,
     load_checkpoint,
@@ -105,15 +104,16 @@ def _resumed(inputs: Inputs) -> float:
     plan = TrainPlan(steps=STEPS, warmup=1, lr=1e-3)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), torch.enable_grad():
         whole = copy.deepcopy(inputs.model).to("cpu").float().requires_grad_(True)
-        optimizer = make_optimizer(whole, plan, torch.device("cpu"))
+        optimizer = optim.make_optimizer(whole, plan, torch.device("cpu"))
         _steps(whole, optimizer, plan, 0, STOP)
-        tensors = optimizer_tensors(optimizer, whole)
-        at = save_checkpoint(Path(folder), Model(whole), tensors, State(step=STOP))
+        at = save_checkpoint(
+            Path(folder), Model(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
+        )
         _steps(whole, optimizer, plan, STOP, STEPS)
         del optimizer
         resumed = load(at, dtype=torch.float32).model
         tensors, state = load_checkpoint(at)
-        optimizer = make_optimizer(resumed, plan, torch.device("cpu"))
+        optimizer = optim.make_optimizer(resumed, plan, torch.device("cpu"))
         restore_optimizer(optimizer, resumed, tensors)
         _steps(resumed, optimizer, plan, state.step, STEPS)
         theirs = dict(whole.named_parameters())
@@ -125,7 +125,7 @@ def _steps(model: Transformer, optimizer: Any, plan: TrainPlan, done: int, until
     for step in range(done + 1, until + 1):
         torch.manual_seed(step)
         model.train()
-        set_rate(optimizer, rate(plan, step, STEPS, model.config.d_model))
+        optim.set_rate(optimizer, schedule.rate(plan, step, STEPS, model.config.d_model))
         loss, count = batch_loss(model, some_batch(model, step))
         (loss / count).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)

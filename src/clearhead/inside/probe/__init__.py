@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +126,7 @@ def probe(
         on_progress: told what is being done, and how much of how much is.
     """
     m = as_model(m)
-    _check_library()
+    _regression()  # before the model is run
     stack, prefix = stack_of(m, stack)
     refuse(
         pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
@@ -139,9 +140,10 @@ def probe(
     unit = train_items[0].unit
     pool = pool or ("mean" if unit == "words" else _own_pooling(m))
     first, both = len(train_items), len(train_items) + len(test_items)
-    where = (stack, prefix, pool)
-    left = vectors_of(m, train_items, *where, lambda done: on_progress("reading", done, both))
-    right = vectors_of(m, test_items, *where, lambda done: on_progress("reading", first + done, both))
+    left = vectors_of(m, train_items, stack, prefix, pool, lambda done: on_progress("reading", done, both))
+    right = vectors_of(
+        m, test_items, stack, prefix, pool, lambda done: on_progress("reading", first + done, both)
+    )
     for side, vectors in (("train", left), ("test", right)):
         refuse(
             not vectors.labels,
@@ -163,14 +165,16 @@ def probe(
             LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean()))
         )
         on_progress("fitting", depth + 1, len(left.layers))
-    counts = (*baselines(types, test_types, y, y_test), len(left.labels), len(right.labels))
-    return Probes(tuple(layers), column, unit, stack, pool, names, *counts, seed, tuple(said))
+    return Probes(
+        *(tuple(layers), column, unit, stack, pool, names, *baselines(types, test_types, y, y_test)),
+        *(len(left.labels), len(right.labels), seed, tuple(said)),
+    )
 
 
-def _check_library() -> None:
-    """Refuse to go on without scikit-learn, before the model is run."""
+def _regression() -> Any:
+    """Return scikit-learn's LogisticRegression; refuse to go on without it."""
     try:
-        importlib.import_module("sklearn.linear_model")
+        return importlib.import_module("sklearn.linear_model").LogisticRegression
     except ImportError:
         raise MissingExtraError("probes need scikit-learn: pip install 'clearhead[train]'") from None
 
@@ -193,8 +197,8 @@ def _sides(
     data: Data, test: Data | None, column: str | None, words: int, share: float, seed: int
 ) -> tuple[list[ProbeItem], list[ProbeItem], str, list[str]]:
     """Return items to train on and to test on, the column they are labelled by, and what was left out."""
-    notes: list[str | None] = []
     items, name = read_items(data, column)
+    repeated = 0
     if test is None:
         train, testing = split_items(items, share, seed)
     else:
@@ -205,11 +209,10 @@ def _sides(
             "both must be of one kind",
         )
         train, repeated = apart(items, testing)
-        if repeated:
-            notes.append(f"to train on: {repeated:,} that are among those to test on left out")
+    again = f"to train on: {repeated:,} that are among those to test on left out" if repeated else None
     train, left_out = choose_items(train, words, seed, "train")
     testing, left_out_too = choose_items(testing, words, seed, "test")
-    return train, testing, name, [note for note in (*notes, left_out, left_out_too) if note]
+    return train, testing, name, [note for note in (again, left_out, left_out_too) if note]
 
 
 def _own_pooling(m: Model) -> str:
@@ -240,10 +243,9 @@ def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: i
     classes = np.unique(y)
     if len(classes) == 1:
         return np.full(len(x_test), classes[0])
-    regression = importlib.import_module("sklearn.linear_model").LogisticRegression
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
-        fitted = regression(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
+        fitted = _regression()(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
         found: Numbers = fitted.predict(x_test)
         return found
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from clearhead.data import conll, corpora, files, formats, plan, split, tables
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import nearest, refuse
 from clearhead.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
@@ -101,8 +101,8 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
 def _read(path: str, column: str | None) -> Data:
     """Return the examples of a file or folder, by what it looks like."""
     found = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
-    trees = found and all(formats.format_of(file) == "conll" for file in found)
-    if trees and conll.tag_columns(found[0], {})[0].universal:
+    words = found and all(formats.format_of(file) == "conll" for file in found)
+    if words and conll.tag_columns(found[0], {})[0].universal:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
         return [sentence for file in found for sentence in read_treebank(file)]
     corpus, _ = open_examples(plan.DataPlan(paths=(path,)), split=False)
@@ -118,10 +118,10 @@ def _read(path: str, column: str | None) -> Data:
 def _of_tree(sentence: Sentence, label: Callable[[TreeWord, int], str | None]) -> ProbeItem:
     forms = tuple(word.form for word in sentence.words)
     spans = sentence.spans or locate(forms, sentence.text)
-    if spans is None:
-        raise InputError(
-            f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}"
-        )
+    refuse(
+        spans is None,
+        f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}",
+    )
     labels = (label(word, place) for place, word in enumerate(sentence.words))
     return ProbeItem(forms, tuple(labels), sentence.text, spans)
 

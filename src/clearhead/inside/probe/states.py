@@ -20,9 +20,8 @@ from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.hub.pixels import to_pixels
+from clearhead.inside import inputs, names
 from clearhead.inside.heads.words import align, word_matrices
-from clearhead.inside.inputs import device_of, patch_names, prepare_first, recorded
-from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
 
@@ -74,7 +73,7 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
 
 def depths(m: Model, prefix: str) -> list[str]:
     """Return the activations that are probed, from the embedding up."""
-    return states(spec_of(m.config, "encoder" if prefix else "self"))
+    return names.states(names.spec_of(m.config, "encoder" if prefix else "self"))
 
 
 def vectors_of(
@@ -132,12 +131,12 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
         f"this model reads {kinds[0]}, and the data holds {kinds[1]}",
     )
     if item.image is not None:
-        return ProbeInput((), (tuple(range(len(patch_names(m.config)))),), image=item.image)
+        return ProbeInput((), (tuple(range(len(inputs.patch_names(m.config)))),), image=item.image)
     if item.spans is not None:
         words = align(m, item.forms, item.text, item.spans)
         row, special = ProbeInput(words.ids, words.words, words.types), words.special
     else:
-        prepared = prepare_first(m, item.text, item.pair)
+        prepared = inputs.prepare_first(m, item.text, item.pair)
         tokens = prepared.first_tokens
         types = () if prepared.types is None else tuple(prepared.types[0].tolist())
         row, special = ProbeInput(tokens.ids, (tuple(range(len(tokens))),), types), tokens.special
@@ -153,7 +152,7 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
 
 def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
     """Return the states [B, T, D] of each depth; `feeds`: the probed stack is an encoder before a decoder."""
-    pad, device = m.special.get("pad", 0), device_of(m.model)
+    pad, device = m.special.get("pad", 0), inputs.device_of(m.model)
     given: dict[str, Any] = {}
     if rows[0].image is not None:
         pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
@@ -168,7 +167,7 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
             given |= {"source": padded(sources, pad, device), "source_mask": real_tokens(sources, device)}
         elif m.config.n_types > 1 and rows[0].types:
             given["types"] = padded([row.types for row in rows], 0, device)
-    seen = recorded(m.model, taps, main, **given)
+    seen = inputs.recorded(m.model, taps, main, **given)
     return [seen[tap] for tap in taps]
 
 

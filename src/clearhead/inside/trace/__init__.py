@@ -105,10 +105,10 @@ class Trace(Sums):
     def __getitem__(self, name: str) -> TraceStep:
         """Return the step of this name."""
         known = {step.name: step for step in self.steps}
-        refuse(
-            name not in known,
-            f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}',
-        )
+        if name not in known:
+            raise InputError(
+                f'there is no step "{name}"{nearest(name, known)}: steps are called as {self.steps[-1].name}'
+            )
         return known[name]
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:
@@ -118,8 +118,10 @@ class Trace(Sums):
             f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps",
         )
         layers = sorted({number for step in self.steps if (number := _layer(step)) is not None})
-        if layer is not None and layer not in layers:
-            raise InputError(f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}")
+        refuse(
+            layer not in (None, *layers),
+            f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}",
+        )
         rows: list[TraceRow] = []
         open_groups: tuple[str, ...] = ()
         for number, step in enumerate(self.steps):
@@ -128,7 +130,9 @@ class Trace(Sums):
                 group = step.path[:level]
                 if open_groups[:level] != group:
                     own = tuple(one for one in self.steps[number:] if one.path[:level] == group)
-                    rows.append(TraceRow(group[-1], _title(group[-1]), level, own))
+                    last = group[-1].rpartition(".")[2]
+                    title = f"block {last}" if last.isdigit() else last
+                    rows.append(TraceRow(group[-1], title, level, own))
             open_groups = step.path
             if step.level <= limit:
                 rows.append(TraceRow(step.name, step.title, step.level, (step,)))
@@ -218,8 +222,3 @@ def _layer(step: TraceStep) -> int | None:
     """Return the number of the block of a step; None outside of blocks."""
     parts = step.path[1].split(".") if len(step.path) > 1 else []
     return int(parts[-1]) if len(parts) > 1 and parts[-2] == "blocks" else None
-
-
-def _title(group: str) -> str:
-    last = group.rpartition(".")[2]
-    return f"block {last}" if last.isdigit() else last

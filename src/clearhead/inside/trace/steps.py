@@ -309,8 +309,8 @@ def answer_steps(
     # The last axis holds the options to choose from.
     options = probabilities.transpose(1, 2) if head == "span" else probabilities
     top = min(top, options.shape[-1])
-    rows = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
-    recorder.timed("head.candidates", lambda: options.topk(top).values, candidates=rows, top=top)
+    shape = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
+    recorder.timed("head.candidates", lambda: options.topk(top).values, candidates=shape, top=top)
     by_token = head in ("lm", "mlm", "tagger")
     questions = list(tokens.labels) if by_token else ["class"] if head == "classifier" else ["begins", "ends"]
     follows: Sequence[int | None] = [*tokens.ids[1:], None] if head == "lm" else [None] * len(questions)
