@@ -210,8 +210,8 @@ def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     """Return what the decoder reads: its start, and what it has written."""
     start = m.start_ids
     if target is None:
-        room = max(1, m.config.max_positions - len(start))
-        made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
+        most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
+        made: Any = m.generate(list(source.ids), most)
         ids = [*start, *made.ids]
     elif isinstance(target, str):
         ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]

@@ -64,8 +64,7 @@ def on_cpu(x: Tensor) -> Tensor:
 
 def entropy_bits(p: Tensor) -> Tensor:
     """Return the entropy of distributions in bits: [..., N] -> [...]."""
-    bits: Tensor = torch.special.entr(p).sum(-1) / math.log(2)
-    return bits
+    return -torch.xlogy(p, p).sum(-1) / math.log(2)
 
 
 def filled(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:

@@ -49,7 +49,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             for side in ("left", "right", "gaps")
         ),
         row("past = whole", "states of the past when the future is another one", _past, fits=causal),
-        *(row for name, form in forms.items() for row in _cache_rows(inputs, name, form)),
+        *(one for name, form in forms.items() for one in _cache_rows(inputs, name, form)),
         row(
             "cached = recomputed (cropped)",
             "a cache that went back half of the way, and on, with one pass over all",
@@ -75,12 +75,12 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
 
 def cache_forms(inputs: Inputs) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    config, rows, length = inputs.model.config, inputs.rows, inputs.length
-    windowed = any(window is not None for window in config.main.windows)
+    windowed = any(window is not None for window in inputs.model.main.spec.windows)
+    sizes = (inputs.model.config, inputs.rows, inputs.length, inputs.dtype, inputs.device)
     return {
         "growing": Cache,
         **({"windowed": window_cache.WindowCache} if windowed else {}),
-        "fixed": lambda: fixed_cache.FixedCache(config, rows, length, inputs.dtype, inputs.device),
+        "fixed": lambda: fixed_cache.FixedCache(*sizes),
     }
 
 
@@ -131,7 +131,7 @@ def through(inputs: Inputs, cache: Cache, sizes: list[int]) -> torch.Tensor:
     """Return the logits [B, T, V] of the inputs fed through a cache in pieces of these sizes, in turn."""
     ends = itertools.accumulate(itertools.cycle(sizes))
     stops = itertools.takewhile(lambda stop: stop < inputs.length, ends)
-    pieces = [inputs.piece(*ends) for ends in itertools.pairwise([0, *stops, inputs.length])]
+    pieces = [inputs.piece(*limits) for limits in itertools.pairwise([0, *stops, inputs.length])]
     return torch.cat([inputs.model(**piece, cache=cache).logits for piece in pieces], dim=1)
 
 

@@ -175,7 +175,10 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     return [
         Comparison("clearhead = transformers", largest, lambda: _difference(*opened()), REFERENCE_TOLERANCE),
         Comparison(
-            *("greedy tokens = transformers", tokens, lambda: _wrong_tokens(*opened()), 0.0),
+            "greedy tokens = transformers",
+            tokens,
+            lambda: _wrong_tokens(*opened()),
+            tolerance=0.0,
             fits=m.config.head == "lm",
         ),
     ]
@@ -224,8 +227,11 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     else:
         source, prompt = source[:1], inputs.main[:1, :1]
         read = {
-            **{"input_ids": source, "decoder_input_ids": prompt, "decoder_start_token_id": int(prompt)},
-            **{"forced_bos_token_id": None, "forced_eos_token_id": None},
+            "input_ids": source,
+            "decoder_input_ids": prompt,
+            "decoder_start_token_id": int(prompt),
+            "forced_bos_token_id": None,
+            "forced_eos_token_id": None,
         }
     theirs = their_model.generate(
         max_new_tokens=tokens, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0, **read

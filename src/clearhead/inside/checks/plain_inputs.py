@@ -79,10 +79,16 @@ class PlainInputs:
         places, longest = order, int(tokens.sum(1).max())
         if positions is not None:
             places, longest = positions.expand(B, -1)[number].tolist(), int(positions.max()) + 1
-        own_types = torch.zeros(time, dtype=torch.long) if types is None else types[number].cpu()
         return PlainRow(
-            *("decoder" if plan.causal else "encoder", plan, x[number].cpu(), own_types, heard[number]),
-            *(real, places, order, longest),
+            stack="decoder" if plan.causal else "encoder",
+            plan=plan,
+            x=x[number].cpu(),
+            types=torch.zeros(time, dtype=torch.long) if types is None else types[number].cpu(),
+            heard=heard[number],
+            real=real,
+            positions=places,
+            order=order,
+            longest=longest,
         )
 
     def table(self, stack: str) -> str:

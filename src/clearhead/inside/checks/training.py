@@ -58,8 +58,8 @@ def _accumulated(inputs: Inputs) -> float:
         loss, count = batch_loss(model, batch, chunk=0)
         parts = [batch_loss(model, part_of(batch, rows), chunk=2)[0] for rows in PARTS]
         whole, summed = (
-            torch.autograd.grad(loss / count, tuple(model.parameters()), allow_unused=True)
-            for loss in (loss, torch.stack(parts).sum())
+            torch.autograd.grad(total / count, tuple(model.parameters()), allow_unused=True)
+            for total in (loss, torch.stack(parts).sum())
         )
     largest = max(float(gradient.abs().max()) for gradient in whole if gradient is not None)
     return max(

@@ -39,7 +39,6 @@ TEST_SHARE = 0.2
 MOST_CLASSES = 200
 PENALTY = 0.005  # on half the square of the weights, beside the mean loss of a word
 ITERATIONS = 100
-UNKNOWN = -1  # the number of a label that training does not have
 SMALLEST = 1e-6  # spread of a dimension, below which it is left as it is
 Numbers = NDArray[np.int64]
 
@@ -165,9 +164,21 @@ def probe(
             LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean()))
         )
         on_progress("fitting", depth + 1, len(left.layers))
+    majority, by_type, seen = baselines(types, test_types, y, y_test)
     return Probes(
-        *(tuple(layers), column, unit, stack, pool, names, *baselines(types, test_types, y, y_test)),
-        *(len(left.labels), len(right.labels), seed, tuple(said)),
+        layers=tuple(layers),
+        column=column,
+        unit=unit,
+        stack=stack,
+        pool=pool,
+        labels=names,
+        majority=majority,
+        by_type=by_type,
+        seen=seen,
+        train=len(left.labels),
+        test=len(right.labels),
+        seed=seed,
+        said=tuple(said),
     )
 
 
@@ -225,10 +236,7 @@ def _own_pooling(m: Model) -> str:
 def _types(m: Model, forms: Sequence[str], unit: str) -> Sequence[str]:
     """Return words as the tokenizer normalises them: words that a model reads alike are one type."""
     normalizer = m.text_tokenizer.normalizer if unit == "words" else None
-    if normalizer is None:
-        return forms
-    normal = {form: str(normalizer.normalize_str(form)) for form in set(forms)}
-    return [normal[form] for form in forms]
+    return forms if normalizer is None else [str(normalizer.normalize_str(form)) for form in forms]
 
 
 # What knows no model: the classifier, the control task, the baselines and the interval ----------------------
@@ -261,7 +269,7 @@ def standardised(x: Floats, x_test: Floats) -> tuple[Floats, Floats]:
 def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
     """Return the number of each label among the names; -1 for one that is not there."""
     numbers = {name: number for number, name in enumerate(names)}
-    return np.array([numbers.get(label, UNKNOWN) for label in labels], dtype=np.int64)
+    return np.array([numbers.get(label, -1) for label in labels], dtype=np.int64)
 
 
 def control_labels(
@@ -280,10 +288,8 @@ def baselines(
 ) -> tuple[float, float, float]:
     """Return accuracies of the most frequent label and of each type's, and the share of test types seen."""
     majority = int(np.bincount(y).argmax())
-    counts: dict[str, Counter[int]] = {}
-    for one, label in zip(types, y.tolist()):
-        counts.setdefault(one, Counter())[label] += 1
-    usual = {one: min(labels, key=lambda label: (-labels[label], label)) for one, labels in counts.items()}
+    rising = sorted(Counter(zip(types, y.tolist())).items(), key=lambda counted: (counted[1], -counted[0][1]))
+    usual = {one: label for (one, label), _ in rising}  # the last of a type stays: its most frequent label
     said = np.array([usual.get(one, majority) for one in test_types])
     seen = sum(one in usual for one in test_types) / len(test_types)
     return float((y_test == majority).mean()), float((said == y_test).mean()), seen

@@ -79,8 +79,13 @@ class TraceRow(Sums):
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with the names of the first and the last step."""
         return {
-            **{"name": self.name, "title": self.title, "level": self.level, **self.figures()},
-            **{"first": self.steps[0].name, "last": self.steps[-1].name, "steps": len(self.steps)},
+            "name": self.name,
+            "title": self.title,
+            "level": self.level,
+            **self.figures(),
+            "first": self.steps[0].name,
+            "last": self.steps[-1].name,
+            "steps": len(self.steps),
         }
 
 
