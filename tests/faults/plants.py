@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.nn.functional as nnf
 from torch import nn
 
-from clearhead.inside.checks import inside as check_inside
+from clearhead.inside.checks import forward as check_forward
 from clearhead.inside.checks import training as check_training
 from clearhead.model import (
     attention,
@@ -330,7 +330,7 @@ def mean_of_means(monkeypatch):
 @code
 def lens_without_norm(monkeypatch):
     """The lens leaves the last norm out."""
-    right = check_inside.stopped_at
+    right = check_forward.stopped_at
 
     def stopped_at(model, state):
         bare = copy.copy(model)
@@ -338,15 +338,15 @@ def lens_without_norm(monkeypatch):
         bare.decoder._modules = {**model.decoder._modules, "norm": None}
         return right(bare, state)
 
-    monkeypatch.setattr(check_inside, "stopped_at", stopped_at)
+    monkeypatch.setattr(check_forward, "stopped_at", stopped_at)
 
 
 @code
 def another_head_pruned(monkeypatch):
     """Pruning takes the neighbour of the head away."""
-    right = check_inside.prune
+    right = check_forward.prune
 
     def prune(model, chosen):
         return right(model, [type(head)(head.kind, head.layer, head.number + 1) for head in chosen])
 
-    monkeypatch.setattr(check_inside, "prune", prune)
+    monkeypatch.setattr(check_forward, "prune", prune)
