@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead.bundle import Bundle, default_names
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.generate.request import MAX_NEW_TOKENS, make_request
+from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.tasks import answers, blanks, classes, embeddings, scores, translation, words
@@ -84,9 +84,9 @@ class Model(Bundle):
             draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
-        request = make_request({"max_new_tokens": max_new_tokens, "num_return": num_return, **options})
+        asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
         single, prompts = _prompts(prompt)
-        return _best(generate(self, prompts, request, Hooks(on_text, cancel, draft)), num_return, single)
+        return _best(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
 
     @overload
     def translate(  # type: ignore[overload-overlap]

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
+from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
@@ -70,6 +71,12 @@ class Bundle:
         """Every id that ends a generated text."""
         theirs = self.description.theirs if self.description is not None else {}
         return stop_ids(self.special, self.generation, theirs)
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The model's own rules of generation, as options of a request."""
+        theirs = self.description.theirs if self.description is not None else {}
+        return own_options(self.generation or theirs, self.special, self.stops, self.config.vocab_size)
 
     @property
     def start_ids(self) -> list[int]:

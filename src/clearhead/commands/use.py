@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from tyro.conf import Fixed, Positional, SuppressFixed, arg
 
 from clearhead.commands.common import Folder, option
 from clearhead.commands.texts import Options, Text, TextOptions
-from clearhead.generate.request import Request
+from clearhead.generate.request import Request, make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
 from clearhead.tasks.results import Candidate, Generation
 
@@ -26,15 +26,55 @@ Prompt = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRequest(Request):
-    """A request as the command's options give it; the help of an option is the comment beside its field."""
+    """A request as the command's options give it; the help of an option is the comment beside its field.
 
-    num_beams: Annotated[int, option("search with this many beams; 1: no search", name="beams")] = 1
+    Options that are None are the model's own, as far as generation_config.json has them.
+    """
+
+    num_beams: Annotated[
+        int | None,
+        option("search with this many beams; 1: no search; default: the model's own", name="beams"),
+    ] = None  # type: ignore[assignment]
+    length_penalty: Annotated[
+        float | None,
+        option("of beams: above 0 favours long texts, below 0 short ones; default: the model's own"),
+    ] = None  # type: ignore[assignment]
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        option("of beams: end once enough are found; never: no loss; default: the model's own"),
+    ] = None  # type: ignore[assignment]
+    repetition_penalty: Annotated[
+        float | None,
+        option("above 1: make tokens of the prompt and of the text less likely; default: the model's own"),
+    ] = None  # type: ignore[assignment]
+    no_repeat_ngram: Annotated[
+        int | None, option("never write the same n tokens twice; default: the model's own")
+    ] = None  # type: ignore[assignment]
+    no_repeat_source_ngram: Annotated[
+        int | None, option("never write n tokens of the source, or of the prompt; default: the model's own")
+    ] = None  # type: ignore[assignment]
+    min_new_tokens: Annotated[
+        int | None, option("new tokens before a text may end; default: the model's own")
+    ] = None  # type: ignore[assignment]
+    min_length: Annotated[
+        int | None, option("tokens of prompt and text before it may end; default: the model's own")
+    ] = None  # type: ignore[assignment]
     stop_tokens: Annotated[
         tuple[str, ...], option("further tokens that end the generation, by name", name="stop-token")
     ] = ()
+    banned_sequences: SuppressFixed[Fixed[tuple[tuple[int, ...], ...]]] = ()
+    renormalize: SuppressFixed[Fixed[bool]] = False
     logprobs: SuppressFixed[Fixed[bool]] = False
     alternatives: SuppressFixed[Fixed[int]] = 0
     reuse: SuppressFixed[Fixed[bool]] = False  # between the calls of one process
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: some values are the model's."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        usual = vars(CommandRequest())
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
 
 
 def generate(
@@ -58,7 +98,8 @@ def generate(
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
     """
-    asked = request if best is None else replace(request, logprobs=True, alternatives=best)
+    asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
+    make_request(asked)  # a mistake is said before the model is loaded
     live = stream and not options.json and prompt not in (None, "-")
     model = options.load(folder)
     from clearhead.tasks import generation
@@ -76,7 +117,7 @@ def generate(
 
     def body(fields: dict[str, str], made: list[Generation]) -> dict[str, Any]:
         found = [_as_json(one) for one in made]
-        return {**fields, **({"results": found} if asked.num_return > 1 else found[0])}
+        return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
 
     def line(fields: dict[str, str], made: list[Generation]) -> str:
         lead = fields["prompt"] if goes_on else ""

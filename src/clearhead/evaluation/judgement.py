@@ -44,10 +44,6 @@ class Judgement:
         """Generate an output for each source; those of similar length share a batch."""
         loaded, options, written = self.loaded, self.options.generation, [""] * len(self.asked)
         ids = loaded.encode([source for (source,) in self.asked], loaded.max_length)
-        if options.get("max_new_tokens") is None:
-            stated, room = loaded.generation, loaded.config.max_positions - len(loaded.start_ids)
-            limit = stated.get("max_new_tokens") or stated.get("max_length", 257) - 1
-            options = {**options, "max_new_tokens": max(1, min(limit, room))}
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         size = self.plan.batch_size if self.plan.batch_tokens is None else SOURCES
         for start in range(0, len(order), size):

@@ -18,7 +18,7 @@ from torch import Tensor
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import Dice, History, adjust_by, distribution, draw
+from clearhead.generate.sampling import Dice, History, Standing, adjust_by, distribution, draw
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.transformer import Transformer
 
@@ -44,6 +44,16 @@ class Prompts:
     def sources(self) -> tuple[Tensor | None, Tensor | None]:
         """The source and its mask."""
         return self.source, self.source_mask
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Of each row the ids of its source; without an encoder, of its prompt."""
+        if self.source is None:
+            return [list(row) for row in self.ids]
+        real = (
+            torch.ones_like(self.source, dtype=torch.bool) if self.source_mask is None else self.source_mask
+        )
+        return [row[kept].tolist() for row, kept in zip(self.source, real)]
 
     def rows(self, numbers: list[int]) -> "Prompts":
         """Return some rows alone; columns of the source that are padding in all of them are left out."""
@@ -126,7 +136,7 @@ def decode(
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running = list(range(len(rows)))
-    chooser = Chooser(request, rows, prompts.seeds, model)
+    chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
@@ -195,22 +205,32 @@ class Chooser:
     """The next token of each row, drawn by the row's own seed."""
 
     def __init__(
-        self, request: Request, rows: list[Continuation], seeds: Sequence[int] | None, model: Transformer
+        self,
+        model: Transformer,
+        request: Request,
+        prompts: Prompts,
+        stops: frozenset[int],
+        rows: list[Continuation],
     ) -> None:
-        self.request, self.rows = request, rows
-        seeds = [request.seed] * len(rows) if seeds is None else seeds
+        self.request, self.stops, self.rows = request, stops, rows
+        seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
         self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
-        self.histories = (
-            [History(row.prompt, request, size, device) for row in rows] if request.looks_back else []
-        )
+        self.histories: list[History] = []
+        if request.looks_back:
+            texts = prompts.texts if request.no_repeat_source_ngram else [()] * len(rows)
+            self.histories = [
+                History(row.prompt, request, size, device, source=text) for row, text in zip(rows, texts)
+            ]
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
-        """Return the logits of these rows after penalties and bans: [B, V] -> [B, V]."""
+        """Return the logits of these rows, equally far, after penalties and bans: [B, V] -> [B, V]."""
         histories = [self.histories[i] for i in running] if self.histories else []
         for i, history in zip(running, histories):
             history.follow(self.rows[i].ids)
-        return adjust_by(logits, self.request, histories)
+        written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
+        standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
+        return adjust_by(logits, self.request, histories, standing)
 
     def roll(self, running: list[int]) -> Tensor:
         """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""
@@ -242,7 +262,15 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
         config.head != "lm",
         f"this model's head is {config.head}: only a language model (head lm) generates",
     )
-    named = {"allowed": request.allowed or (), "banned": request.banned, "stop_ids": ends.stop_ids}
+    named = {
+        "allowed": request.allowed or (),
+        "banned": request.banned,
+        "banned_first": request.banned_first,
+        "banned_sequences": [token for ids in request.banned_sequences for token in ids],
+        "forced_first": () if request.forced_first is None else (request.forced_first,),
+        "forced_last": request.forced_last,
+        "stop_ids": ends.stop_ids,
+    }
     for name, tokens in named.items():
         refuse(
             any(not 0 <= token < size for token in tokens),

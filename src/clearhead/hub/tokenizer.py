@@ -99,7 +99,9 @@ def special_ids(
         known = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
         # Roles that no file names go by the usual spelling.
         usual = [f"[{role.upper()}]", f"<{role}>"] if role in ("pad", "unk", "cls", "sep", "mask") else []
-        stated = (known, generation.get(key), config.get(key), *(marked.get(text) for text in usual))
+        # Forced tokens are rules, and generation_config.json, where there is one, has all of them.
+        older = {} if generation and role.startswith("forced") else config
+        stated = (known, generation.get(key), older.get(key), *(marked.get(text) for text in usual))
         found = [index for value in stated for index in _ids(value)]
         if found:
             special[role] = found[0]

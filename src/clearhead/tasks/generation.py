@@ -6,8 +6,9 @@ Shapes: B rows, S source length.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
@@ -15,7 +16,8 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate.beam import Hypothesis, beam_search
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
 from clearhead.generate.engine import decode_compiled
-from clearhead.generate.request import Request, RequestOptions
+from clearhead.generate.own import with_own
+from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.speculate import Guesser, guessers_for, speculate
 from clearhead.generate.stream import TextStream
 from clearhead.model.transformer import Transformer, evaluating
@@ -59,9 +61,14 @@ NO_HOOKS = Hooks()
 
 
 def generate(
-    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks = NO_HOOKS
+    m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
 ) -> list[list[Generation]]:
-    """Continue each prompt, or, with an encoder, answer it: its `request.num_return` best results."""
+    """Continue each prompt, or, with an encoder, answer it: its `num_return` best results.
+
+    `options` are fields of a request; where they say nothing, the model's own rules hold.
+    """
+    hooked = hooks != NO_HOOKS
+    request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
     stop_ids = _stop_ids(m, request.stop_tokens)
@@ -187,7 +194,7 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
     source = padded(texts, device=device)
     unequal = any(len(text) < source.shape[1] for text in texts)
     mask = real_tokens(texts, device) if unequal else None
-    return Prompts([m.start_ids] * len(texts), source, mask)
+    return Prompts([m.start_ids[:1]] * len(texts), source, mask)  # what else is forced is written
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:

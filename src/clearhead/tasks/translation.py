@@ -5,7 +5,6 @@ from typing import Any
 
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError
-from clearhead.generate.request import make_request
 from clearhead.tasks.generation import NO_HOOKS, Hooks, Prompt, generate
 from clearhead.tasks.results import Generation
 from clearhead.tasks.run import fitting
@@ -25,14 +24,15 @@ def translate(
             f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: "
             f"{fitting(m)}"
         )
-    stated, options = m.generation, {name: value for name, value in options.items() if value is not None}
-    if "max_new_tokens" not in options:
-        room = min(LONGEST, m.config.max_positions - len(m.start_ids))
-        options["max_new_tokens"] = stated.get("max_new_tokens") or max(
-            1, stated.get("max_length", room + 1) - 1
-        )
-    if "num_beams" not in options:
-        options["num_beams"] = 1 if options.get("temperature") else stated.get("num_beams") or BEAMS
-    if "length_penalty" not in options:
-        options["length_penalty"] = stated.get("length_penalty") or 1.0
-    return generate(m, texts, make_request(options), hooks)
+    options = {name: value for name, value in options.items() if value is not None}
+    options.setdefault("max_new_tokens", own_length(m))
+    if "num_beams" not in m.own_options and not options.get("temperature"):
+        options.setdefault("num_beams", BEAMS)
+    return generate(m, texts, options, hooks)
+
+
+def own_length(m: Bundle) -> int:
+    """Return how many new tokens the model's own settings allow, or its positions, or `LONGEST`."""
+    stated, room = m.generation, m.config.max_positions - len(m.start_ids)
+    limit: int = stated.get("max_new_tokens") or stated.get("max_length", min(LONGEST, room) + 1) - 1
+    return max(1, min(limit, room) if m.config.positions == "learned" else limit)

@@ -135,7 +135,7 @@ def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
         longest = max(map(len, targets))
         made: Any = loaded.generate(
-            sources, max_new_tokens=min(longest * 2 + 10, loaded.config.max_positions - 1)
+            sources, max_new_tokens=min(longest * 2 + 10, loaded.config.max_positions - 1), num_beams=1
         )
         outputs += [one.text or "" for one in made]
         references += loaded.tokenizer.decode_batch(targets)

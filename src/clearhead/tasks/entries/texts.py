@@ -64,7 +64,7 @@ def _loss_alone(judgement: Judgement) -> list[str]:
 def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
     ids = loaded.encode([row.source], loaded.max_length)[0]
     room = max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2))
-    made: Any = loaded.generate(ids, room)
+    made: Any = loaded.generate(ids, room, num_beams=1)
     return f"{row.source} -> {made.text}  ({row.target})"
 
 
