@@ -220,7 +220,6 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
     """New tokens up to the end, and the score, of each sequence that transformers returns."""
     settings = {
         "do_sample": False,
-        "forced_eos_token_id": None,
         "return_dict_in_generate": True,
         "output_scores": True,
     }

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead.fast.parts import fingerprint, refresh
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
     LENGTH_ALONE,
@@ -222,8 +223,8 @@ class OnHost:
 class Prefix:
     """The cache of a single row, and the tokens it has read; the next prompt begins where it differs."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, model: Transformer, weights: object = None) -> None:
+        self.model, self.weights = model, weights  # `weights`: their fingerprints
         self.cache = Cache()
         self.tokens: list[int] = []
 
@@ -240,11 +241,11 @@ class Prefix:
 
 
 class Engine:
-    """The fast copy of one model and what belongs to it, made when needed and again when weights change."""
+    """The fast copy of one model and what belongs to it, made when needed and kept up to date."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        self.state: object = None  # of the weights that the copy was made from
+        self.made_of: object = None  # the parts, parameters and options that the copy was made from
         self.copy: Transformer | None = None
         self.steps: Steps | None = None  # of the copy, compiled
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
@@ -253,15 +254,15 @@ class Engine:
         """Return the fast copy; the model itself while taps, hooks or a chosen kernel are set."""
         parts = list(self.model.modules())
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        hooked |= any("forward" in vars(part) for part in parts)
         chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
         if hooked or chosen or tap_for(self.model) is not SILENT:
             return self.model
-        state = [
-            (id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version)
-            for w in self.model.parameters()
-        ]
-        if self.copy is None or self.state != state:
-            self.state, self.copy = state, prepared(self.model)
+        made_of = [_described(part) for part in parts]
+        if self.copy is None or self.made_of != made_of:
+            self.made_of, self.copy = made_of, prepared(self.model)
+        else:
+            refresh(self.copy)
         return self.copy
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
@@ -276,6 +277,23 @@ class Engine:
     def take_prefix(self, runner: Transformer) -> Prefix:
         """Take what the last request has read, if the model is still the same; no other call has it then."""
         prefix, self.prefix = self.prefix, None
-        if prefix is not None and prefix.model is runner and runner is not self.model:
+        weights = [fingerprint(weight) for weight in self.model.parameters()]
+        if prefix is not None and prefix.model is runner is not self.model and prefix.weights == weights:
             return prefix
-        return Prefix(runner)
+        return Prefix(runner, weights)
+
+
+def _described(part: nn.Module) -> list[object]:
+    """Return what of a part its copy has by value, and what it shares by identity."""
+    tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    options = (value for name, value in vars(part).items() if name[0] != "_" and name != "training")
+    return [
+        *(part, type(part)),
+        *((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors),
+        *(value if isinstance(value, int | float | str | None) else _by_value(value) for value in options),
+    ]
+
+
+def _by_value(value: object) -> object:
+    """Return a container spelled out, since it can be changed in place, and the identity of all else."""
+    return repr(value) if isinstance(value, tuple | list | dict | set) else id(value)

@@ -64,8 +64,6 @@ def own_options(
     own = {ours: stated[theirs] for theirs, ours in RULES.items() if stated.get(theirs) is not None}
     if "forced_bos" in special:
         own["forced_first"] = special["forced_bos"]
-    if "forced_eos" in special:
-        own.setdefault("forced_last", special["forced_eos"])
     try:
         if "forced_last" in own and not isinstance(own["forced_last"], list):
             own["forced_last"] = [own["forced_last"]]
