@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from clearhead.batches.padding import by_length
-from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
+from clearhead.errors import refuse
+from clearhead.generate.decode import (
+    LENGTH_ALONE,
+    RESERVE,
+    Ends,
+    Prompts,
+    check_request,
+    is_stretched,
+    prefill,
+)
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, Standing, adjust
 from clearhead.model.cache import Cache
@@ -117,7 +126,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     searches = [
         [Search(request, request.max_new_tokens) for _ in range(request.num_beam_groups)] for _ in prompts.ids
     ]
-    running = list(range(B))
+    running, stretched = list(range(B)), is_stretched(model, longest)
     # All beams of a group are alike at first, so that all but one must not count.
     totals = precise(torch.full((B, N), REMOVED, device=device))
     totals[:, ::M] = 0.0
@@ -151,7 +160,18 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         else:
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
-        logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
+        length = max(len(prompts.ids[row]) for row in running) + step
+        if stretched == is_stretched(model, length):
+            logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
+            continue
+        refuse(
+            prompts.source is not None,
+            f"beams cannot cross the {length - 1} tokens at which longrope changes its divisors, "
+            "with an encoder: leave them out, or ask for fewer tokens",
+        )
+        texts = [[*prompts.ids[row], *ids] for row, beams in zip(running, written.tolist()) for ids in beams]
+        stretched, cache = not stretched, Cache(cache.reserve)
+        logits = prefill(model, texts, cache)
     found = [[one for search in row for one in search.found] for row in searches]
     return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
 

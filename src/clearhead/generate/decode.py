@@ -2,7 +2,9 @@
 
 Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch
 comes out as it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the
-longest row of a call.
+longest row of a call. Where longrope changes its divisors, at the trained length, all is read anew with the
+new ones. Dynamic scaling changes with every token: what has been read keeps the angles of its time, as in
+transformers, so that generation goes its own way from a forward pass over the whole text.
 
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
@@ -140,6 +142,7 @@ def decode(
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
+    turning, stretched = turns_by_length(model), is_stretched(model, prompts.longest)
     for count in range(1, request.max_new_tokens + 1):
         chosen = chooser.choose(logits, running)
         tokens = chosen.tolist()
@@ -155,7 +158,11 @@ def decode(
             index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        if step is not None:
+        texts = [rows[i].prompt + rows[i].ids for i in running] if turning else []
+        if turning and stretched != is_stretched(model, max(map(len, texts))):
+            stretched, cache = not stretched, cache_for(model, prompts.longest + request.max_new_tokens)
+            logits = prefill(model, texts, cache, *prompts.rows(running).sources)
+        elif step is not None:
             logits = step(chosen, cache)
         else:
             logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
@@ -194,6 +201,14 @@ def turns_by_length(model: Transformer) -> bool:
     """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
     scaling = model.config.rope_scaling
     return scaling is not None and scaling.kind in ("dynamic", "longrope")
+
+
+def is_stretched(model: Transformer, length: int) -> bool:
+    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    return length > (scaling.original_positions or model.config.max_positions)
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
