@@ -19,7 +19,8 @@ from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
-from clearhead.hub.tokenizer import encode, save_tokenizer, stop_ids
+from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
+from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 
 SHARD_SIZE = 5_000_000_000
@@ -45,6 +46,9 @@ class Bundle:
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.model = unwrapped(self.model)
 
     @property
     def config(self) -> ModelConfig:
@@ -113,7 +117,7 @@ class Bundle:
         return encode(self.text_tokenizer, texts, max_length)
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the ids of a prompt; where the model continues it, without the token that ends a text."""
+        """Return the ids of a prompt; of one that is continued, without the end that the tokenizer adds."""
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
             refuse(
@@ -121,8 +125,10 @@ class Bundle:
                 f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
             )
             return ids
-        ids = self.encode([prompt])[0]
-        if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
+        encoding = self.text_tokenizer.encode(clean(prompt))
+        ids = list(encoding.ids)
+        ended = len(ids) > 1 and encoding.special_tokens_mask[-1] and ids[-1] in self.stops
+        if self.config.family == "decoder" and ended:
             ids = ids[:-1]
         if not ids and "bos" in self.special:
             ids = [self.special["bos"]]

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from clearhead.errors import refuse
 from clearhead.fast.parts import fingerprint, refresh
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -30,6 +31,7 @@ from clearhead.generate.decode import (
     turns_by_length,
 )
 from clearhead.generate.request import Request
+from clearhead.generate.sampling import NOT_NUMBERS, adjust_by
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.fixed_cache import FixedCache
@@ -38,6 +40,7 @@ from clearhead.model.transformer import Transformer
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
 AHEAD = 16  # greedy tokens made between two looks at them
+NOTHING = -1  # in place of a token: the logits are not numbers
 WORTH = 1024  # new tokens for which compiling pays by itself
 # Products with one row become fused reductions, which read weights faster than the library's matrix product.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
@@ -76,8 +79,9 @@ class CompiledStep:
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
         chosen = logits.argmax(-1, keepdim=True)
+        best = logits.gather(1, chosen)  # not a number where any logit is not
         self.logits.copy_(logits)
-        self.made.index_copy_(1, self.cache.index, chosen)
+        self.made.index_copy_(1, self.cache.index, torch.where(best.isnan(), NOTHING, chosen))
         self.ids.copy_(chosen)
 
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
@@ -188,7 +192,7 @@ def decode_compiled(
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
         return decode(model, request, prompts, ends, handover, step)
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = prefill(model, prompts.ids, handover, *prompts.sources).argmax(-1)
+    first = adjust_by(prefill(model, prompts.ids, handover, *prompts.sources), request).argmax(-1)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
     step.ids[handover.settle(step.cache), 0] = first
@@ -198,6 +202,7 @@ def decode_compiled(
             unread.append(OnHost(step.ahead(count)[: len(rows)]))
             launched += count
         for tokens in zip(*unread.pop(0).tolist()):
+            refuse(any(tokens[i] == NOTHING for i in running), NOT_NUMBERS)
             seen, reason = seen + 1, ends.reason()
             running = [i for i in running if ends.go_on(i, rows[i], tokens[i], seen, reason)]
     return rows

@@ -19,11 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.generate.request import Sampling
 from clearhead.model.dtypes import precise, wide
 
 REMOVED = float("-inf")
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
+)
 GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
 
 
@@ -72,10 +75,7 @@ def adjust_by(
         logits = constrain(logits, options, standing)
     logits = without(logits, options.banned)
     worst = logits.amax(-1).min()  # not a number where any logit is not
-    if bool(worst.isnan()):
-        raise InputError(
-            "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
-        )
+    refuse(bool(worst.isnan()), NOT_NUMBERS)
     if options.restricts and bool(worst == REMOVED):
         raise InputError(
             "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
