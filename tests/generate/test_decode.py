@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -382,3 +383,38 @@ def test_longrope_is_the_forward_pass_on_both_sides_of_its_trained_length(seed):
             for end in range(3, len(text))
         )
     assert found.score == pytest.approx(total / (len(text) - 3), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:texts may pass")
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_text_slides_past_the_positions(shape):
+    """Each token is the best after the last `max_positions` tokens, for rows of any length."""
+    model = model_of(shape)
+    m, window = ch.Model(model), model.config.max_positions
+    prompts = prompts_of((5, 150, window - 3))
+    with pytest.warns(RuntimeWarning, match="positions") as said:
+        made = m.generate(prompts, 12, overflow="slide")
+    assert len(said) == 1
+    assert made[0].ids == m.generate(prompts[0], 12).ids
+    for prompt, row in zip(prompts, made):
+        text = list(prompt[-window:])
+        for token in row.ids:
+            with torch.no_grad():
+                assert token == model(torch.tensor([text[-window:]])).logits[0, -1].argmax()
+            text.append(token)
+        assert len(row.ids) == 12
+    for options in ({"num_beams": 2}, {"lookup": 2}):
+        with pytest.raises(ch.InputError, match=r"slide|anew"):
+            m.generate(prompts[1], 12, overflow="slide", **options)
+    drawn = m.generate(prompts[2], 40, overflow="slide", temperature=1.0)
+    assert len(drawn.ids) == 40
+
+
+def test_a_rotary_model_past_its_training_is_warned_of_once():
+    m = ch.Model(model_of("llama"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            m.generate(prompts_of((126,))[0], 6)
+        m.generate([1, 2], 6)
+    assert [str(one.message)[:40] for one in said] == ["texts may pass the 128 tokens of the mod"]

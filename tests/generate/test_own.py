@@ -196,3 +196,21 @@ def test_the_command_obeys_too(tmp_path, capsys, byte_tokenizer):
     with pytest.raises(SystemExit, match="2"):
         ids()
     assert "sequence_bias" in capsys.readouterr().err
+
+
+def test_the_command_writes_past_the_positions_and_says_so_once(tmp_path, capsys, byte_tokenizer):
+    torch.manual_seed(0)
+    config = ch.preset("micro-decoder").replace(vocab_size=256, max_positions=16, positions="learned")
+    m = ch.Model(ch.Transformer(config).eval(), byte_tokenizer)
+    m.save(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("abc\ndef\n" * 3)
+    options = ["--file", str(tmp_path / "prompts.txt"), "--batch-size", "2", "--json"]
+    main(["generate", str(tmp_path / "model"), *options])
+    out, err = capsys.readouterr()
+    assert [len(json.loads(line)["ids"]) for line in out.splitlines()] == [50] * 6
+    assert err.splitlines() == [
+        "warning: texts may pass the model's 16 positions: past them, it reads the last 16 tokens"
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", str(tmp_path / "model"), *options, "--overflow", "refuse"])
+    assert "positions and the model has 16" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,15 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print lines that are not part of the result, to stderr."""
     for line in notes:
         print(line, file=sys.stderr)
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print each warning of the library once, as one line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = lambda message, *where: print_notes([f"warning: {message}"])
+        yield
 
 
 def show_result(

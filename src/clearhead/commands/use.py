@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from tyro.conf import Fixed, Positional, SuppressFixed, arg
 
-from clearhead.commands.common import Folder, option
+from clearhead.commands.common import Folder, option, warnings_as_notes
 from clearhead.commands.texts import Options, Text, TextOptions
 from clearhead.generate.request import Request, make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
@@ -52,6 +52,12 @@ class CommandRequest(Request):
     ] = None  # type: ignore[assignment]
     no_repeat_source_ngram: Annotated[
         int | None, option("never write n tokens of the source, or of the prompt; default: the model's own")
+    ] = None  # type: ignore[assignment]
+    overflow: Annotated[
+        Literal["refuse", "window", "slide"] | None,
+        option(
+            "a text too long: refuse it, cut its prompt, or read its last tokens alone; default: the last"
+        ),
     ] = None  # type: ignore[assignment]
     min_new_tokens: Annotated[
         int | None, option("new tokens before a text may end; default: the model's own")
@@ -109,6 +115,8 @@ def generate(
         draft=None if draft is None else options.load(draft),
     )
     goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
+    if goes_on and model.config.positions == "learned":
+        asked.setdefault("overflow", "slide")
 
     def compute(batch: list[dict[str, str]]) -> list[list[Generation]]:
         if live and goes_on:
@@ -123,7 +131,8 @@ def generate(
         lead = fields["prompt"] if goes_on else ""
         return "" if live else "\n".join(f"{lead}{one.text}" for one in made)
 
-    options.run({"prompt": prompt}, compute, body, line)
+    with warnings_as_notes():
+        options.run({"prompt": prompt}, compute, body, line)
 
 
 def _as_json(made: Generation) -> dict[str, Any]:

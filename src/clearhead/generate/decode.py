@@ -3,8 +3,9 @@
 Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch
 comes out as it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the
 longest row of a call. Where longrope changes its divisors, at the trained length, all is read anew with the
-new ones. Dynamic scaling changes with every token: what has been read keeps the angles of its time, as in
-transformers, so that generation goes its own way from a forward pass over the whole text.
+new ones; so are the last tokens of a text that slides, for each token past the model's positions. Dynamic
+scaling changes with every token: what has been read keeps the angles of its time, as in transformers, so that
+generation goes its own way from a forward pass over the whole text.
 
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
@@ -142,7 +143,8 @@ def decode(
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
-    turning, stretched = turns_by_length(model), is_stretched(model, prompts.longest)
+    stretched = is_stretched(model, prompts.longest)
+    window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
         chosen = chooser.choose(logits, running)
         tokens = chosen.tolist()
@@ -158,9 +160,12 @@ def decode(
             index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        texts = [rows[i].prompt + rows[i].ids for i in running] if turning else []
-        if turning and stretched != is_stretched(model, max(map(len, texts))):
-            stretched, cache = not stretched, cache_for(model, prompts.longest + request.max_new_tokens)
+        length = max(len(rows[i].prompt) + len(rows[i].ids) for i in running)
+        over = window is not None and length > window
+        if over or stretched != is_stretched(model, length):
+            stretched = is_stretched(model, length)
+            texts = [(rows[i].prompt + rows[i].ids)[-(window or length) :] for i in running]
+            cache = cache_for(model, window or prompts.longest + request.max_new_tokens)
             logits = prefill(model, texts, cache, *prompts.rows(running).sources)
         elif step is not None:
             logits = step(chosen, cache)
@@ -201,6 +206,12 @@ def turns_by_length(model: Transformer) -> bool:
     """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
     scaling = model.config.rope_scaling
     return scaling is not None and scaling.kind in ("dynamic", "longrope")
+
+
+def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
 
 
 def is_stretched(model: Transformer, length: int) -> bool:
@@ -299,12 +310,18 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
         not prompts.ids or not all(map(len, prompts.ids)),
         "a prompt is empty: give one token at least, such as the beginning-of-text token",
     )
+    sliding = slides(model, request, prompts)
+    refuse(
+        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
+        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
+        "leave beams out, shorten the prompt, or ask for fewer new tokens",
+    )
     needed = prompts.longest + request.max_new_tokens - 1
     refuse(
-        config.positions == "learned" and needed > config.max_positions,
+        config.positions == "learned" and needed > config.max_positions and not sliding,
         f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
         f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
-        'tokens that fit with overflow="window"',
+        'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',
     )
 
 

@@ -28,6 +28,7 @@ from clearhead.generate.decode import (
     check_request,
     decode,
     prefill,
+    slides,
     turns_by_length,
 )
 from clearhead.generate.request import Request
@@ -182,7 +183,7 @@ def decode_compiled(
     step, source, most = None, prompts.source, request.max_new_tokens
     if request.compile and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
-    if cache is None:
+    if cache is None and not slides(model, request, prompts):
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
         step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:

@@ -118,7 +118,8 @@ class Request(Sampling):
     stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
     stop_tokens: tuple[int | str, ...] = ()  # further tokens that end the generation, by name or id
     seconds: float | None = None  # stop after this time
-    overflow: Literal["refuse", "window"] = "refuse"  # a prompt too long: refuse it, or keep its last tokens
+    # A text too long for the model: refuse it, cut its prompt (window), or read its last tokens (slide).
+    overflow: Literal["refuse", "window", "slide"] = "refuse"
     logprobs: bool = False  # report the log-probability of each new token
     alternatives: int = 0  # report so many of the best tokens at each step
     reuse: bool = False  # keep what is read: the next prompt is read from where it differs
@@ -128,8 +129,8 @@ class Request(Sampling):
 
     def __post_init__(self) -> None:
         refuse(
-            self.overflow not in ("refuse", "window"),
-            f'overflow "{self.overflow}" is not known: choose refuse or window',
+            self.overflow not in ("refuse", "window", "slide"),
+            f'overflow "{self.overflow}" is not known: choose slide, refuse or window',
         )
         super().__post_init__()
         refuse(
@@ -209,7 +210,7 @@ class RequestOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_tokens: Sequence[int | str]
     seconds: float | None
-    overflow: Literal["refuse", "window"]
+    overflow: Literal["refuse", "window", "slide"]
     logprobs: bool
     alternatives: int
     reuse: bool

@@ -30,6 +30,7 @@ from clearhead.generate.decode import (
     check_request,
     prefill,
     report,
+    slides,
     turns_by_length,
 )
 from clearhead.generate.request import Request, Sampling
@@ -209,9 +210,8 @@ def speculate(
     """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     refuse(
-        turns_by_length(model),
-        "this model's rotary angles change with the length of what is read at once: "
-        "leave lookup and draft out",
+        turns_by_length(model) or slides(model, request, prompts),
+        "this model reads a text anew as it grows past a length: leave lookup and draft out",
     )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     chooser = Chooser(model, request, prompts, ends.stop_ids, rows)

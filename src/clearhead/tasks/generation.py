@@ -6,6 +6,7 @@ Shapes: B rows, S source length.
 import dataclasses
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ def generate(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
+    _warn_of_length(m, texts, request)
     draft = hooks.draft
     if draft is not None and None not in (m.tokenizer, draft.tokenizer):
         same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
@@ -201,13 +203,27 @@ def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
     if request.overflow == "refuse":
         return prompt
-    room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
+    beside = request.overflow == "window" and m.config.family == "decoder"
+    room = m.max_length - (request.max_new_tokens - 1 if beside else 0)
     refuse(
         room < 1,
         f"{request.max_new_tokens} new tokens leave no room for a prompt: "
         f"the model reads {m.max_length} at most",
     )
     return prompt[-room:]
+
+
+def _warn_of_length(m: Bundle, texts: list[list[int]], request: Request) -> None:
+    """Warn, once in a process, of texts that may grow longer than those the model was trained on."""
+    known, longest = m.config.max_positions, max(map(len, texts), default=0) + request.max_new_tokens - 1
+    if m.config.family != "decoder" or longest <= known:
+        return
+    if request.overflow == "slide":
+        message = f"texts may pass the model's {known} positions: past them, it reads the last {known} tokens"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    elif m.config.positions == "rope":
+        message = f"texts may pass the {known} tokens of the model's training: past them, expect worse"
+        warnings.warn(f'{message}; overflow="slide" reads the last {known}', RuntimeWarning, stacklevel=2)
 
 
 def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
