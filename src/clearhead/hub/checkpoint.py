@@ -65,7 +65,9 @@ def describe(folder: Path) -> Description:
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
     check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(stated), architecture.model_type)
+        config = ModelConfig.from_dict(stated)
+        config = config if architecture is OWN else architecture.merge(config, theirs)
+        return Description(theirs, config, architecture.model_type)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 

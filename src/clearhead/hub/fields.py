@@ -190,6 +190,8 @@ def sliding_windows(
     switch: str | None = None,
     full_below: str | None = None,
     below: int = 0,
+    pattern_key: str | None = None,
+    skips: ConfigPart | None = None,
 ) -> ConfigPart:
     """Return the part for sliding windows: one width, and the layers that have it.
 
@@ -199,21 +201,41 @@ def sliding_windows(
         switch: a key that must be true for there to be any window.
         full_below: a key with the number of first layers that are full.
         below: that number where the key is absent.
+        pattern_key: a key with the pattern.
+        skips: the part with the layers that do not rotate: those have the window. With it, `layer_types`
+            need no switch.
     """
+    varies = pattern is not None or switch is not None  # else `layer_types` has nothing to say
+
+    def slides_by_default(config_json: Json, layer: int) -> bool:
+        if skips is not None:
+            return layer in skips.read(config_json)["rope_skips"]
+        if full_below is not None:
+            return bool(layer >= config_json.get(full_below, below))
+        every = config_json.get(pattern_key, pattern) if pattern_key is not None else pattern
+        return every is None or (layer + 1) % every != 0
 
     def read(config_json: Json) -> Json:
-        width, layers = config_json.get("sliding_window", default), config_json["num_hidden_layers"]
-        if not width or (switch is not None and not config_json.get(switch, False)):
-            return {"window": None}
-        if config_json.get("layer_types") is not None:
-            slides = [kind == "sliding_attention" for kind in config_json["layer_types"]]
-        elif full_below is not None:
-            slides = [layer >= config_json.get(full_below, below) for layer in range(layers)]
-        elif pattern is not None:
-            every = config_json.get("sliding_window_pattern", pattern)
-            slides = [(layer + 1) % every != 0 for layer in range(layers)]
+        width, kinds = config_json.get("sliding_window", default), config_json.get("layer_types")
+        refuse(
+            width is not None and width < 1,
+            f"config.json has sliding_window {width}: it must be 1 at least, or null",
+        )
+        if switch is not None and (skips is None or kinds is None) and not config_json.get(switch, False):
+            width = None
+        unknown = sorted({*(kinds or ())} - {"sliding_attention", "full_attention"})
+        refuse(unknown, f"config.json has layer_types {unknown[:1]}: only sliding and full are supported")
+        if kinds is not None:
+            slides = [kind == "sliding_attention" for kind in kinds]
+            refuse(
+                (not varies and width is not None and not all(slides)) or (width is None and any(slides)),
+                f"config.json has sliding_window {width} and other layer_types: leave one of them out",
+            )
         else:
-            slides = [True] * layers
+            slides = [
+                width is not None and slides_by_default(config_json, layer)
+                for layer in range(config_json["num_hidden_layers"])
+            ]
         if all(slides) or not any(slides):
             return {"window": width if any(slides) else None}
         return {"window": tuple(width if yes else None for yes in slides)}
@@ -224,7 +246,7 @@ def sliding_windows(
         sliding = [layer for layer, window in enumerate(windows) if window is not None]
         without = None if pattern is None else default
         written: Json = {"sliding_window": windows[sliding[0]] if sliding else without}
-        if pattern is not None or switch is not None:
+        if varies:
             written["layer_types"] = [
                 "full_attention" if window is None else "sliding_attention" for window in windows
             ]
@@ -235,6 +257,19 @@ def sliding_windows(
         return written
 
     return ConfigPart(read, write)
+
+
+def _read_whole_heads(config_json: Json) -> Json:
+    stated, heads = config_json.get("head_dim"), config_json.get("num_attention_heads")
+    refuse(
+        stated and heads and stated != config_json["hidden_size"] // heads,
+        f"config.json has head_dim {stated}: only hidden_size / num_attention_heads is supported",
+    )
+    return {}
+
+
+# For architectures that have no key for the width of a head, of which transformers heeds one in places.
+WHOLE_HEADS = ConfigPart(_read_whole_heads, lambda config: {})
 
 
 def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:
