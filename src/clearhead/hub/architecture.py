@@ -24,6 +24,7 @@ WITHOUT_EFFECT = (
 POOLER_KEY = "has_pooler"
 WITHOUT_POOLER: Json = {"head": "none", "pooler": "none"}
 BOTH_KEY = "is_encoder_decoder"
+SECTION = "clearhead"  # of config.json: our own config, where no architecture expresses all of it
 
 # The largest values of some fields; of every other number it is MOST_WIDE.
 MOST = {
@@ -51,6 +52,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()  # tensors that some files hold though they are not learned
     open: tuple[str, ...] = ()  # fields that the tensors of a file decide, and config.json does not state
     carried: tuple[str, ...] = ()  # tensors of other heads than the class's own: kept, and written back
+    tied: tuple[str, ...] = ()  # token tables that are one unless the file has others; the last is the output
     aliases: Mapping[str, str] = field(default_factory=dict)  # {further name: key}; it goes before the key
 
     def read(self, theirs: Json) -> ModelConfig:

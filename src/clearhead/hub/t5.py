@@ -127,10 +127,13 @@ def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
     )
 
 
+SOURCE, TARGET = (f"{stack}.embedding.front.tokens.weight" for stack in ("encoder", "decoder"))
+TIED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 RULES = (
-    Rule("shared.weight", ("encoder.embedding.front.tokens.weight",)),
-    Rule("encoder.embed_tokens.weight", ("encoder.embedding.front.tokens.weight",)),
-    Rule("decoder.embed_tokens.weight", ("decoder.embedding.front.tokens.weight",)),
+    Rule("shared.weight", (SOURCE,), when={"share_embeddings": True}),
+    Rule("encoder.embed_tokens.weight", (SOURCE,)),
+    Rule("decoder.embed_tokens.weight", (TARGET,)),
+    Rule("shared.weight", (SOURCE,), copy=True),  # every file must have it, read or not
     *block("encoder", ("SelfAttention",)),
     *block("decoder", ("SelfAttention", "EncDecAttention")),
     Rule("lm_head.weight", ("head.out.weight",)),
@@ -149,6 +152,8 @@ T5 = Architecture(
     ),
     rules=RULES,
     ignored=IGNORED,
+    open=("share_embeddings",),
+    tied=TIED,
     aliases=ALIASES,
 )
 MT5 = Architecture(
@@ -157,5 +162,7 @@ MT5 = Architecture(
     config=(*SHAPE, feedforward("gated-gelu")),
     rules=RULES,
     ignored=IGNORED,
+    open=("share_embeddings",),
+    tied=TIED,
     aliases=ALIASES,
 )
