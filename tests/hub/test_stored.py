@@ -115,7 +115,7 @@ def test_a_number_too_large_for_a_dtype(when: str, value: float, tmp_path: Path)
     assert all(x.isfinite().all() for x in ch.load(tmp_path / "brain").model.parameters())
 
 
-SIZES = ("GPT-2", "Mixtral", "Gemma3", "BERT", "ALBERT", "T5", "BART", "Marian", "ViT")
+SIZES = ("Mistral", "Mixtral", "T5", "BART", "ViT")
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -125,7 +125,7 @@ def test_a_huge_number_in_a_config_costs_nothing(name: str, tmp_path: Path) -> N
     path = tmp_path / "config.json"
     written: dict[str, Any] = json.loads(path.read_text())
     for key, old in written.items():
-        for value in (2_000, 10_000, 1_000_000, 10**9):
+        for value in (10_000, 10**9):
             if type(old) is int:
                 path.write_text(json.dumps({**written, key: value}))
                 begun = time.process_time()

@@ -11,8 +11,8 @@ from clearhead.hub.fields import (
     fixed,
     power,
     scaled,
-    sliding_windows,
 )
+from clearhead.hub.layers import rope_skips, sliding_windows
 from clearhead.hub.llama import (
     ACTIVATION,
     ATTENTION,
@@ -31,7 +31,7 @@ from clearhead.hub.llama import (
     shape,
     sizes,
 )
-from clearhead.hub.rope import rope, rope_skips, two_ropes
+from clearhead.hub.rope import rope, two_ropes
 from clearhead.hub.rules import EXPERTS, Rule, joined, same
 
 # Mistral: a window in every layer. Mixtral: the same with a mixture of experts for a feed-forward.

@@ -119,20 +119,6 @@ def two_ropes(base: float, local: float) -> ConfigPart:
     return ConfigPart(read, write)
 
 
-def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
-    """Return the part for layers that do not rotate: a list with 0 for each of them, or every n-th layer."""
-
-    def read(theirs: Json) -> Json:
-        every, layers = theirs.get(interval_key) or interval, theirs["num_hidden_layers"]
-        rotates = theirs.get(key) or [(layer + 1) % every for layer in range(layers)]
-        return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[:layers]) if not yes)}
-
-    def write(config: ModelConfig) -> Json:
-        return {key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
-
-    return ConfigPart(read, write)
-
-
 def read_scaling(
     stated: Json,
     theirs: Json,
