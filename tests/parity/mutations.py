@@ -1,8 +1,10 @@
 """Change fields of a config.json and ask transformers and clearhead what the model is now.
 
-    python -m tests.parity.mutations [--only Mistral] [--share 0.1] [--pairs 100] [--out OUT.json]
+    python -m tests.parity.mutations [--only Mistral] [--share 0.1] [--fields is_causal rope_scaling]
+        [--pairs 100] [--section] [--out OUT.json]
 
-Every field is changed to several values, and left out; `--pairs` changes two fields at once.
+Every field is changed to several values, and left out; `--pairs` changes two fields at once. With
+`--section`, clearhead has written the file, with a section of its own that transformers does not know.
 
 Each mutation ends in one of:
     equal      both compute the same numbers
@@ -22,7 +24,7 @@ import random
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,8 +229,9 @@ def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]
     for name in names:
         if name not in skipped:
             values = values_for(name, written.get(name, getattr(config, name, None)))
-            if name in written:
-                yield name, ABSENT
+            default = getattr(type(config), name, None)
+            if name in written and not (type(default) is int and default > 64 and name != "sliding_window"):
+                yield name, ABSENT  # else the reference would build a model of its usual size
             seen: list[str] = []
             for value in [*values, *EXTRA.get(name, ())]:
                 if (text := json.dumps(value)) not in seen and (
@@ -289,17 +292,34 @@ def judge(
     return ("equal", "") if gap <= TOLERANCE else ("silent", f"off by {gap:.1e}")
 
 
+def add_section(folder: Path) -> None:
+    """Save the model of a folder again, with a field that only a section of our own can express."""
+    ours = ch.load(folder)
+    model = ch.Transformer(ours.config.replace(layer_drop=0.125))
+    model.load_state_dict(ours.model.state_dict())
+    ch.Model(model).save(folder)
+
+
 def run(
-    name: str, folder: Path, share: float = 1.0, pairs: int = 0, seed: int = 0
+    name: str,
+    folder: Path,
+    share: float = 1.0,
+    fields: Sequence[str] = (),
+    pairs: int = 0,
+    seed: int = 0,
+    section: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Judge a share of the mutations of one subject, and random pairs of them."""
+    """Judge a share of the mutations of one subject, all those of some fields, and random pairs."""
     subject = SUBJECTS[name]
     model = prepare(subject, folder)
+    if section:
+        add_section(folder)
     inputs, path = inputs_of(model), folder / "config.json"
     written = json.loads(path.read_text())
+    assert ("clearhead" in written) == section
     draw = random.Random(f"{seed} {name}")
-    single = list(mutations(written, model.config))
-    chosen = [(one,) for one in single if draw.random() < share]
+    single = [one for one in mutations(written, model.config) if one[0] != "clearhead"]
+    chosen = [(one,) for one in single if draw.random() < share or one[0] in fields]
     for changes in [*chosen, *(draw.sample(single, 2) for _ in range(pairs))]:
         changed = {key: value for key, value in {**written, **dict(changes)}.items() if value is not ABSENT}
         path.write_text(json.dumps(changed))
@@ -315,6 +335,8 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, help="these subjects")
     parser.add_argument("--share", type=float, default=1.0, help="of the mutations of one field, judge this")
+    parser.add_argument("--fields", nargs="*", default=(), help="judge all mutations of these fields")
+    parser.add_argument("--section", action="store_true", help="let clearhead write the file first")
     parser.add_argument("--pairs", type=int, default=0, help="judge so many pairs of mutations as well")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write all verdicts as JSON")
@@ -324,7 +346,17 @@ def main() -> None:
     rows = []
     for name in options.only or SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:
-            found = list(run(name, Path(folder), options.share, options.pairs, options.seed))
+            found = list(
+                run(
+                    name,
+                    Path(folder),
+                    options.share,
+                    options.fields,
+                    options.pairs,
+                    options.seed,
+                    options.section,
+                )
+            )
         rows += found
         print(f"{name:<18} {dict(Counter(row['verdict'] for row in found))}", flush=True)
         for row in found:
