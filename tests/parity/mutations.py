@@ -131,6 +131,7 @@ SUBJECTS = {
     "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
     "MT5": Subject("MT5Config", "MT5ForConditionalGeneration", T5),
     "BART": Subject("BartConfig", "BartForConditionalGeneration", BART),
+    "mBART": Subject("MBartConfig", "MBartForConditionalGeneration", BART),
     "Marian": Subject("MarianConfig", "MarianMTModel", MARIAN),
     "M2M-100": Subject("M2M100Config", "M2M100ForConditionalGeneration", BART),
     "ViT": Subject("ViTConfig", "ViTForImageClassification", VIT),

@@ -61,7 +61,7 @@ class Architecture:
         try:
             values = self._values({**theirs, **renamed})
             check_sizes(values)
-            check_common(theirs, values["family"])
+            check_common(theirs, values.get("family", "decoder"))
             return ModelConfig(**values)
         except CheckpointError:
             raise
