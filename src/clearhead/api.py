@@ -15,15 +15,18 @@ from clearhead.hub.files import read_json
 from clearhead.hub.pixels import PREPROCESSOR, Image
 from clearhead.hub.sentences import read_sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.tasks.answers import AnswerOptions, answer
-from clearhead.tasks.blanks import fill
-from clearhead.tasks.classes import classify
-from clearhead.tasks.embeddings import embed
-from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
+from clearhead.tasks.generation import (
+    Cancel,
+    GenerateOptions,
+    Hooks,
+    OnText,
+    TranslateOptions,
+    generate,
+    score,
+    translate,
+)
+from clearhead.tasks.reading import AnswerOptions, answer, classify, embed, fill, tag
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
-from clearhead.tasks.scores import score
-from clearhead.tasks.translation import translate
-from clearhead.tasks.words import tag
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]

@@ -214,7 +214,7 @@ def _open(place: Path, key: str) -> Encoded | None:
         if meta["key"] != key:
             return None
         facts = meta["facts"]
-        facts |= {name: Frame(*map(tuple, facts[name])) for name in ("frame", "pair_frame")}
+        facts |= {name: Frame(*facts[name]) for name in ("frame", "pair_frame")}
         facts |= {name: tuple(facts[name]) for name in ("specials", "sentinels", "notes")}
         arrays = {name: _map(place / name, entry) for name, entry in meta["arrays"].items()}
         return Encoded(arrays=arrays, **facts)

@@ -60,21 +60,19 @@ class Encoder(NamedTuple):
         )
         encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
         pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
-        types, previous = [], None
+        text_types, previous = [], None
         for place, (number, kind) in enumerate(zip(encoding.sequence_ids, encoding.type_ids)):
             if number is None:
                 pieces[-1].append(place)
             elif number != previous:
                 pieces.append([])
-                types.append(kind)
+                text_types.append(kind)
                 previous = number
-        if not pair:
-            pieces.insert(1, [])
-        ids, kinds = (
-            [tuple(values[place] for place in piece) for piece in pieces[:3]]
+        special, types = (
+            [[values[place] for place in piece] for piece in pieces]
             for values in (encoding.ids, encoding.type_ids)
         )
-        return Frame(ids[0], ids[1], ids[2], kinds[0], kinds[1], kinds[2], tuple(types))
+        return Frame(special, types, text_types)
 
     def unknown(self) -> int | None:
         """Return the id of text that the tokenizer has no token for; None where it has no such id."""

@@ -6,18 +6,20 @@ Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 import math
 from abc import abstractmethod
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.batches.batching import Setting, tensor
-from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
+from clearhead.batches.batching import Setting, blank, tensor
 from clearhead.batches.rows import Ints, Stretches, frame_rows, lay, pack, ragged
 from clearhead.errors import InputError, refuse
 
 CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
+MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the others stay as they are
 
 
 def generator(seed: int, purpose: int, number: int) -> np.random.Generator:
@@ -106,8 +108,8 @@ class TextWindows(EvenRows):
         lengths = np.minimum(self.width, len(self.ids) - starts)
         if lengths.min() == self.width:
             return sliding_window_view(self.ids, self.width)[starts].astype(np.int64), lengths
-        rows = np.full((len(starts), int(lengths.max())), self.pad, dtype=np.int64)
-        lay(rows, np.zeros_like(starts), Stretches(self.ids, starts, lengths))
+        rows, _ = blank(lengths, self.pad)
+        lay(rows, 0, Stretches(self.ids, starts, lengths))
         return rows, lengths
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
@@ -192,9 +194,8 @@ class NoisyWindows(TextWindows):
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         rows, lengths = self.read(places)
         sizes = np.array([self._sizes(length) for length in lengths.tolist()])  # B 2
-        width, target_width = sizes.max(0)
-        source = np.full((len(rows), width), self.pad, dtype=np.int64)
-        decoder = np.full((len(rows), target_width), self.pad, dtype=np.int64)
+        source, source_mask = blank(sizes[:, 0], self.pad)
+        decoder, mask = blank(sizes[:, 1], self.pad)
         targets = np.full_like(decoder, IGNORE)
         decoder[:, 0] = self.bos
         for length in np.unique(lengths).tolist():  # one, except for the last row of a validation text
@@ -202,19 +203,14 @@ class NoisyWindows(TextWindows):
             noise, spans = self._noise(length)
             left, missing = corrupt_spans(rows[chosen, :length], noise, self.sentinels[:spans], random)
             kept, taken = left.shape[1], missing.shape[1]
-            starts = np.arange(len(chosen)) * kept
-            part = Stretches(left.reshape(-1), starts, np.full(len(chosen), kept))
+            part = Stretches(left.reshape(-1), np.arange(len(chosen)) * kept, np.full(len(chosen), kept))
             frame_rows(self.frame, [part], source, rows=chosen)
             decoder[chosen, 1 : taken + 1] = missing
             targets[chosen, :taken] = missing
             targets[chosen, taken] = self.eos
-        masks = {}
-        if lengths.min() < lengths.max():
-            masks = {
-                "mask": tensor(np.arange(target_width) < sizes[:, 1:]),
-                "source_mask": tensor(np.arange(width) < sizes[:, :1]),
-            }
-        return Batch(tensor(decoder), tensor(targets), source=tensor(source), numbers=tensor(places), **masks)
+        return Batch(
+            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(places)
+        )
 
 
 class PackedDocuments(EvenRows):
@@ -225,14 +221,13 @@ class PackedDocuments(EvenRows):
     """
 
     def __init__(self, setting: Setting) -> None:
-        encoded, length = setting.encoded, setting.length
-        self.ids, self.pad, self.width = encoded["ids"], setting.pad, length
+        length, whole = setting.length, setting.encoded.stretches("ids")
+        self.ids, self.pad, self.width = whole.values, setting.pad, length
         self.bos = setting.need("bos", "isolated packing")
-        begins, sizes = encoded.stretches("ids")
-        documents, window = ragged((sizes + length - 1) // length)
-        self.starts = begins[documents] + window * length  # of each piece: its first target
+        documents, window = ragged((whole.lengths + length - 1) // length)
+        self.starts = whole.starts[documents] + window * length  # of each piece: its first target
         self.first = window == 0
-        self.lengths = np.minimum(length, (begins + sizes)[documents] - self.starts)
+        self.lengths = np.minimum(length, (whole.starts + whole.lengths)[documents] - self.starts)
         row_of, n_rows = pack(self.lengths, length)
         self.members = np.argsort(row_of, kind="stable")  # pieces, row after row
         self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
@@ -240,7 +235,7 @@ class PackedDocuments(EvenRows):
         self.waste = 1 - len(self.ids) / (n_rows * length)
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        counts = self.row_starts[places + 1] - self.row_starts[places]  # documents of each row
+        counts = np.diff(self.row_starts)[places]  # documents of each row
         row, number = ragged(counts)
         piece = self.members[self.row_starts[places][row] + number]
         lengths = self.lengths[piece]
@@ -261,3 +256,71 @@ class PackedDocuments(EvenRows):
 def next_token_batches(setting: Setting) -> Batches:
     """Make batches of a language model: windows over all documents, or documents packed apart."""
     return PackedDocuments(setting) if setting.plan.packing == "isolated" else TextWindows(setting)
+
+
+# What is hidden --------------------------------------------------------------------------------------------
+
+
+def mask_tokens(
+    ids: Ints,
+    hideable: NDArray[np.bool_],
+    share: float,
+    mask_id: int,
+    ordinary: Ints,
+    random: np.random.Generator,
+) -> tuple[Ints, Ints]:
+    """Mask a share of the tokens that may be masked -> what the model reads, and its targets, both [B, T].
+
+    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none.
+    Of the chosen, 80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: any token may be a
+    wrong one.
+    """
+    draw = np.where(hideable, random.random(ids.shape), np.inf)
+    chosen = draw < share
+    lowest = draw.argmin(1)
+    chosen[np.arange(len(ids)), lowest] |= np.isfinite(draw.min(1))
+    targets = np.where(chosen, ids, IGNORE)
+    fate = random.random(ids.shape)
+    seen = np.where(chosen & (fate < MASKED), mask_id, ids)
+    replaced = chosen & (fate >= MASKED) & (fate < MASKED + REPLACED)
+    seen[replaced] = ordinary[random.integers(len(ordinary), size=int(replaced.sum()))]
+    return seen, targets
+
+
+def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -> tuple[int, int]:
+    """Return how many of `length` tokens are taken out, and in how many spans."""
+    noise = min(max(1, round(length * share)), max(1, length - 1))
+    spans = min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
+    return noise, spans
+
+
+def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
+    """Take spans out of rows [B, T] -> the source, and the target.
+
+    In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise`
+    tokens of each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length.
+    Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
+    choose them.
+    """
+    n, length = rows.shape
+    spans = len(sentinels)
+    cut = _parts(n, noise, spans, random)  # B spans
+    kept = _parts(n, length - noise + 2, spans + 1, random)  # B spans+1
+    kept[:, [0, -1]] -= 1  # the ends may be empty
+    lengths = np.empty((n, 2 * spans + 1), dtype=np.int64)
+    lengths[:, 0::2], lengths[:, 1::2] = kept, cut
+    numbers = np.tile(np.arange(2 * spans + 1), n)
+    stretch = np.repeat(numbers, lengths.reshape(-1)).reshape(n, length)  # odd: taken out
+    hidden = stretch % 2 == 1
+    first = hidden.copy()
+    first[:, 1:] &= stretch[:, 1:] != stretch[:, :-1]
+    sentinel = sentinels[np.minimum(stretch // 2, spans - 1)]
+    source = np.where(first, sentinel, rows)[~hidden | first].reshape(n, -1)
+    target = np.stack([sentinel, rows], -1)[np.stack([first, hidden], -1)].reshape(n, -1)
+    return source, target
+
+
+def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> Ints:
+    """Draw `n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniformly: [n, parts]."""
+    places: NDArray[Any] = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
+    return np.diff(np.sort(places, axis=1), axis=1, prepend=0, append=total)

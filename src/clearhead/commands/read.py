@@ -80,7 +80,7 @@ def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> 
     model = options.load(folder)
 
     def work(batch: list[Input]) -> list[Any]:
-        from clearhead.tasks.words import tag
+        from clearhead.tasks.reading import tag
 
         return tag(model, _texts(batch), options.batch_size)
 

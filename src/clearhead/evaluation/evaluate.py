@@ -23,7 +23,7 @@ from clearhead.evaluation.figures import Figures
 from clearhead.evaluation.judgement import Judgement, OnProgress, Options
 from clearhead.evaluation.metrics import Counts, sacrebleu_metric
 from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.run import fitting
+from clearhead.tasks.reading import fitting
 from clearhead.tasks.spec import TaskSpec
 from clearhead.tasks.table import TASKS, task_named
 from clearhead.training.plan import GeneratePlan
@@ -201,7 +201,7 @@ def judged_batches(
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
-        encoded = led(encoded, "ids", encoded.frame.before)
+        encoded = led(encoded, "ids", encoded.frame.special[0])
     encoded, special = begun(encoded, loaded)
     batches = make_batches(
         spec.batching, encoded, plan, special=special, length=length, seed=seed, training=False

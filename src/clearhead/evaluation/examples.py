@@ -68,7 +68,7 @@ def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
         return encoded, loaded.special
     start, *forced = loaded.start_ids
     if "target" in encoded.arrays:
-        encoded = led(encoded, "target", tuple(forced) or encoded.frame.before)
+        encoded = led(encoded, "target", forced or encoded.frame.special[0])
     return encoded, {**loaded.special, "bos": start}
 
 

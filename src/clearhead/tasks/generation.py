@@ -1,6 +1,6 @@
-"""Text in, text out: prompts to generations.
+"""Text in, text out: generate, translate, and score what is already written.
 
-Shapes: B rows, S source length.
+Shapes: B rows, S source length, T length, V vocabulary.
 """
 
 import dataclasses
@@ -8,6 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
@@ -15,15 +18,18 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate.beam import Hypothesis, beam_search
 from clearhead.generate.compiled import decode_compiled
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
-from clearhead.generate.request import Request, RequestOptions
+from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.speculate import Guesser, guessers_for, speculate
 from clearhead.generate.stream import TextStream
+from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.tasks.results import Generation
+from clearhead.tasks.reading import fitting
+from clearhead.tasks.results import Generation, Score
 
 Prompt = str | Sequence[int]
 OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
 Cancel = Callable[[], bool] | threading.Event
+LONGEST, BEAMS = 256, 4  # new tokens at most, and beams, where generation_config.json does not say
 
 
 class TranslateOptions(RequestOptions, total=False):
@@ -218,3 +224,48 @@ def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
             )
         ids.add(found)
     return frozenset(ids)
+
+
+def translate(
+    m: Bundle, texts: Sequence[Prompt], options: dict[str, Any], hooks: Hooks = NO_HOOKS
+) -> list[list[Generation]]:
+    """Return what an encoder-decoder makes of each text; see `Model.translate`.
+
+    `options` are fields of a request. Those that are missing or None are the model's own.
+    """
+    refuse(
+        m.config.family != "encoder-decoder",
+        f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: {fitting(m)}",
+    )
+    stated, given = m.generation, {name: value for name, value in options.items() if value is not None}
+    room = min(LONGEST, m.config.max_positions - len(m.start_ids))
+    usual = {
+        "max_new_tokens": stated.get("max_new_tokens") or max(1, (stated.get("max_length") or room + 1) - 1),
+        "num_beams": 1 if given.get("temperature") else stated.get("num_beams") or BEAMS,
+        "length_penalty": stated.get("length_penalty") or 1.0,
+    }
+    return generate(m, texts, make_request(usual | given), hooks)
+
+
+@torch.inference_mode()
+def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
+    """Return the log-probability of each token given those before it; see `Model.score`."""
+    both = m.config.family == "encoder-decoder"
+    refuse(both and source is None, "score needs a source for this encoder-decoder")
+    refuse(source is not None and not both, "score takes a source only with an encoder")
+    refuse(
+        m.config.head != "lm",
+        f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
+    )
+    ids, first, forced = m.prompt_ids(text), m.start_ids[:1], m.start_ids[1:]
+    if forced and ids[:1] != forced:
+        ids = [*forced, *ids]  # what every answer begins with is part of it
+    refuse(len(first + ids) < 2, "a score needs two tokens at least: the first has nothing before it")
+    device = next(m.model.parameters()).device
+    row = torch.tensor([[*first, *ids]], device=device)
+    check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed
+    more = {} if source is None else {"source": torch.tensor([m.prompt_ids(source)], device=device)}
+    with evaluating(m.model):
+        logits = m.model(row[:, :-1], **more).logits[0].float()  # T-1 V
+    values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()
+    return Score(ids, values if first else [None, *values])

@@ -30,17 +30,6 @@ USES: dict[HeadName, tuple[str, ...]] = {
 Answers = Sequence[Sequence[Any]]  # of each row: its class, the tags of its words, the ends of a span
 
 
-def uses_of(head: HeadName) -> str:
-    """Return what a model with this head is used for: "generate, score and embed"."""
-    uses = USES[head]
-    return f"{', '.join(uses)} and embed" if uses else "embed"
-
-
-def head_for(use: str) -> HeadName | None:
-    """Return the head that a use needs; None where any will do."""
-    return next((head for head, uses in USES.items() if use in uses), None)
-
-
 @dataclass(frozen=True)
 class UsualModel:
     """What a model is when the recipe names none: a published kind, at a size for a CPU or for a GPU."""

@@ -12,8 +12,8 @@ from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
+from clearhead.tasks.reading import tag
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
-from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
 from clearhead.training.losses import CLASSES, SPANS, TAGGED
 from clearhead.training.plan import GeneratePlan
