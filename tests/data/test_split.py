@@ -96,7 +96,7 @@ def test_text_is_parted_without_loss(documents, share, size):
         assert all(len(chunk.text) <= size for chunk in chunks)
         if max(map(len, whole), default=0) < 20 or len(set(whole)) < 2:
             return
-        train, validation, _ = split_text(Stream(lambda: iter(chunks)), share, "empty")
+        train, validation, _ = split_text(Stream(lambda: iter(chunks), "empty"), share)
         parts = ["".join(text) for text in joined(train)], ["".join(text) for text in joined(validation)]
         if len(whole) >= text_module.FEW:
             assert sorted([*parts[0], *parts[1]]) == sorted(whole)

@@ -21,8 +21,10 @@ from typing import TypeAlias
 import numpy as np
 
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TEXT, Labelled, Pair, Shape
+from clearhead.data.files import listing
 from clearhead.data.pictures import Pictures
-from clearhead.errors import MissingExtraError
+from clearhead.data.plan import DataPlan
+from clearhead.errors import MissingExtraError, nearest, refuse
 
 Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in pieces
 Content: TypeAlias = Documents | list[Pair] | list[Labelled] | Pictures
@@ -196,3 +198,18 @@ _ALL = (
     Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", IMAGES, _digits),
 )
 CORPORA: dict[str, Embedded] = {corpus.name: corpus for corpus in _ALL}
+
+
+@listing()
+def embedded_corpus(plan: DataPlan) -> Embedded | None:
+    """Return the embedded corpus a plan names.
+
+    A file or folder of that name comes first, unless the plan differs.
+    """
+    name = plan.paths[0]
+    refuse(
+        plan.format == "corpus" and name not in CORPORA,
+        f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}",
+    )
+    free = plan.format is None and not Path(name).expanduser().exists()
+    return CORPORA.get(name) if len(plan.paths) == 1 and (free or plan.format == "corpus") else None

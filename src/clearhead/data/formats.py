@@ -3,9 +3,8 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from clearhead.data.columns import LANGUAGES
 from clearhead.data.conll import cells
@@ -34,8 +33,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Files of one format."""
 
     format: Format

@@ -66,8 +66,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: '1 column', '2 columns'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: '1 column', '2 columns', '3 classes'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 # TSV and CSV -----------------------------------------------------------------------------------------------

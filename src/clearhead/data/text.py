@@ -6,10 +6,11 @@ Read again at each pass, never whole in memory, split for validation on the way.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from clearhead.data.examples import Chunk
 from clearhead.data.split import KEYS, bound, key_of, percent
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 
 CHUNK = 1_000_000  # characters
 FEW = 20  # so many documents or more are split as wholes; of fewer each gives its end
@@ -20,6 +21,7 @@ class Stream:
     """Chunks of text that can be iterated over again and again."""
 
     start: Callable[[], Iterator[Chunk]]
+    empty: str = "there is no text"  # the error where it has none
 
     def __iter__(self) -> Iterator[Chunk]:
         return self.start()
@@ -44,17 +46,17 @@ def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
         yield Chunk(rest, True)
 
 
-def stream(documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None) -> Stream:
-    """Return the chunks of the first `limit` documents."""
+def stream(
+    documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None, empty: str
+) -> Stream:
+    """Return the chunks of the first `limit` documents; `empty` is the error where there is no text."""
 
     def chunks() -> Iterator[Chunk]:
-        for number, pieces in enumerate(documents()):
-            if number == limit:
-                return
+        for pieces in islice(documents(), limit):
             for chunk in cut(pieces):
                 yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
 
-    return Stream(chunks)
+    return Stream(chunks, empty)
 
 
 # Splitting -------------------------------------------------------------------------------------------------
@@ -70,41 +72,36 @@ class Seen:
     high: int = 0
 
 
-def look(source: Stream, empty: str) -> Seen:
-    """Read a text once, so that every fault of its files is found now.
-
-    `empty` is the error where it has no text.
-    """
+def look(source: Stream) -> Seen:
+    """Read a text once, so that every fault of its files is found now."""
     seen, begins, length = Seen(), True, 0
     for chunk in source:
         if begins:
             key = key_of(chunk.text)
             seen.low, seen.high, length = min(seen.low, key), max(seen.high, key), 0
-        length += len(chunk.text)
-        begins = chunk.ends
+        length, begins = length + len(chunk.text), chunk.ends
         if chunk.ends:
             seen.documents += 1
-            if len(seen.lengths) < FEW:
-                seen.lengths.append(length)
-    refuse(not seen.documents, empty)
+            seen.lengths += [length] if seen.documents <= FEW else []
+    refuse(not seen.documents, source.empty)
     return seen
 
 
-def split_text(source: Stream, share: float, empty: str) -> tuple[Stream, Stream, str]:
-    """Split a text -> text to train on, text to validate on, and a note on how; `empty`: as for `look`."""
-    seen = look(source, empty)
+def split_text(source: Stream, share: float) -> tuple[Stream, Stream, str]:
+    """Split a text -> text to train on, text to validate on, and a note on how."""
+    seen = look(source)
     cuts = [int(length * (1 - share)) for length in seen.lengths]
     if seen.documents >= FEW:
-        limit = bound(seen.low, seen.high, share)
-        side = partial(_by_key, source, limit)
+        side = partial(_by_key, source, bound(seen.low, seen.high, share))
         note = (
             f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
         )
-    elif not sum(cuts) or cuts == seen.lengths:
-        raise InputError(
-            f"the data has {sum(seen.lengths)} characters: too few to train on some and to validate on others"
-        )
     else:
+        refuse(
+            not sum(cuts) or cuts == seen.lengths,
+            f"the data has {sum(seen.lengths)} characters: "
+            "too few to train on some and to validate on others",
+        )
         side = partial(_by_place, source, cuts)
         whose = "the characters" if len(cuts) == 1 else "each document"
         note = f"the last {percent(share)} of {whose} for validation"

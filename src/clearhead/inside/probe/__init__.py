@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clearhead.api import Model
-from clearhead.data.sides import sort_names
+from clearhead.data.corpus import sort_names
 from clearhead.data.tables import listed
 from clearhead.errors import InputError, refuse
 from clearhead.inside.inputs import AnyModel, as_model
