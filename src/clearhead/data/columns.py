@@ -67,9 +67,8 @@ def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> boo
     """Return True if the first of some rows names the columns."""
     first = [cell.strip() for cell in rows[0]]
     named = [cell for cell in first if cell]
-    if any(name in first and not name.isdigit() for name in columns.values()):
-        return True
-    if any(map(_UNNAMED.fullmatch, first)):
+    given = any(name in first and not name.isdigit() for name in columns.values())
+    if given or any(map(_UNNAMED.fullmatch, first)):
         return True
     if not may_name_columns(first):
         return False
@@ -145,7 +144,8 @@ def choose_columns(
     find = _by_name if named else _by_content
     for shape in (wanted,) if wanted else GUESSED:
         if set(given) <= set(shape.roles):
-            found = find(shape, records, names, given)
+            alone = shape is TEXT and not given and len(names) == 1
+            found = {"text": names[0]} if alone else find(shape, records, names, given)
             if set(shape.needed) <= set(found):
                 return shape, {role: found[role] for role in shape.roles if role in found}
     shape = wanted or LABELS
@@ -163,8 +163,10 @@ def choose_columns(
 def find_column(column: str, names: Sequence[str], place: str) -> str:
     """Return the column of this name, or the only one that ends in it after a dot."""
     inner = [name for name in names if name.endswith(f".{column}")]
-    if column not in names and len(inner) != 1:
-        raise InputError(f"{place}: no column {column!r}{nearest(column, names)}; there are {listed(names)}")
+    refuse(
+        column not in names and len(inner) != 1,
+        f"{place}: no column {column!r}{nearest(column, names)}; there are {listed(names)}",
+    )
     return column if column in names else inner[0]
 
 
@@ -180,11 +182,9 @@ def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
 def _by_name(
     shape: Shape, records: Sequence[Record], names: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    low = {name.lower(): name for name in reversed(names)}
-    roles = dict(given)
+    low, roles = {name.lower(): name for name in reversed(names)}, dict(given)
     # Roles with few names of their own choose first: `text` would take almost anything.
-    open_roles = set(shape.roles) - set(given)
-    for role in sorted(open_roles, key=lambda role: (len(NAMES[role]), role)):
+    for role in sorted(set(shape.roles) - set(given), key=lambda role: (len(NAMES[role]), role)):
         free = [low[name] for name in NAMES[role] if name in low and low[name] not in roles.values()]
         roles |= {role: free[0]} if free else {}
     left = [name for name in names if name not in roles.values()]
@@ -192,11 +192,8 @@ def _by_name(
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
         roles = dict(zip(shape.needed, languages)) if len(languages) == 2 else {}
     telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
-    alone = set(roles) == {"text"} and len(telling) == 1
-    if "label" in shape.needed and alone and _like_labels(shape, records, telling[0]):
-        roles["label"] = telling[0]
-    if shape is TEXT and not roles and len(left) == 1:
-        roles["text"] = left[0]
+    if "label" in shape.needed and set(roles) == {"text"} and len(telling) == 1:
+        roles |= {"label": telling[0]} if _like_labels(shape, records, telling[0]) else {}
     return roles
 
 
@@ -220,8 +217,6 @@ def _by_content(
         roles["text"] = max(left, key=lengths.__getitem__)
     if shape is PAIRS and not roles:
         roles = dict(zip(shape.needed, (name for name in left if not _numeric(records, name))))
-    if shape is TEXT and not roles and len(left) == 1:
-        roles["text"] = left[0]
     return roles
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 
-from clearhead.data.examples import Tagged
 from clearhead.data.files import read_lines
-from clearhead.data.tables import counted, shorten
+from clearhead.data.tables import Record, counted, shorten
 from clearhead.errors import InputError, nearest, refuse
 
 CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
@@ -50,8 +49,7 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
     row = cells(first, tabs)
     universal = len(row) == len(CONLLU) and tabs and bool(_NUMBER.fullmatch(row[0]))
     names = CONLLU if universal else tuple(str(number) for number in range(1, len(row) + 1))
-    if len(row) < 2:
-        raise InputError(f"{path} has one column: each line needs a word and its tag, not {shorten(first)}")
+    refuse(len(row) < 2, f"{path} has one column: each line needs a word and its tag, not {shorten(first)}")
     usual = {"words": "form", "tags": "upos"} if universal else {"words": names[0], "tags": names[-1]}
     chosen = {role: columns.get(role, name) for role, name in usual.items()}
     for name in chosen.values():
@@ -61,8 +59,8 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
         )
     words, tags = (names.index(name.lower()) for name in chosen.values())
     note = f"words from column `{names[words]}`, tags from `{names[tags]}`"
-    kind = "CoNLL-U" if universal else f"{len(row)} columns"
-    return TagColumns(len(row), tabs, universal, words, tags), f"{kind}: {note}"
+    note = f"{'CoNLL-U' if universal else f'{len(row)} columns'}: {note}"
+    return TagColumns(len(row), tabs, universal, words, tags), note
 
 
 def cells(line: str, tabs: bool) -> list[str]:
@@ -73,15 +71,14 @@ def cells(line: str, tabs: bool) -> list[str]:
     return [cell.strip() for cell in line.split("\t")] if tabs else re.split("[ \t]+", line.strip())
 
 
-def read_tagged(path: Path, columns: TagColumns) -> Iterator[tuple[str, Tagged]]:
-    """Yield the sentences of a file, each with the place of its first word."""
+def read_tagged(path: Path, columns: TagColumns) -> Iterator[Record]:
+    """Yield the words and tags of each sentence, with the place of its first word."""
     for full, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
-        words: list[str] = []
-        tags: list[str] = []
+        pairs: list[tuple[str, str]] = []
         place = ""
         for number, line in block if full else ():
             row = cells(line, columns.tabs)
-            if columns.skips(line, row, first=not words):
+            if columns.skips(line, row, first=not pairs):
                 continue
             if len(row) != columns.count:
                 raise InputError(
@@ -92,7 +89,6 @@ def read_tagged(path: Path, columns: TagColumns) -> Iterator[tuple[str, Tagged]]
             if not word or not tag:
                 raise InputError(f"{path}, line {number} has no {'tag' if word else 'word'}: {shorten(line)}")
             place = place or f"{path}, line {number}"
-            words.append(word)
-            tags.append(tag)
-        if words:
-            yield place, Tagged(tuple(words), tuple(tags))
+            pairs.append((word, tag))
+        if pairs:
+            yield Record(place, dict(zip(("words", "tags"), zip(*pairs))))

@@ -54,21 +54,19 @@ class Layout:
 
     def examples(self, files: Sequence[Path]) -> Iterator[tuple[str, Example | None]]:
         """Yield the examples with their places; None where a text is empty."""
-        if self.tags is not None:
-            for path in files:
-                yield from read_tagged(path, self.tags)
-            return
         assert self.shape.row is not None
-        for record in self._records(files):
-            yield record.place, self.shape.row.read(record, self.roles)
+        read = self.shape.row.read
+        return ((record.place, read(record, self.roles)) for record in self._records(files))
 
     def _records(self, files: Sequence[Path]) -> Iterator[Record]:
         if self.format == "parallel":
             yield from read_parallel(files)
             return
         for path in files:
-            if self.pattern is not None:
-                records: Iterable[Record] = read_matches(path, self.pattern)
+            if self.tags is not None:
+                records = read_tagged(path, self.tags)
+            elif self.pattern is not None:
+                records = read_matches(path, self.pattern)
             elif self.format == "jsonl":
                 records = read_json(path)
             else:
@@ -81,9 +79,7 @@ class Layout:
 
     def unlike(self, path: Path) -> bool:
         """Return True if a table surely differs from the first in having a header, or in having none."""
-        if not self.names:
-            return False
-        rows = _sample(path, self.format, 1 if self.header else SAMPLE)
+        rows = _sample(path, self.format, 1 if self.header else SAMPLE) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
         if not self.header:
@@ -99,18 +95,15 @@ def lay_out(
     first = next((path for path in source.files if not blank(path)), source.files[0])
     if format in _FIXED:
         shape = _FIXED[format]
-        used = () if shape is TEXT else shape.needed
-        unused = [role for role in plan.columns if role not in used]
+        roles = {} if shape is TEXT else {role: role for role in shape.needed}
+        unused = [role for role in plan.columns if role not in roles]
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
         tags, *more = tag_columns(first, plan.columns) if shape is TAGS else (None,)
-        roles = {role: role for role in shape.needed} if shape is PAIRS else {}
         return Layout(format, shape, roles, tags=tags), [*notes, *more]
     table = format in ("tsv", "csv")
     rows = _sample(first, format, SAMPLE) if table else []
-    header = table and bool(plan.header)
-    if table and plan.header is None:
-        header = bool(rows) and has_header(rows, plan.columns)
+    header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
     names = column_names(rows[0], header) if rows and plan.header is None else ()
     draft = Layout(format, TEXT, {}, header, names, _pattern(plan))
     records = list(islice(draft._records(source.files), SAMPLE))
@@ -120,8 +113,7 @@ def lay_out(
         f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
         f"; {first} is {format}",
     )
-    named = header or format in ("jsonl", "lines")
-    shape, roles = choose_columns(records, plan.columns, wanted, named)
+    shape, roles = choose_columns(records, plan.columns, wanted, named=header or not table)
     columns = counted(len(records[0].cells), "field" if format == "jsonl" else "column")
     headed = f" {'with' if header else 'without'} a header" if table else ""
     notes.append(f"{columns}{headed}: {listed(f'{role} from `{column}`' for role, column in roles.items())}")

@@ -47,6 +47,8 @@ class Record(NamedTuple):
     def words(self, column: str) -> tuple[str, ...]:
         """Return a cell that must be a list of words, or words between spaces."""
         value = self.value(column)
+        if isinstance(value, tuple):  # words of CoNLL, which may hold blanks of other kinds
+            return value
         items = value.split() if isinstance(value, str) else value
         words = isinstance(items, list) and all(isinstance(item, str | int) for item in items)
         if not words or not all(str(item).strip() for item in items):
