@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clearhead.data import text as text_module
+from clearhead.data import split as text_module
 from clearhead.data.examples import Chunk
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of, split_keys
-from clearhead.data.text import Stream, cut, split_text
+from clearhead.data.split import Stream, cut, key_of, split_keys, split_text
 from clearhead.tasks.corpus import open_data
 
 

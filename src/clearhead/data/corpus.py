@@ -24,9 +24,8 @@ from clearhead.data.formats import Source, find_source, same_way
 from clearhead.data.layout import Layout, lay_out
 from clearhead.data.pictures import Pictures, read_pictures, spaced
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of, percent, split_keys
+from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
 from clearhead.data.tables import counted, listed
-from clearhead.data.text import Stream, look, split_text, stream
 from clearhead.errors import InputError, refuse
 
 VERSION = 4  # of the readers: raised when the same files would give other examples

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from clearhead.data.columns import LANGUAGES
-from clearhead.data.conll import cells
 from clearhead.data.examples import PAIRS, TEXT, Shape
 from clearhead.data.files import HEAD, bare, blank, expand, head, listing
 from clearhead.data.plan import DataPlan, Format
-from clearhead.data.tables import counted
+from clearhead.data.tables import cells, counted
 from clearhead.errors import InputError, refuse
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")

@@ -11,13 +11,13 @@ from itertools import islice
 from pathlib import Path
 
 from clearhead.data.columns import choose_columns, find_column, has_header, may_name_columns
-from clearhead.data.conll import TagColumns, read_tagged, tag_columns
 from clearhead.data.examples import IMAGES, PAIRS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
 from clearhead.data.formats import Source
 from clearhead.data.plan import DataPlan
 from clearhead.data.tables import (
     Record,
+    TagColumns,
     column_names,
     counted,
     listed,
@@ -26,6 +26,8 @@ from clearhead.data.tables import (
     read_parallel,
     read_rows,
     read_table,
+    read_tagged,
+    tag_columns,
 )
 from clearhead.errors import InputError, refuse
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 
-from clearhead.data.conll import CONLLU
 from clearhead.data.files import missing, read_lines
-from clearhead.data.tables import counted, shorten
+from clearhead.data.tables import CONLLU, counted, shorten
 from clearhead.errors import InputError, refuse
 
 Span = tuple[int, int]

@@ -15,14 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data.conll import tag_columns
 from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.files import expand
 from clearhead.data.formats import format_of
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import key_of
-from clearhead.data.tables import counted
+from clearhead.data.tables import counted, tag_columns
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.tasks.corpus import open_examples
