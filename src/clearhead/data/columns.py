@@ -103,10 +103,9 @@ def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
     A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
     half as long as usual.
     """
-    counts = [Counter(cells) for cells in below]
     labels = any(
         bool(name) and name not in count and 2 <= len(count) <= MOST_CLASSES and min(count.values()) > 1
-        for name, count in zip(first, counts)
+        for name, count in zip(first, map(Counter, below))
     )
     lengths = [(median(map(len, cells)), len(name)) for name, cells in zip(first, below) if name and cells]
     usual, own = max(lengths, default=(0, 0))

@@ -52,42 +52,40 @@ def find_source(
         known: names that may have been meant where there is no such file.
     """
     parallel = plan.format in (None, "parallel")
-    source = _by_stem(plan, Path(paths[0]).expanduser()) if parallel and len(paths) == 1 else None
-    if source is not None:
+    if parallel and len(paths) == 1 and (source := _by_stem(plan, Path(paths[0]).expanduser())):
         return source
     files = expand(paths, known)
-    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)) is not None:
+    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)):
         return source
-    if plan.pattern is not None and plan.format not in (None, "lines"):
-        fault = f'data.pattern goes with data.format "lines", not {plan.format!r}'
-        raise InputError(f"{fault}: leave one of them out")
-    if plan.format == "lines" and plan.pattern is None:
-        example = r"(?P<source>.+)\t(?P<target>.+)"
-        raise InputError(f'data.format "lines" needs a data.pattern with named groups, such as {example}')
+    refuse(
+        plan.pattern is not None and plan.format not in (None, "lines"),
+        f'data.pattern goes with data.format "lines", not {plan.format!r}: leave one of them out',
+    )
+    refuse(
+        plan.format == "lines" and plan.pattern is None,
+        'data.format "lines" needs a data.pattern with named groups, such as '
+        r"(?P<source>.+)\t(?P<target>.+)",
+    )
     if plan.pattern is not None:
         return Source("lines", tuple(files))
     looks = {path: format_of(path, wanted) for path in files}
     if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
-        as_text = plan.format == "text"
-        fitting = [
-            path
-            for path, look in looks.items()
-            if look == plan.format or (as_text and look not in _UNLIKE_TEXT)
-        ]
-        others = len(files) - len(fitting or files)
+        texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
+        fitting = [path for path, look in looks.items() if look in texts] or files
+        others = len(files) - len(fitting)
         notes = (f"{counted(others, 'file')} of other formats left out",) if others else ()
-        return Source(plan.format, tuple(fitting or files), notes)
+        return Source(plan.format, tuple(fitting), notes)
     first: dict[Format | Literal["binary"], Path] = {}
     for path, look in looks.items():
         if look in _UNLIKE_TEXT or not blank(path):
             first.setdefault(look, path)
-    look, *others_seen = first or {looks[files[0]]: files[0]}
-    if others_seen:
-        mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
-        raise InputError(
-            f"the files are of several formats: {mixed}; "
-            f"name those of one, or choose with --set data.format={look}"
-        )
+    look = next(iter(first), looks[files[0]])
+    mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
+    refuse(
+        len(first) > 1,
+        f"the files are of several formats: {mixed}; "
+        f"name those of one, or choose with --set data.format={look}",
+    )
     if look == "binary":
         raise InputError(
             f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
@@ -137,9 +135,9 @@ def _tagged(lines: Sequence[str]) -> bool:
     if len(full) < 4 or all(line.strip() for line in lines[1:-1]):
         return False
     rows = [cells(line, "\t" in full[0]) for line in full]
-    few = len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
-    words = all(" " not in row[0] for row in rows)
-    return len(rows[0]) > 1 and len({len(row) for row in rows}) == 1 and few and words
+    if len(rows[0]) < 2 or len({len(row) for row in rows}) > 1 or any(" " in row[0] for row in rows):
+        return False
+    return len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
 
 
 # Parallel files --------------------------------------------------------------------------------------------
@@ -156,9 +154,11 @@ def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
     """Return two files whose names end in different languages; any two, if the plan says so."""
     if way := way_of(files):
         return _choose(plan, files[0], dict(zip(way.values(), files)))
-    if plan.format is not None and len(files) != 2:
-        names = "what their names have in common, such as data/train for train.en, train.de"
-        raise InputError(f'data.format "parallel" takes two files, or {names}')
+    refuse(
+        plan.format is not None and len(files) != 2,
+        'data.format "parallel" takes two files, or what their names have in common, such as data/train for '
+        "train.en, train.de",
+    )
     return None if plan.format is None else _parallel(*files)
 
 
@@ -189,8 +189,7 @@ def same_way(source: Source, validation: Source) -> Source:
 def _why_not_parallel(files: Sequence[Path]) -> str | None:
     """Return why files named by their languages are not parallel; None for other files."""
     ends = {bare(path).suffix for path in files}
-    languages = [re.split("[._-]", end)[1:2] for end in ends]
-    if len(ends) < 2 or not all(own and own[0] in LANGUAGES for own in languages):
+    if len(ends) < 2 or not all(re.split("[._-]", f"{end}.")[1] in LANGUAGES for end in ends):
         return None
     if len(files) > 2:
         return f"there are {len(files):,} of them: name the two that go together"
