@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 import math
 from abc import abstractmethod
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.batches.batching import Setting, blank, tensor
 from clearhead.batches.rows import Ints, Stretches, frame_rows, lay, pack, ragged
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 
 CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
@@ -87,8 +88,8 @@ class TextWindows(EvenRows):
             f"the {setting.side} text has {len(self.ids)} tokens, too few to learn from: give more text",
         )
         if usable < step and training:
-            tokens = f"the text has {len(self.ids):,} tokens and rows could have {step:,}"
-            self.notes = (f"{tokens}: each row is the whole text",)
+            could = f"the text has {len(self.ids):,} tokens and rows could have {step:,}"
+            self.notes = (f"{could}: each row is the whole text",)
         self.step = min(step, usable)
         self.width = self.step + self.overlap
         n_rows = usable // self.step if training else math.ceil(usable / self.step)
@@ -116,8 +117,8 @@ class TextWindows(EvenRows):
         rows, lengths = self.read(places)
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         mask = None if real.all() else tensor(real)
-        targets = rows[:, 1:] if mask is None else np.where(real, rows[:, 1:], IGNORE)
-        return Batch(tensor(rows[:, :-1]), tensor(targets), mask=mask, numbers=tensor(places))
+        targets = np.where(real, rows[:, 1:], IGNORE)
+        return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(places))
 
 
 class MaskedWindows(TextWindows):
@@ -131,8 +132,7 @@ class MaskedWindows(TextWindows):
         self.frame, self.share, self.mask_id = encoded.frame, setting.plan.mask_share, setting.need("mask")
         super().__init__(setting, setting.room(self.frame, "text"))
         special = [*encoded.specials, *setting.special.values()]
-        self.hideable = np.ones(encoded.vocab_size, dtype=np.bool_)
-        self.hideable[[token for token in special if token < encoded.vocab_size]] = False
+        self.hideable = ~np.isin(np.arange(encoded.vocab_size), special)
         self.ordinary = np.flatnonzero(self.hideable)
         starts = range(0, len(self.ids), CHECKED)
         refuse(
@@ -144,14 +144,11 @@ class MaskedWindows(TextWindows):
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         lengths = np.minimum(self.width, len(self.ids) - places)
-        total = lengths + self.frame.size
-        real = np.arange(total.max()) < total[:, None]
-        rows = np.full(real.shape, self.pad, dtype=np.int64)
+        rows, mask = blank(lengths + self.frame.size, self.pad)
         frame_rows(self.frame, [Stretches(self.ids, places, lengths)], rows)
-        free = self.hideable[rows] & real
+        free = self.hideable[rows] & (True if mask is None else mask.numpy())
         seen, targets = mask_tokens(rows, free, self.share, self.mask_id, self.ordinary, random)
-        mask = None if real.all() else tensor(real)
-        return Batch(tensor(seen), tensor(targets), mask=mask, numbers=tensor(places))
+        return Batch(tensor(seen), tensor(targets), mask, numbers=tensor(places))
 
 
 class NoisyWindows(TextWindows):
@@ -173,15 +170,13 @@ class NoisyWindows(TextWindows):
             "none: "
             "train one for this task",
         )
-        step = 1
-        if max(self._sizes(step)) > setting.length:
-            raise InputError(
-                f"rows of {setting.length} tokens are too short for {setting.encoded.task}, which needs "
-                f"{max(self._sizes(step))}: raise data.max_length"
-            )
-        while max(self._sizes(step + 1)) <= setting.length:
-            step += 1
-        super().__init__(setting, step)
+        least = max(self._sizes(1))
+        refuse(
+            least > setting.length,
+            f"rows of {setting.length} tokens are too short for {setting.encoded.task}, which needs {least}: "
+            "raise data.max_length",
+        )
+        super().__init__(setting, next(n for n in count(1) if max(self._sizes(n + 1)) > setting.length))
 
     def _noise(self, length: int) -> tuple[int, int]:
         return noise_sizes(length, self.plan.mask_share, self.plan.span_length, len(self.sentinels))
@@ -277,8 +272,7 @@ def mask_tokens(
     """
     draw = np.where(hideable, random.random(ids.shape), np.inf)
     chosen = draw < share
-    lowest = draw.argmin(1)
-    chosen[np.arange(len(ids)), lowest] |= np.isfinite(draw.min(1))
+    chosen[np.arange(len(ids)), draw.argmin(1)] |= np.isfinite(draw.min(1))
     targets = np.where(chosen, ids, IGNORE)
     fate = random.random(ids.shape)
     seen = np.where(chosen & (fate < MASKED), mask_id, ids)
@@ -290,8 +284,7 @@ def mask_tokens(
 def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -> tuple[int, int]:
     """Return how many of `length` tokens are taken out, and in how many spans."""
     noise = min(max(1, round(length * share)), max(1, length - 1))
-    spans = min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
-    return noise, spans
+    return noise, min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
 
 
 def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
@@ -302,8 +295,7 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
     Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
     choose them.
     """
-    n, length = rows.shape
-    spans = len(sentinels)
+    (n, length), spans = rows.shape, len(sentinels)
     cut = _parts(n, noise, spans, random)  # B spans
     kept = _parts(n, length - noise + 2, spans + 1, random)  # B spans+1
     kept[:, [0, -1]] -= 1  # the ends may be empty
