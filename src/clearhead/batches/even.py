@@ -117,7 +117,7 @@ class TextWindows(EvenRows):
         rows, lengths = self.read(places)
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         mask = None if real.all() else tensor(real)
-        targets = np.where(real, rows[:, 1:], IGNORE)
+        targets = rows[:, 1:] if mask is None else np.where(real, rows[:, 1:], IGNORE)
         return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(places))
 
 

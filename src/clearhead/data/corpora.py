@@ -113,13 +113,12 @@ def _docstrings(source: str) -> Iterator[str]:
 
 def _character_names() -> list[Labelled]:
     """Return the names of characters and their general category, without names that are only a number."""
-    named = ((chr(code), unicodedata.name(chr(code), "")) for code in range(0x110000))
-    plain = (
-        (char, name)
+    named = ((char, unicodedata.name(char, "")) for char in map(chr, range(0x110000)))
+    return [
+        Labelled(name, unicodedata.category(char))
         for char, name in named
         if name and not re.search(r"-[0-9A-F]{4,6}$|^HANGUL SYLLABLE ", name)
-    )
-    return [Labelled(name, unicodedata.category(char)) for char, name in plain]
+    ]
 
 
 _MONTHS = (

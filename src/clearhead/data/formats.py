@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from clearhead.data.columns import LANGUAGES
 from clearhead.data.examples import PAIRS, TEXT, Shape
-from clearhead.data.files import HEAD, bare, blank, expand, head, listing
+from clearhead.data.files import HEAD, bare, blank, expand, listing, read_bytes
 from clearhead.data.plan import DataPlan, Format
 from clearhead.data.tables import cells, counted
 from clearhead.errors import InputError, refuse
@@ -92,10 +92,9 @@ def find_source(
             "text, tables, pictures, idx and npz can be read"
         )
     whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
-    said = [f"{whole}: read as {_WORDS.get(look, look)}"]
-    if look == "text" and wanted is None and (why := _why_not_parallel(files)):
-        said.append(f"not taken as parallel files, because {why}")
-    return Source(look, tuple(files), tuple(said))
+    why = _why_not_parallel(files) if look == "text" and wanted is None else None
+    more = (f"not taken as parallel files, because {why}",) if why else ()
+    return Source(look, tuple(files), (f"{whole}: read as {_WORDS.get(look, look)}", *more))
 
 
 def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["binary"]:
@@ -106,7 +105,7 @@ def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["bina
         return "idx"
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
-    data = head(path)
+    data = read_bytes(path, HEAD)
     if b"\0" in data:
         return "binary"
     table = suffix in (".tsv", ".tab")

@@ -113,10 +113,10 @@ def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ())
     for number, row in read_rows(path, format):
         if not first:
             names, first = names or column_names(row, header), number
-            if len(set(names)) < len(names):
-                raise InputError(
-                    f"{path}, line {number} names a column twice: {listed(names)}; rename one of them"
-                )
+            refuse(
+                len(set(names)) < len(names),
+                f"{path}, line {number} names a column twice: {listed(names)}; rename one of them",
+            )
             if header:
                 continue
         if len(row) != len(names):
@@ -161,8 +161,9 @@ def _parse(text: str, place: str) -> Any:
             f"{place} holds half of a surrogate pair, which is no character: {shorten(text)}"
         ) from None
     except (ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0][:80]
-        raise InputError(f"{place} is not JSON ({why}): {shorten(text)}") from None
+        raise InputError(
+            f"{place} is not JSON ({str(error).splitlines()[0][:80]}): {shorten(text)}"
+        ) from None
 
 
 def _flat(value: Any, place: str) -> dict[str, Any]:
@@ -173,10 +174,8 @@ def _flat(value: Any, place: str) -> dict[str, Any]:
     )
     cells: dict[str, Any] = {}
     for name, cell in value.items():
-        inner = (
-            {f"{name}.{own}": item for own, item in cell.items()} if isinstance(cell, dict) else {name: cell}
-        )
-        cells |= inner
+        nested = isinstance(cell, dict)
+        cells |= {f"{name}.{own}": item for own, item in cell.items()} if nested else {name: cell}
     return cells
 
 

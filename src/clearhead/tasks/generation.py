@@ -80,20 +80,20 @@ def generate(
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
     draft = hooks.draft
-    if draft is not None and None not in (m.tokenizer, draft.tokenizer):
-        same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
-        refuse(
-            not same,
-            "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
-        )
+    refuse(
+        draft is not None
+        and None not in (m.tokenizer, draft.tokenizer)
+        and m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab(),
+        "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
+    )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
             return _search(m, runner, request, read, ends)
-        guesser = None if draft is None else draft.engine.runner()
-        guessers = guessers_for(runner, request, read, texts, guesser)
+        smaller = None if draft is None else draft.engine.runner()
+        guessers = guessers_for(runner, request, read, texts, smaller)
         return [[made] for made in _continue(m, runner, request, read, ends, guessers, hooks.on_text)]
 
 
@@ -106,8 +106,7 @@ def _search(
         stream = _stream(m, prompts, number)
         if stream is not None:
             stream.add(found.ids)
-        text = None if stream is None else stream.text
-        return Generation(text, found.ids, found.stop_reason, score=found.score)
+        return Generation(None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score)
 
     rows = beam_search(runner, request, prompts, ends)
     return [[made(number, found) for found in row] for number, row in enumerate(rows)]
@@ -162,9 +161,8 @@ def _decode(
 ) -> list[Continuation]:
     """Run the decode loop that the request asks for."""
     prefix = m.engine.take_prefix(runner) if request.reuse else None
-    cache = None
-    if prefix is not None:
-        cache = prefix.begin(prompts.ids[0], prompts.longest + request.max_new_tokens)
+    slots = prompts.longest + request.max_new_tokens
+    cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
     steps = m.engine.steps_for(runner, request.compile)
     if guessers:
         rows = speculate(runner, request, prompts, ends, cache, guessers=guessers)
@@ -190,10 +188,8 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
         return Prompts(texts)
     refuse(not all(texts), "a prompt is empty: give one token at least")
     device = next(m.model.parameters()).device
-    source = padded(texts, device=device)
-    unequal = any(len(text) < source.shape[1] for text in texts)
-    mask = real_tokens(texts, device) if unequal else None
-    return Prompts([m.start_ids] * len(texts), source, mask)
+    mask = real_tokens(texts, device) if len({*map(len, texts)}) > 1 else None
+    return Prompts([m.start_ids] * len(texts), padded(texts, device=device), mask)
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:

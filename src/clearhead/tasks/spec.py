@@ -70,11 +70,6 @@ VISION = UsualModel(
 )
 
 
-def no_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
-    """Return no metrics: the loss says it all."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """A task."""
@@ -97,7 +92,7 @@ class TaskSpec:
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
     # (answers, targets, labels) -> scores by name.
-    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = no_scores
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use

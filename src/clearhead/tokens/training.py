@@ -64,9 +64,8 @@ def choose(plan: TokensPlan, specials: SpecialTokens, size: int) -> tuple[Tokens
 
     `vocab_size` stays None for characters and bytes, whose number is given.
     """
-    amount = f"{size} bytes of text"
-    if size >= 100:
-        amount = f"{size / 1e6:.1f} MB of text" if size >= 1e5 else f"{size / 1e3:.1f} kB of text"
+    units = ((1e5, f"{size / 1e6:.1f} MB"), (100, f"{size / 1e3:.1f} kB"), (0, f"{size} bytes"))
+    amount = next(f"{written} of text" for least, written in units if size >= least)
     kind, why = plan.kind, "as asked"
     if kind is None and plan.pattern is not None:
         kind, why = "word", "as a pattern says what a word is"

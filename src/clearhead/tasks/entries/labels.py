@@ -49,8 +49,7 @@ def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
 
 
 def _tag_metric(labels: Sequence[str]) -> str:
-    spans = all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels)
-    return "span_f1" if spans else "accuracy"
+    return "span_f1" if all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels) else "accuracy"
 
 
 def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:

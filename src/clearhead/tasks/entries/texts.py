@@ -38,10 +38,6 @@ def _filled(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
     return f"{best[0].text}  ({words[place]})"
 
 
-def _nothing(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
-    return ""
-
-
 def _bits(judgement: Judgement) -> list[str]:
     """Add bits per byte and per character; they say nothing where some of the text was not predicted."""
     tokens, unknown = judgement.tokens, judgement.unknown
@@ -54,10 +50,6 @@ def _bits(judgement: Judgement) -> list[str]:
     chunks = cast(Iterable[Chunk], judgement.rows)
     sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in chunks]
     judgement.figures.bits(tokens, *np.sum(sizes, 0).tolist())
-    return []
-
-
-def _loss_alone(judgement: Judgement) -> list[str]:
     return []
 
 
@@ -97,7 +89,7 @@ TASKS = (
         pooled=False,
         command="fill {folder} TEXT",
         sample=_filled,
-        figures=_loss_alone,
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="denoise",
@@ -107,8 +99,8 @@ TASKS = (
         head="lm",
         usual=ENCODER_DECODER,
         command="translate {folder} TEXT",
-        sample=_nothing,
-        figures=_loss_alone,
+        sample=lambda *given: "",
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="seq2seq",
