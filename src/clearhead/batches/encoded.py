@@ -211,13 +211,11 @@ def _open(place: Path, key: str) -> Encoded | None:
     """Return what a cache holds; None where it is missing or not complete."""
     try:
         meta = json.loads((place / META).read_text())
-        if meta["key"] != key:
-            return None
         facts = meta["facts"]
         facts |= {name: Frame(*facts[name]) for name in ("frame", "pair_frame")}
         facts |= {name: tuple(facts[name]) for name in ("specials", "sentinels", "notes")}
         arrays = {name: _map(place / name, entry) for name, entry in meta["arrays"].items()}
-        return Encoded(arrays=arrays, **facts)
+        return Encoded(arrays=arrays, **facts) if meta["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -230,6 +228,6 @@ def _map(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
             checksum = zlib.crc32(block, checksum)
     if (size, checksum) != (entry["bytes"], entry["checksum"]):
         raise ValueError(f"{path} has changed since it was written")
-    if not size:
-        return np.empty((0, *entry["shape"]), dtype=entry["dtype"])
-    return np.asarray(np.memmap(path, dtype=entry["dtype"], mode="r")).reshape(-1, *entry["shape"])
+    dtype = entry["dtype"]
+    flat = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+    return flat.reshape(-1, *entry["shape"])

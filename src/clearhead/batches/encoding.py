@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,9 +77,8 @@ class Encoder(NamedTuple):
     def unknown(self) -> int | None:
         """Return the id of text that the tokenizer has no token for; None where it has no such id."""
         model = json.loads(self.tokenizer.to_str())["model"]
-        if model["type"] == "Unigram":
-            return cast(int | None, model["unk_id"])
-        return self.tokenizer.token_to_id(model.get("unk_token") or "")
+        unigram = model["type"] == "Unigram"
+        return model["unk_id"] if unigram else self.tokenizer.token_to_id(model.get("unk_token") or "")
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -136,9 +136,9 @@ class Buckets:
 
         Both are shuffled by `random`, where it is given.
         """
-        if random is None:
-            return np.argsort(self.class_of, kind="stable"), np.arange(len(self))
-        return np.argsort(self.class_of + random.random(len(self.class_of))), random.permutation(len(self))
+        noise = 0 if random is None else random.random(len(self.class_of))
+        batches = np.arange(len(self)) if random is None else random.permutation(len(self))
+        return np.argsort(self.class_of + noise, kind="stable"), batches
 
     def waste(self, order: Ints) -> float:
         """Return the share of padding in the batches of one epoch."""

@@ -68,10 +68,9 @@ def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> boo
     first = [cell.strip() for cell in rows[0]]
     named = [cell for cell in first if cell]
     given = any(name in first and not name.isdigit() for name in columns.values())
-    if given or any(map(_UNNAMED.fullmatch, first)):
-        return True
-    if not may_name_columns(first):
-        return False
+    certain = given or any(map(_UNNAMED.fullmatch, first))
+    if certain or not may_name_columns(first):
+        return certain
     known = len({cell.lower() for cell in named} & _KNOWN)
     if len(set(named)) < len(named):
         return known >= 2  # `read_table` refuses names given twice; equal words may be an example

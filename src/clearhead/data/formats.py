@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -101,28 +102,27 @@ def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["bina
     """Return the format of a file by its name, else by its first bytes; plain text where text is `wanted`."""
     name = bare(path).name.lower()
     suffix = Path(name).suffix
-    if IDX.fullmatch(name):
-        return "idx"
-    if suffix in SUFFIXES:
-        return SUFFIXES[suffix]
-    data = read_bytes(path, HEAD)
-    if b"\0" in data:
-        return "binary"
-    table = suffix in (".tsv", ".tab")
-    if wanted is TEXT and not table:
-        return "text"
+    if IDX.fullmatch(name) or suffix in SUFFIXES:
+        return SUFFIXES.get(suffix, "idx")
+    data, table = read_bytes(path, HEAD), suffix in (".tsv", ".tab")
+    if b"\0" in data or (wanted is TEXT and not table):
+        return "binary" if b"\0" in data else "text"
     lines = data.decode("utf-8-sig", "replace").removesuffix("\n").split("\n")
     lines = lines[:-1] if len(data) == HEAD else lines  # the last one may be cut
-    if _tagged(lines):
-        return "conll"
     full = [line for line in lines if line.strip()]
-    if table or (len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1):
-        return "tsv"
-    try:
-        object_first = bool(full) and full[0].startswith("{") and isinstance(json.loads(full[0]), dict)
-        return "jsonl" if object_first else "text"
-    except (ValueError, RecursionError):
-        return "text"
+    tabs = len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1
+    looks: dict[Format, object] = {
+        "conll": _tagged(lines),
+        "tsv": table or tabs,
+        "jsonl": full and full[0].startswith("{") and _is_object(full[0]),
+    }
+    return next((format for format, fits in looks.items() if fits), "text")
+
+
+def _is_object(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    return False
 
 
 def _tagged(lines: Sequence[str]) -> bool:

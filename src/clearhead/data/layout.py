@@ -84,9 +84,8 @@ class Layout:
         rows = _sample(path, self.format, 1 if self.header else SAMPLE) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
-        if not self.header:
-            return has_header(rows, {})
-        return not may_name_columns(rows[0]) and not set(self.names) & set(column_names(rows[0], header=True))
+        known = set(self.names) & set(column_names(rows[0], header=True))
+        return not known and not may_name_columns(rows[0]) if self.header else has_header(rows, {})
 
 
 def lay_out(
@@ -107,7 +106,8 @@ def lay_out(
     rows = _sample(first, format, SAMPLE) if table else []
     header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
     names = column_names(rows[0], header) if rows and plan.header is None else ()
-    draft = Layout(format, TEXT, {}, header, names, _pattern(plan))
+    pattern = None if plan.pattern is None else _pattern(plan.pattern)
+    draft = Layout(format, TEXT, {}, header, names, pattern)
     records = list(islice(draft._records(source.files), SAMPLE))
     refuse(not records, f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
     refuse(
@@ -132,16 +132,13 @@ def _sample(path: Path, format: str, most: int) -> list[list[str]]:
     return [row for _, row in islice(read_rows(path, format), most)]
 
 
-def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
-    if plan.pattern is None:
-        return None
+def _pattern(written: str) -> re.Pattern[str]:
     try:
-        pattern = re.compile(plan.pattern)
+        pattern = re.compile(written)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
+        raise InputError(f"the pattern {written!r} is no regular expression: {error}") from None
     refuse(
         not pattern.groupindex,
-        f"the pattern {plan.pattern!r} has no named groups: "
-        "write them as (?P<source>...) and (?P<target>...)",
+        f"the pattern {written!r} has no named groups: write them as (?P<source>...) and (?P<target>...)",
     )
     return pattern

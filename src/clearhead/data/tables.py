@@ -102,9 +102,8 @@ def read_rows(path: Path, format: str) -> Iterator[tuple[int, list[str]]]:
 
 def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
     """Return the names of the columns: those of the header, or 1, 2, 3; an empty name becomes "unnamed 1"."""
-    if not header:
-        return tuple(str(number) for number in range(1, len(first) + 1))
-    return tuple(" ".join(cell.split()) or f"unnamed {number}" for number, cell in enumerate(first, 1))
+    named = [" ".join(cell.split()) or f"unnamed {number}" for number, cell in enumerate(first, 1)]
+    return tuple(named) if header else tuple(str(number) for number in range(1, len(first) + 1))
 
 
 def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ()) -> Iterator[Record]:

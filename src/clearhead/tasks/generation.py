@@ -106,7 +106,9 @@ def _search(
         stream = _stream(m, prompts, number)
         if stream is not None:
             stream.add(found.ids)
-        return Generation(None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score)
+        return Generation(
+            None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score
+        )
 
     rows = beam_search(runner, request, prompts, ends)
     return [[made(number, found) for found in row] for number, row in enumerate(rows)]
