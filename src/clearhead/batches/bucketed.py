@@ -62,8 +62,8 @@ class PairBatches(Bucketed):
         source, target = setting.encoded.stretches("source"), setting.encoded.stretches("target")
         self.source, self.fed, self.asked = source.cut(room), target.cut(length - 1), target.cut(length)
         self.whole = target.lengths < length
-        notes = cut_note(source.lengths > room, "sources", length)
-        self.notes = notes + cut_note(~self.whole, "targets", length)
+        cut_sources = cut_note(source.lengths > room, "sources", length)
+        self.notes = cut_sources + cut_note(~self.whole, "targets", length)
         super().__init__(setting, self.source.lengths + self.frame.size, self.fed.lengths + 1)
 
     def _build(self, numbers: Ints) -> Batch:

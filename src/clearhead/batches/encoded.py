@@ -174,7 +174,6 @@ class _Files:
         entry["checksum"] = zlib.crc32(data, entry["checksum"])
 
     def close(self, meta: Mapping[str, Any]) -> None:
-        """Write the table."""
         with _writing(self.folder.parent):
             (self.folder / META).write_text(json.dumps({**meta, "arrays": self.table}))
 

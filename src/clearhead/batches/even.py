@@ -35,7 +35,6 @@ class EvenRows(Batches):
     """
 
     def __init__(self, n_rows: int, rows: int, seed: int, training: bool) -> None:
-        """Make batches of `rows` out of `n_rows` rows."""
         self.n_rows, self.rows = n_rows, min(rows, n_rows)
         self.per_epoch = math.ceil(n_rows / self.rows)
         self.seed, self.training = seed, training
@@ -127,7 +126,6 @@ class MaskedWindows(TextWindows):
     overlap = 0
 
     def __init__(self, setting: Setting) -> None:
-        """Make rows of `length` tokens, including the frame."""
         encoded = setting.encoded
         self.frame, self.share, self.mask_id = encoded.frame, setting.plan.mask_share, setting.need("mask")
         super().__init__(setting, setting.room(self.frame, "text"))

@@ -16,16 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.data.columns import check_roles
-from clearhead.data.corpora import CORPORA, Embedded, embedded_corpus
+from clearhead.data import columns, corpora, formats, pictures, tables
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TAGS, TEXT, Corpus, Example, Images, Rows, Shape
 from clearhead.data.files import digest
-from clearhead.data.formats import Source, find_source, same_way
 from clearhead.data.layout import Layout, lay_out
-from clearhead.data.pictures import Pictures, read_pictures, spaced
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
-from clearhead.data.tables import counted, listed
 from clearhead.errors import InputError, refuse
 
 VERSION = 4  # of the readers: raised when the same files would give other examples
@@ -45,22 +41,22 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
     """
     refuse(
         not plan.paths,
-        f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})",
+        f"no data is named: name files, a folder, or an embedded corpus ({', '.join(corpora.CORPORA)})",
     )
-    check_roles(plan.columns)
-    embedded = embedded_corpus(plan)
+    columns.check_roles(plan.columns)
+    embedded = corpora.embedded_corpus(plan)
     if embedded is not None:
         return _open_embedded(plan, embedded, wanted, split)
-    source, others = find_source(plan, plan.paths, wanted, CORPORA), None
+    source, others = formats.find_source(plan, plan.paths, wanted, corpora.CORPORA), None
     if plan.validation:
-        others = same_way(source, find_source(plan, plan.validation, wanted))
+        others = formats.same_way(source, formats.find_source(plan, plan.validation, wanted))
         source = _apart(source, others)
     first, more = source.files[0], others.files if others else ()
     fingerprint = digest([*source.files, *more], _settings(plan), source.format, str(len(source.files)))
     if source.format in PICTURES:
         _check_shape(plan, IMAGES, wanted, first)
-        train, given, notes = read_pictures(source, plan.max_examples)
-        given = given if others is None else read_pictures(others, plan.max_examples)[0]
+        train, given, notes = pictures.read_pictures(source, plan.max_examples)
+        given = given if others is None else pictures.read_pictures(others, plan.max_examples)[0]
         names = [*train.names, *(given.names if given else ())]  # folders name the classes: no file does
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
         notes = [*source.notes, *notes]
@@ -88,9 +84,9 @@ def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) 
 
 def place_of(plan: DataPlan, wanted: Shape | None, name: str) -> str:
     """Return where a label first occurs in the files of a plan; "" for pictures and embedded corpora."""
-    if plan.paths[0] in CORPORA or wanted is IMAGES:
+    if plan.paths[0] in corpora.CORPORA or wanted is IMAGES:
         return ""
-    source = find_source(plan, plan.paths, wanted)
+    source = formats.find_source(plan, plan.paths, wanted)
     rows = lay_out(plan, source, wanted)[0].examples(source.files)
     return next((place for place, row in rows if row is not None and name in row.names()), "")
 
@@ -116,7 +112,7 @@ def _settings(plan: DataPlan) -> str:
 # Reading ---------------------------------------------------------------------------------------------------
 
 
-def _apart(source: Source, validation: Source) -> Source:
+def _apart(source: formats.Source, validation: formats.Source) -> formats.Source:
     """Return the training files without the validation files, which a folder or a glob may hold too."""
     theirs = {path.resolve() for path in validation.files}
     own = tuple(path for path in source.files if path.resolve() not in theirs)
@@ -130,7 +126,7 @@ def _apart(source: Source, validation: Source) -> Source:
         f": both must be of one format; if they are, --set data.format={source.format}",
     )
     left_out = len(source.files) - len(own)
-    note = (f"{counted(left_out, 'validation file')} left out of training",) if left_out else ()
+    note = (f"{tables.counted(left_out, 'validation file')} left out of training",) if left_out else ()
     return source._replace(files=own, notes=(*source.notes, *note))
 
 
@@ -149,11 +145,11 @@ def _read_rows(
     refuse(not read, f"{files[0]} is empty: there is no example in it")
     refuse(
         not found,
-        f"{files[0]}: every one of its {counted(len(read), 'row')} has an empty text"
+        f"{files[0]}: every one of its {tables.counted(len(read), 'row')} has an empty text"
         "; choose columns with --set data.columns=...",
     )
     if len(found) < len(read):
-        notes.append(f"{counted(len(read) - len(found), 'row')} {what} left out")
+        notes.append(f"{tables.counted(len(read) - len(found), 'row')} {what} left out")
     return [(place, row.lowered(plan.lowercase) if plan.lowercase else row) for place, row in found]
 
 
@@ -164,7 +160,7 @@ def _missed_header(labels: Sequence[str]) -> list[str]:
     return [note] if first not in others and len({*labels}) * 2 < len(labels) else []
 
 
-def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, split: bool) -> Corpus:
+def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | None, split: bool) -> Corpus:
     refuse(
         plan.validation,
         f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it",
@@ -172,8 +168,8 @@ def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, spl
     _check_shape(plan, embedded.shape, wanted, f"the corpus {embedded.name}")
     content, notes = embedded.load(), [f"the embedded corpus {embedded.name}: {embedded.sentence}"]
     parts: Iterable[bytes]
-    if isinstance(content, Pictures):
-        content = content.take(spaced(len(content.names), plan.max_examples))
+    if isinstance(content, pictures.Pictures):
+        content = content.take(pictures.spaced(len(content.names), plan.max_examples))
         parts = [content.pixels.tobytes(), *(name.encode() for name in content.names)]
         sides = _picture_sides(plan, content, None, notes, split)
     elif isinstance(content, list):
@@ -192,13 +188,12 @@ def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, spl
     return _corpus(embedded.shape, sides, total.hexdigest(), notes)
 
 
-# Sides -----------------------------------------------------------------------------------------------------
+# Sides: a share is set apart for validation, unless the user or the data set gives what to validate on ------
 
 
 def _text_sides(
     plan: DataPlan, whole: Stream, given: Stream | None = None, *, notes: list[str], split: bool
 ) -> Sides:
-    """Set a share of a text apart for validation, unless the user gives another text for it."""
     if given is None and split:
         train, validation, note = split_text(whole, plan.validation_share)
         notes.append(note)
@@ -218,7 +213,6 @@ def _row_sides(
     notes: list[str],
     split: bool,
 ) -> Sides:
-    """Set a share of the rows apart for validation, unless the user gives others for it."""
     rows = [row for _, row in placed]
     names = [row.names() for row in rows]
     if shape is LABELS and (split or given):
@@ -237,18 +231,19 @@ def _row_sides(
         train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
     known = _names(shape, [*train, *test])
     if known:
-        notes.append(f"{counted(len(known), 'tag' if shape is TAGS else 'class')}: {listed(known)}")
+        notes.append(
+            f"{tables.counted(len(known), 'tag' if shape is TAGS else 'class')}: {tables.listed(known)}"
+        )
     if train and shape is LABELS and len(known) * 2 > len(train):
         notes.append(f"{len(known):,} classes for {len(train):,} examples: is this a label?")
-    both = f"{counted(len(train), 'example')} to train on, {len(test):,} to validate on"
-    notes.append(both if train else counted(len(test), "example"))
+    both = f"{tables.counted(len(train), 'example')} to train on, {len(test):,} to validate on"
+    notes.append(both if train else tables.counted(len(test), "example"))
     return train, test, known, sum(row.size() for row in train)
 
 
 def _picture_sides(
-    plan: DataPlan, train: Pictures, given: Pictures | None, notes: list[str], split: bool
+    plan: DataPlan, train: pictures.Pictures, given: pictures.Pictures | None, notes: list[str], split: bool
 ) -> Sides:
-    """Set a share of the pictures apart for validation, unless the data has a part for it."""
     if not split:
         given = given or train
         known = sort_names(given.names)
@@ -280,11 +275,14 @@ def _picture_sides(
     known = sort_names(train.names)
     _check_known(known, zip(given.places, given.names), "label")
     counts = f"{len(train.names):,} to train on, {len(given.names):,} to validate on"
-    notes += [f"{counted(len(known), 'class')}: {listed(known)}", f"pictures of {size}: {counts}"]
+    notes += [
+        f"{tables.counted(len(known), 'class')}: {tables.listed(known)}",
+        f"pictures of {size}: {counts}",
+    ]
     return _numbered(train, known), _numbered(given, known), known, 0
 
 
-def _numbered(part: Pictures, names: Sequence[str]) -> Images:
+def _numbered(part: pictures.Pictures, names: Sequence[str]) -> Images:
     numbers = {name: number for number, name in enumerate(names)}
     return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64))
 
@@ -305,12 +303,12 @@ def _check_known(known: Sequence[str], found: Iterable[tuple[str, str]], noun: s
     for place, name in found:
         if name not in known:
             raise InputError(
-                f"{place}: the {noun} {name!r} does not occur in the training data, which has {listed(known)}"
+                f"{place}: the {noun} {name!r} does not occur in the training data, "
+                f"which has {tables.listed(known)}"
             )
 
 
 def _check_labels(names: Sequence[str]) -> None:
-    """Refuse labels that say nothing."""
     classes, way_out = len(set(names)), "choose another column with --set data.columns=..."
     refuse(
         classes == 1 < len(names),

@@ -3,50 +3,34 @@
 Tables may differ in having a header.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from clearhead.data.columns import choose_columns, find_column, has_header, may_name_columns
+from clearhead.data import columns, tables
 from clearhead.data.examples import IMAGES, PAIRS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
 from clearhead.data.formats import Source
 from clearhead.data.plan import DataPlan
-from clearhead.data.tables import (
-    Record,
-    TagColumns,
-    column_names,
-    counted,
-    listed,
-    read_json,
-    read_matches,
-    read_parallel,
-    read_rows,
-    read_table,
-    read_tagged,
-    tag_columns,
-)
 from clearhead.errors import InputError, refuse
 
 SAMPLE = 1000  # rows from which columns are guessed
 _FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the files of a source are read."""
 
     format: str
     shape: Shape
-    roles: dict[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str]
     header: bool = False
     # Columns of the first table, for tables that differ in having a header; (): none may.
     names: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
-    tags: TagColumns | None = None
+    tags: tables.TagColumns | None = None
 
     def documents(self, files: Sequence[Path]) -> Iterator[Iterable[str]]:
         """Yield the documents of text files, each in pieces: a file is one, else a record is one."""
@@ -60,23 +44,25 @@ class Layout:
         read = self.shape.row.read
         return ((record.place, read(record, self.roles)) for record in self._records(files))
 
-    def _records(self, files: Sequence[Path]) -> Iterator[Record]:
+    def _records(self, files: Sequence[Path]) -> Iterator[tables.Record]:
         if self.format == "parallel":
-            yield from read_parallel(files)
+            yield from tables.read_parallel(files)
             return
         for path in files:
             if self.tags is not None:
-                records = read_tagged(path, self.tags)
+                records = tables.read_tagged(path, self.tags)
             elif self.pattern is not None:
-                records = read_matches(path, self.pattern)
+                records = tables.read_matches(path, self.pattern)
             elif self.format == "jsonl":
-                records = read_json(path)
+                records = tables.read_json(path)
             else:
                 unlike = self.unlike(path)
-                records = read_table(path, self.format, self.header != unlike, self.names if unlike else ())
+                records = tables.read_table(
+                    path, self.format, self.header != unlike, self.names if unlike else ()
+                )
             for number, record in enumerate(records):
                 for column in self.roles.values() if number == 0 and self.header else ():
-                    find_column(column, list(record.cells), f"{path}")
+                    columns.find_column(column, list(record.cells), f"{path}")
                 yield record
 
     def unlike(self, path: Path) -> bool:
@@ -84,8 +70,12 @@ class Layout:
         rows = _sample(path, self.format, 1 if self.header else SAMPLE) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
-        known = set(self.names) & set(column_names(rows[0], header=True))
-        return not known and not may_name_columns(rows[0]) if self.header else has_header(rows, {})
+        known = set(self.names) & set(tables.column_names(rows[0], header=True))
+        return (
+            not known and not columns.may_name_columns(rows[0])
+            if self.header
+            else columns.has_header(rows, {})
+        )
 
 
 def lay_out(
@@ -100,12 +90,14 @@ def lay_out(
         unused = [role for role in plan.columns if role not in roles]
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
-        tags, *more = tag_columns(first, plan.columns) if shape is TAGS else (None,)
+        tags, *more = tables.tag_columns(first, plan.columns) if shape is TAGS else (None,)
         return Layout(format, shape, roles, tags=tags), [*notes, *more]
     table = format in ("tsv", "csv")
     rows = _sample(first, format, SAMPLE) if table else []
-    header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
-    names = column_names(rows[0], header) if rows and plan.header is None else ()
+    header = table and bool(
+        columns.has_header(rows, plan.columns) if plan.header is None and rows else plan.header
+    )
+    names = tables.column_names(rows[0], header) if rows and plan.header is None else ()
     pattern = None if plan.pattern is None else _pattern(plan.pattern)
     draft = Layout(format, TEXT, {}, header, names, pattern)
     records = list(islice(draft._records(source.files), SAMPLE))
@@ -115,21 +107,23 @@ def lay_out(
         f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
         f"; {first} is {format}",
     )
-    shape, roles = choose_columns(records, plan.columns, wanted, named=header or not table)
-    columns = counted(len(records[0].cells), "field" if format == "jsonl" else "column")
+    shape, roles = columns.choose_columns(records, plan.columns, wanted, named=header or not table)
+    width = tables.counted(len(records[0].cells), "field" if format == "jsonl" else "column")
     headed = f" {'with' if header else 'without'} a header" if table else ""
-    notes.append(f"{columns}{headed}: {listed(f'{role} from `{column}`' for role, column in roles.items())}")
+    notes.append(
+        f"{width}{headed}: {tables.listed(f'{role} from `{column}`' for role, column in roles.items())}"
+    )
     unlike = [path.name for path in (*source.files, *validation) if draft.unlike(path)]
     if unlike:
         notes.append(
-            f"{'no' if header else 'a'} header in {listed(unlike)}"
+            f"{'no' if header else 'a'} header in {tables.listed(unlike)}"
             f": columns taken in the order of {first.name}"
         )
-    return dataclasses.replace(draft, shape=shape, roles=roles), notes
+    return draft._replace(shape=shape, roles=roles), notes
 
 
 def _sample(path: Path, format: str, most: int) -> list[list[str]]:
-    return [row for _, row in islice(read_rows(path, format), most)]
+    return [row for _, row in islice(tables.read_rows(path, format), most)]
 
 
 def _pattern(written: str) -> re.Pattern[str]:

@@ -15,11 +15,9 @@ import torch
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.generate.beam import Hypothesis, beam_search
-from clearhead.generate.compiled import decode_compiled
+from clearhead.generate import beam, compiled, speculate
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
 from clearhead.generate.request import Request, RequestOptions, make_request
-from clearhead.generate.speculate import Guesser, guessers_for, speculate
 from clearhead.generate.stream import TextStream
 from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import Transformer, evaluating
@@ -93,16 +91,14 @@ def generate(
         if request.num_beams > 1:
             return _search(m, runner, request, read, ends)
         smaller = None if draft is None else draft.engine.runner()
-        guessers = guessers_for(runner, request, read, texts, smaller)
+        guessers = speculate.guessers_for(runner, request, read, texts, smaller)
         return [[made] for made in _continue(m, runner, request, read, ends, guessers, hooks.on_text)]
 
 
 def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
-    """Find the best continuations of each prompt by beam search."""
-
-    def made(number: int, found: Hypothesis) -> Generation:
+    def made(number: int, found: beam.Hypothesis) -> Generation:
         stream = _stream(m, prompts, number)
         if stream is not None:
             stream.add(found.ids)
@@ -110,7 +106,7 @@ def _search(
             None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score
         )
 
-    rows = beam_search(runner, request, prompts, ends)
+    rows = beam.beam_search(runner, request, prompts, ends)
     return [[made(number, found) for found in row] for number, row in enumerate(rows)]
 
 
@@ -120,7 +116,7 @@ def _continue(
     request: Request,
     prompts: Prompts,
     ends: Ends,
-    guessers: list[Guesser],
+    guessers: list[speculate.Guesser],
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
@@ -159,17 +155,21 @@ def _continue(
 
 
 def _decode(
-    m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends, guessers: list[Guesser]
+    m: Bundle,
+    runner: Transformer,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends,
+    guessers: list[speculate.Guesser],
 ) -> list[Continuation]:
-    """Run the decode loop that the request asks for."""
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
     cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
     steps = m.engine.steps_for(runner, request.compile)
     if guessers:
-        rows = speculate(runner, request, prompts, ends, cache, guessers=guessers)
+        rows = speculate.speculate(runner, request, prompts, ends, cache, guessers=guessers)
     elif steps is not None:
-        rows = decode_compiled(runner, request, prompts, ends, cache, steps=steps)
+        rows = compiled.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
     else:
         rows = decode(runner, request, prompts, ends, cache)
     if prefix is not None:

@@ -15,9 +15,7 @@ from torch import Tensor
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
-from clearhead.hub.encodings import encoding_of, framed, windows
-from clearhead.hub.pixels import to_pixels
-from clearhead.hub.sentences import Sentences
+from clearhead.hub import encodings, pixels, sentences
 from clearhead.model.heads import pool
 from clearhead.model.transformer import Output, evaluating
 from clearhead.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
@@ -78,7 +76,7 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
 def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32) -> Tensor:
     """Return one vector for each text, [N, D]; see `Model.embed`."""
     check_head(m, "embed")
-    how = m.sentences or Sentences(normalise=m.config.head == "embedding" and m.config.normalise)
+    how = m.sentences or sentences.Sentences(normalise=m.config.head == "embedding" and m.config.normalise)
     rows = m.encode(list(texts), m.max_length)
     vectors = torch.empty(len(rows), m.config.d_model)
     for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
@@ -115,15 +113,15 @@ def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
             raise InputError(
                 f"classify was given {item!r:.60}: it takes a text, a pair of texts, or a list of either"
             )
-        rows.append(framed(m.text_tokenizer, m.max_length, *texts))
+        rows.append(encodings.framed(m.text_tokenizer, m.max_length, *texts))
     return logits_of(m, rows, batch_size)
 
 
 def _of_images(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
-    pixels, weight = [to_pixels(image, m.config, m.images) for image in given], next(m.model.parameters())
-    starts = range(0, len(pixels), batch_size)
+    images = [pixels.to_pixels(image, m.config, m.images) for image in given]
+    weight, starts = next(m.model.parameters()), range(0, len(images), batch_size)
     with evaluating(m.model), torch.inference_mode():
-        batches = [m.model(torch.stack(pixels[at : at + batch_size]).to(weight)).logits for at in starts]
+        batches = [m.model(torch.stack(images[at : at + batch_size]).to(weight)).logits for at in starts]
     return [row for logits in batches for row in logits.float().cpu()]
 
 
@@ -135,11 +133,11 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
     check_head(m, "tag")
     tokenizer, room = m.text_tokenizer, m.max_length
     given = [text if isinstance(text, str) else list(text) for text in texts]
-    whole = [encoding_of(tokenizer, text) for text in given]
+    whole = [encodings.encoding_of(tokenizer, text) for text in given]
     rows = [
         (number, *window)
         for number, text in enumerate(given)
-        for window in windows(tokenizer, room, text, STRIDE)
+        for window in encodings.windows(tokenizer, room, text, STRIDE)
     ]
     # Of each token: how far it is from a cut, and its probabilities [C].
     scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]
@@ -218,7 +216,7 @@ def fill(m: Bundle, texts: Sequence[str], k: int = 5, batch_size: int = 32) -> l
         not 1 <= k <= m.config.vocab_size, f"k {k} must lie between 1 and vocab_size {m.config.vocab_size}"
     )
     mask = m.special["mask"]
-    rows = [encoding_of(m.text_tokenizer, text, special=True) for text in texts]
+    rows = [encodings.encoding_of(m.text_tokenizer, text, special=True) for text in texts]
     for row in rows:
         refuse(
             mask not in row.ids,
@@ -252,8 +250,8 @@ def _candidates(m: Bundle, text: str, row: Encoding, at: int, probability: Tenso
             left = left.rstrip()  # it goes on with the word before
         elif left and not left[-1].isspace():
             left += " "  # the mask took the space before it along
-        whole = left + piece.lstrip(" ") + text[end:]
-        made.append(Candidate(str(tokenizer.id_to_token(token)), token, value, whole))
+        filled = left + piece.lstrip(" ") + text[end:]
+        made.append(Candidate(str(tokenizer.id_to_token(token)), token, value, filled))
     return made
 
 
@@ -293,7 +291,7 @@ def answer(
     rows = [
         (number, piece)
         for number, (asked, given) in enumerate(zip(questions, contexts))
-        for _, piece in windows(tokenizer, room, str(given), stride, str(asked))
+        for _, piece in encodings.windows(tokenizer, room, str(given), stride, str(asked))
     ]
     best: list[Answer] = [Answer("", 0, 0, -1.0)] * len(questions)
     nothing = [1.0] * len(questions)  # the least probability of "no answer" over the windows
@@ -301,10 +299,10 @@ def answer(
         found, empty = _best_span(row, logits, str(contexts[number]), max_tokens)
         best[number] = max(best[number], found, key=lambda each: each.score)
         nothing[number] = min(nothing[number], empty)
-    if none:
-        pairs = zip(best, nothing)
-        best = [found if found.score > empty else Answer("", 0, 0, empty) for found, empty in pairs]
-    return best
+    return [
+        Answer("", 0, 0, empty) if none and found.score <= empty else found
+        for found, empty in zip(best, nothing)
+    ]
 
 
 def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> tuple[Answer, float]:

@@ -5,10 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
-from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
-from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
@@ -90,7 +88,7 @@ def _answer_figures(judgement: Judgement) -> list[str]:
 
 _TEXTS = TaskSpec(
     name="classify",
-    batching=Batching("classify", LABELS, encode_labelled, LabelBatches),
+    batching=Batching("classify", LABELS, encoding.encode_labelled, bucketed.LabelBatches),
     tokens=READER,
     head="classifier",
     usual=ENCODER,
@@ -108,7 +106,7 @@ _TEXTS = TaskSpec(
 _PICTURES = replace(
     _TEXTS,
     name="image",
-    batching=Batching("image", IMAGES, None, PictureBatches),
+    batching=Batching("image", IMAGES, None, pictures.PictureBatches),
     tokens=None,
     usual=VISION,
     families=(),
@@ -122,7 +120,7 @@ TASKS = (
     _PICTURES,
     TaskSpec(
         name="tag",
-        batching=Batching("tag", TAGS, encode_tagged, TagBatches),
+        batching=Batching("tag", TAGS, encoding.encode_tagged, bucketed.TagBatches),
         tokens=READER,
         head="tagger",
         usual=ENCODER,
@@ -139,7 +137,7 @@ TASKS = (
     ),
     TaskSpec(
         name="answer",
-        batching=Batching("answer", QUESTIONS, encode_questions, AnswerBatches),
+        batching=Batching("answer", QUESTIONS, encoding.encode_questions, bucketed.AnswerBatches),
         tokens=READER,
         head="span",
         usual=ENCODER,

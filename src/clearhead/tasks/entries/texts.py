@@ -6,10 +6,8 @@ from typing import Any, cast
 import numpy as np
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, even
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import PairBatches
-from clearhead.batches.encoding import encode_pairs, encode_text
-from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
@@ -70,7 +68,7 @@ def _texts(judgement: Judgement) -> list[str]:
 TASKS = (
     TaskSpec(
         name="lm",
-        batching=Batching("lm", TEXT, encode_text, next_token_batches, separator="eos"),
+        batching=Batching("lm", TEXT, encoding.encode_text, even.next_token_batches, separator="eos"),
         tokens=GENERATOR,
         head="lm",
         usual=DECODER,
@@ -81,7 +79,7 @@ TASKS = (
     ),
     TaskSpec(
         name="mlm",
-        batching=Batching("mlm", TEXT, encode_text, MaskedWindows, separator="sep"),
+        batching=Batching("mlm", TEXT, encoding.encode_text, even.MaskedWindows, separator="sep"),
         tokens=READER,
         guessed=False,
         head="mlm",
@@ -93,7 +91,9 @@ TASKS = (
     ),
     TaskSpec(
         name="denoise",
-        batching=Batching("denoise", TEXT, encode_text, NoisyWindows, separator="eos", sentinels=True),
+        batching=Batching(
+            "denoise", TEXT, encoding.encode_text, even.NoisyWindows, separator="eos", sentinels=True
+        ),
         tokens=DENOISER,
         guessed=False,
         head="lm",
@@ -104,7 +104,7 @@ TASKS = (
     ),
     TaskSpec(
         name="seq2seq",
-        batching=Batching("seq2seq", PAIRS, encode_pairs, PairBatches),
+        batching=Batching("seq2seq", PAIRS, encoding.encode_pairs, bucketed.PairBatches),
         tokens=TRANSLATOR,
         head="lm",
         usual=ENCODER_DECODER,
