@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.data import columns, corpora, formats, pictures, tables
+from clearhead.data import corpora, formats, pictures, tables
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TAGS, TEXT, Corpus, Example, Images, Rows, Shape
 from clearhead.data.files import digest
-from clearhead.data.layout import Layout, lay_out
+from clearhead.data.layout import Layout, check_roles, lay_out
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
 from clearhead.errors import InputError, refuse
@@ -43,7 +43,7 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
         not plan.paths,
         f"no data is named: name files, a folder, or an embedded corpus ({', '.join(corpora.CORPORA)})",
     )
-    columns.check_roles(plan.columns)
+    check_roles(plan.columns)
     embedded = corpora.embedded_corpus(plan)
     if embedded is not None:
         return _open_embedded(plan, embedded, wanted, split)

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from clearhead.data.columns import LANGUAGES
 from clearhead.data.examples import PAIRS, TEXT, Shape
 from clearhead.data.files import HEAD, bare, blank, expand, listing, read_bytes
 from clearhead.data.plan import DataPlan, Format
@@ -22,6 +21,10 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".npz": "npz",
 }
+LANGUAGES = frozenset(
+    ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "no", "fi", "pl", "cs", "sk", "ru", "uk")
+    + ("bg", "ro", "hu", "el", "tr", "ar", "he", "fa", "hi", "zh", "ja", "ko", "vi", "id", "th")
+)
 IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
 _LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
 _NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
