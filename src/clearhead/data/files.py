@@ -132,14 +132,12 @@ def read_pieces(path: Path) -> Iterator[str]:
         offset, rest = 0, b""
         while True:
             block = file.read(BLOCK)
-            data = rest + block
-            start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
-            text, used = _decode(path, data[start:], offset + start, final=not block)
+            text, used = _decode(path, rest + block, offset, final=not block)
             if text:
                 yield text
             if not block:
                 return
-            offset, rest = offset + start + used, data[start + used :]
+            offset, rest = offset + used, (rest + block)[used:]
 
 
 def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -151,26 +149,30 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
                 number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip(),
                 f"{path} ends its lines with carriage returns alone: convert them to line feeds",
             )
-            start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
-            text, _ = _decode(path, line[start:], offset + start, final=True)
+            text, _ = _decode(path, line, offset, final=True)
             offset += len(line)
             yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
 
 
 def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
-    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took."""
+    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took.
+
+    A byte order mark at the beginning of the file is left out.
+    """
+    start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
     if (position := data.find(0)) >= 0:
         raise InputError(
             f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: "
             "convert it to UTF-8)"
         )
     try:
-        return codecs.utf_8_decode(data, "strict", final)
+        text, used = codecs.utf_8_decode(data[start:], "strict", final)
     except UnicodeDecodeError as error:
+        at = start + error.start
         raise InputError(
-            f"{path} is not UTF-8: byte {offset + error.start} is {data[error.start]:#04x}; "
-            "convert it to UTF-8"
+            f"{path} is not UTF-8: byte {offset + at} is {data[at]:#04x}; convert it to UTF-8"
         ) from None
+    return text, start + used
 
 
 def digest(paths: Iterable[Path], *more: str) -> str:

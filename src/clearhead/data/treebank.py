@@ -6,7 +6,7 @@ characters of the sentence's text that belong to each word.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
@@ -54,18 +54,14 @@ def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
     if not path.exists():
         raise missing(path)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves no sentence: ask for 1 or more")
-    found = list(islice(_sentences(path), limit))
+    blocks = groupby(read_lines(path), lambda numbered: bool(numbered[1].strip()))
+    sentences = (_sentence(path, block) for full, block in blocks if full)
+    found = list(islice(filter(None, sentences), limit))
     refuse(
         not found,
         f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word",
     )
     return found
-
-
-def _sentences(path: Path) -> Iterator[Sentence]:
-    for full, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
-        if full and (found := _sentence(path, block)) is not None:
-            yield found
 
 
 def _sentence(path: Path, block: Iterable[tuple[int, str]]) -> Sentence | None:

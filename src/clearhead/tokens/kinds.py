@@ -91,11 +91,12 @@ def word(order: Order) -> Tokenizer:
         raise InputError(f'pattern "{order.pattern}" is no regular expression: {error}') from None
     split = pre_tokenizers.Split(words, "removed", invert=True)
     tokenizer = _built(models.WordLevel(unk_token=order.unk), normalizer=_lower(order), pre_tokenizer=split)
-    size = order.need(len(order.special) + 1, "one word")
-    tokenizer.train_from_iterator(
-        order.stream(ROOM["word"]),
-        trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False),
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=order.need(len(order.special) + 1, "one word"),
+        special_tokens=order.marks(),
+        show_progress=False,
     )
+    tokenizer.train_from_iterator(order.stream(ROOM["word"]), trainer)
     refuse(
         tokenizer.get_vocab_size() == len(order.special),
         f'pattern "{order.pattern or WORDS}" finds no word in the text: '
