@@ -89,11 +89,10 @@ class LabelBatches(Bucketed):
         self.paired, self.labels, self.frames = paired, encoded["labels"], (encoded.frame, encoded.pair_frame)
         first, second = encoded.stretches("first"), encoded.stretches("second")
         single = np.minimum(first.lengths, setting.room(encoded.frame, "a text"))
-        both = single, second.lengths
-        if paired.any():
-            both = share_room(first.lengths, second.lengths, setting.room(encoded.pair_frame, "two texts"))
-        self.first = first.cut(np.where(paired, both[0], single))
-        self.second = second.cut(np.where(paired, both[1], 0))
+        room = setting.room(encoded.pair_frame, "two texts") if paired.any() else 0
+        one, two = share_room(first.lengths, second.lengths, room)
+        self.first = first.cut(np.where(paired, one, single))
+        self.second = second.cut(np.where(paired, two, 0))
         texts = self.first.lengths + self.second.lengths
         self.notes = cut_note(texts < first.lengths + second.lengths, "examples", setting.length)
         used = zip(self.frames, (~paired, paired))

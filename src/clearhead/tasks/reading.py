@@ -93,10 +93,9 @@ def classify(m: Bundle, inputs: Sequence[Any], batch_size: int = 32) -> list[Cla
     check_head(m, "classify")
     scores = (_of_images if m.config.input == "patches" else _of_texts)(m, inputs, batch_size)
     kind = m.description.theirs.get("problem_type") if m.description is not None else None
-    if kind == "multi_label_classification" or (kind != "regression" and m.config.n_classes == 1):
-        scores = [row.sigmoid() for row in scores]
-    elif kind != "regression":
-        scores = [row.softmax(-1) for row in scores]
+    single = kind == "multi_label_classification" or m.config.n_classes == 1  # each class on its own
+    if kind != "regression":
+        scores = [row.sigmoid() if single else row.softmax(-1) for row in scores]
     names = m.class_names
     return [
         Classification(names[int(row.argmax())], float(row.max()), dict(zip(names, row.tolist())))
