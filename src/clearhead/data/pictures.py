@@ -1,12 +1,10 @@
 """Read pictures from a folder for each class, idx files or npz files: all of one size, as bytes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +27,10 @@ class Pictures(NamedTuple):
     names: list[str]
     places: list[str]  # where each came from, for messages
 
-    def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Pictures:
+    def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Self:
         """Return the pictures with these numbers."""
         names, places = ([every[i] for i in chosen] for every in (self.names, self.places))
-        return Pictures(self.pixels[np.asarray(chosen, np.int64)], names, places)
+        return self._replace(pixels=self.pixels[np.asarray(chosen, np.int64)], names=names, places=places)
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
