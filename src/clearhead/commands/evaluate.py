@@ -103,7 +103,7 @@ def evaluate(
         with writing(output) as write:
             for text in done.outputs:
                 write(" ".join(text.splitlines()))
-    print_notes(done.said)
+    print_notes(done.notes)
     body = {name: getattr(done, name) for name in SHOWN}
     show_result(body, json, _parts(done, str(folder)))
 

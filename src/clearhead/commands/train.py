@@ -98,7 +98,7 @@ def _figures(metrics: dict[str, Any]) -> str:
 def _list(json: bool) -> None:
     """List the corpora and recipes that come with clearhead."""
     from clearhead.data.corpora import CORPORA
-    from clearhead.training.recipe import recipe_names
+    from clearhead.recipe import recipe_names
 
     corpora = {name: corpus.sentence for name, corpus in CORPORA.items()}
     recipes = recipe_names()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from clearhead.batches.batch import Batch
 from clearhead.fast.training import unjoined
+from clearhead.losses import Objective, batch_loss
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import Objective, batch_loss
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import Precision
+from clearhead.recipe import TrainPlan
+from clearhead.training.machine import Precision
 
 SHOWN = 8  # examples named in a line, at most
 

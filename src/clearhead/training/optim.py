@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.training.plan import TrainPlan
+from clearhead.recipe import TrainPlan
 
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass

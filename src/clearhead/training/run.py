@@ -1,26 +1,24 @@
 """`train`: from data to a model directory, step by step."""
 
-import dataclasses
+import glob
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clearhead.api import Model, load
+from clearhead.data.corpora import CORPORA
 from clearhead.data.files import RECIPE
-from clearhead.errors import CheckpointError, InputError, refuse
+from clearhead.data.plan import DataPlan
+from clearhead.errors import CheckpointError, refuse
+from clearhead.evaluation.validate import validate
 from clearhead.hub.files import write_text
+from clearhead.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS, shape_of
-from clearhead.training.averaging import average
+from clearhead.training import averaging, log, loop, prepare
 from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started
-from clearhead.training.folder import PRETRAIN, new_folder, resumable
-from clearhead.training.log import open_log
-from clearhead.training.loop import TrainingRun, averaged_steps, learn, save
-from clearhead.training.prepare import prepare, restore, run_name, with_absolute_paths
-from clearhead.training.recipe import BASE, Recipe, Settings, read_recipe
-from clearhead.training.state import BEST, CHECKPOINTS, LAST, newest
-from clearhead.training.validate import validate
+from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ def _start(
     if recipe.train.pretrain:
         first = _pretrain(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
-            return dataclasses.replace(first, folder=folder)
+            return replace(first, folder=folder)
         recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("tokens", kind=None)
         recipe = recipe.replace("train", pretrain=0)
-    run = prepare(recipe, folder, on_event)
-    save(run)
+    run = prepare.prepare(recipe, folder, on_event)
+    loop.save(run)
     keep()
     return _finish(run, on_event, stop)
 
@@ -104,9 +102,8 @@ def _pretrain(
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
     _, task = open_examples(recipe.data)
-    if not TASKS[task].pretrain:
-        fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
-        raise InputError(f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
+    refuse(not TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
     TASKS[task].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
@@ -129,22 +126,23 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
         return _start(read_recipe(folder / RECIPE), folder, on_event, stop)
     for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    return _finish(restore(folder, checkpoint, on_event), on_event, stop)
+    return _finish(prepare.restore(folder, checkpoint, on_event), on_event, stop)
 
 
-def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
-    state, parameters = run.state, list(run.model.parameters())
-    with open_log(run.folder, state.step, run.plan.tensorboard) as write:
+    state = run.state
+    with log.open_log(run.folder, state.step, run.plan.tensorboard) as write:
 
         def tell(event: Event) -> None:
             write(event)
             on_event(event)
 
-        size = sum(parameter.numel() for parameter in parameters)
-        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        parameters = run.model.parameters
+        size = sum(parameter.numel() for parameter in parameters())
+        trainable = sum(parameter.numel() for parameter in parameters() if parameter.requires_grad)
         tell(Started(run.folder, run.task.name, size, trainable, run.steps, state.step, str(run.device)))
-        reason = learn(run, tell, stop)
+        reason = loop.learn(run, tell, stop)
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped":
             chosen.save(run.folder)
@@ -152,18 +150,49 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
     return Trained(chosen, run.folder, state.step, metrics, reason)
 
 
-def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
+def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own."""
     best = run.folder / BEST
     found = (best if best.exists() else run.folder / LAST).resolve()
     loaded = load(found)
-    steps = averaged_steps(run)  # none, where patience ended the run before the first of them
+    steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
     if len(steps) > 1 and reason != "stopped":
         states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in steps)
-        loaded.model.load_state_dict(average(states))
+        loaded.model.load_state_dict(averaging.average(states))
         loaded.model.to(run.device)
-        metrics = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
+        metrics = validate(loaded, run.task, run.validation, run.precision.autocast, run.device, run.metric)
         loaded.model.to("cpu")
         return loaded, {"step": run.state.step, **metrics}
     step = int(found.name.removeprefix("step-"))
     return loaded, next((row for row in run.state.validations if row["step"] == step), {})
+
+
+# The names in a recipe --------------------------------------------------------------------------------------
+
+
+def run_name(plan: DataPlan) -> str:
+    """Name a run for its first file or folder; for a glob, name it for the folder that is searched."""
+    first = Path(plan.paths[0]).absolute() if plan.paths else Path("model")
+    named = next((path for path in (first, *first.parents) if not glob.has_magic(path.name)), first)
+    return named.name.split(".")[0] or "model"
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Make the paths of a recipe absolute; the name of a corpus or a preset stays as it is."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
+
+    def data_path(path: str) -> str:
+        is_prefix = path not in CORPORA and any(glob.iglob(f"{path}*"))  # `train` for train.en and train.de
+        return str(Path(path).absolute()) if is_prefix else absolute(path)
+
+    paths = {name: tuple(map(data_path, getattr(recipe.data, name))) for name in ("paths", "validation")}
+    recipe = recipe.replace("data", **paths)
+    for section, key, path in (
+        ("tokens", "model", recipe.tokens.model),
+        ("model", BASE, recipe.model.get(BASE)),
+    ):
+        if path is not None:
+            recipe = recipe.replace(section, **{key: absolute(path)})
+    return recipe

@@ -2,7 +2,7 @@
 
 import math
 
-from clearhead.training.plan import TrainPlan
+from clearhead.recipe import TrainPlan
 
 ORIGINAL_WARMUP = 4000
 

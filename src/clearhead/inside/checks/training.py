@@ -17,10 +17,10 @@ from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import Comparison, gap
+from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import batch_loss
+from clearhead.recipe import TrainPlan
 from clearhead.training.optim import make_optimizer, set_rate
-from clearhead.training.plan import TrainPlan
 from clearhead.training.schedule import rate
 from clearhead.training.state import (
     State,

@@ -12,11 +12,11 @@ from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
+from clearhead.losses import CLASSES, SPANS, TAGGED
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
 from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
-from clearhead.training.losses import CLASSES, SPANS, TAGGED
-from clearhead.training.plan import GeneratePlan
 
 
 def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
@@ -38,7 +38,8 @@ def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) ->
 def _class_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and the mean F1 of the classes."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
-    judgement.figures.classes(said, meant)
+    for name in ("accuracy", "macro_f1"):
+        judgement.figures.add(name, said, meant)
     return [judgement.labels[place] for place in said]
 
 

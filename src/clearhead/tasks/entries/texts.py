@@ -12,9 +12,9 @@ from clearhead.batches.encoding import encode_pairs, encode_text
 from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
-from clearhead.training.plan import GeneratePlan
 
 PROMPT = 32  # characters of the validation text that a language model continues
 
@@ -70,8 +70,8 @@ def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
 
 def _texts(judgement: Judgement) -> list[str]:
     """Add exact match, edits per token, BLEU and chrF."""
-    written, options = judgement.written, judgement.options
-    judgement.figures.texts(written, judgement.references, options.tokenize, options.lowercase)
+    written, references = judgement.written, judgement.references
+    judgement.figures.texts(written, references, judgement.tokenize, judgement.lowercase)
     return written
 
 

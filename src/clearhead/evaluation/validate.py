@@ -1,11 +1,12 @@
-"""Validation: judge a model on every validation example, from batches alone.
+"""Validation: judge a model on every validation example, from batches alone, and show what it says of a few.
 
 Shapes: B batch, T length, C classes.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,20 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead import losses
 from clearhead.api import Model
 from clearhead.batches.batch import IGNORE, Batches
-from clearhead.errors import refuse
+from clearhead.data.examples import Corpus, Images
+from clearhead.errors import InputError, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import TaskSpec
-from clearhead.training.losses import Objective, arguments_for, default_chunk, objective_of
-from clearhead.training.precision import Precision
 
 WRITTEN = ("exact", "bleu", "chrf")  # metrics that need text the model generates
+Autocast = Callable[[], AbstractContextManager[object]]  # makes the context in which a loss is computed
 
 
 @dataclass(frozen=True)
@@ -45,32 +48,31 @@ def examine(
     model: Transformer,
     batches: Batches,
     device: torch.device,
-    precision: Precision | None = None,
-    objective: Objective | None = None,
+    autocast: Autocast = nullcontext,
+    objective: losses.Objective | None = None,
 ) -> Iterator[Examined]:
     """Judge every batch of one epoch; `objective` None: the usual one of the head."""
     for batch in batches.all():
         batch = batch.to(device)
-        arguments = arguments_for(model, batch)
-        said: list[list[Any]] = []
-        meant: list[list[Any]] = []
-        with evaluating(model), nullcontext() if precision is None else precision.autocast():
+        arguments = losses.arguments_for(model, batch)
+        answers: losses.Answered = ([], [])
+        with evaluating(model), autocast():
             if isinstance(model.head, LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
-                chunk = default_chunk(model.config.vocab_size, device)
-                losses = vocabulary_losses(model.head, hidden, batch.targets, chunk)
+                chunk = losses.default_chunk(model.config.vocab_size, device)
+                found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
             else:
-                own = objective or objective_of(model.config.head)
+                own = objective or losses.objective_of(model.config.head)
                 logits = model(**arguments).logits
                 rows = [slice(row, row + 1) for row in range(len(batch))]
-                losses = torch.stack([own.loss(logits[row], batch.rows(row), 0.0) for row in rows])
-                said, meant = own.answers(logits, batch)
+                found = torch.stack([own.loss(logits[row], batch.rows(row), 0.0) for row in rows])
+                answers = own.answers(logits, batch)
         single = batch.is_span or batch.targets.is_floating_point()
-        counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
-        counts = torch.ones(len(batch)) if single else counts
+        asked = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
+        counts = torch.ones(len(batch)) if single else asked
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
-        found, of_rows = (values.cpu().double().numpy() for values in (losses, counts))
-        yield Examined(numbers.numpy(), found, of_rows, said, meant)
+        sums, of_rows = (values.cpu().double().numpy() for values in (found, counts))
+        yield Examined(numbers.numpy(), sums, of_rows, *answers)
 
 
 @torch.no_grad()
@@ -78,25 +80,23 @@ def validate(
     loaded: Model,
     task: TaskSpec,
     batches: Batches,
-    precision: Precision,
+    autocast: Autocast,
     device: torch.device,
     metric: str = "loss",
 ) -> dict[str, float]:
     """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task."""
-    total, count = 0.0, 0.0
-    predicted: list[list[Any]] = []
-    wanted: list[list[Any]] = []
-    for seen in examine(loaded.model, batches, device, precision, task.objective):
-        total, count = total + float(seen.losses.sum()), count + float(seen.counts.sum())
-        predicted += seen.said
-        wanted += seen.meant
+    seen = list(examine(loaded.model, batches, device, autocast, task.objective))
+    count = sum(float(part.counts.sum()) for part in seen)
     refuse(
         not count,
         "the validation data has no targets: every token is unknown to the tokenizer; "
         "validate on more of it, or on other files",
     )
-    found = {"loss": total / count}
+    found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
     if not isinstance(loaded.model.head, LanguageHead):
+        predicted, wanted = (
+            [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
+        )
         return found | task.scores(predicted, wanted, loaded.labels)
     found["perplexity"] = math.exp(min(found["loss"], 700))
     if task.writes and metric in WRITTEN:
@@ -121,22 +121,33 @@ def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk
 
 def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
     """Return greedy outputs for every validation source, and the texts of the targets."""
-    assert loaded.tokenizer is not None
     outputs: list[str] = []
     references: list[str] = []
     for batch in batches.all():
         assert batch.source is not None
-        real = (
-            torch.ones_like(batch.source, dtype=torch.bool)
-            if batch.source_mask is None
-            else batch.source_mask
-        )
+        real = torch.ones_like(batch.source).bool() if batch.source_mask is None else batch.source_mask
         sources = [row[where].tolist() for row, where in zip(batch.source, real)]
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
-        longest = max(map(len, targets))
-        made: Any = loaded.generate(
-            sources, max_new_tokens=min(longest * 2 + 10, loaded.config.max_positions - 1)
-        )
+        room = min(max(map(len, targets)) * 2 + 10, loaded.config.max_positions - 1)
+        made: Any = loaded.generate(sources, max_new_tokens=room)
         outputs += [one.text or "" for one in made]
-        references += loaded.tokenizer.decode_batch(targets)
+        references += loaded.text_tokenizer.decode_batch(targets)
     return outputs, references
+
+
+def sampler(
+    task: TaskSpec, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
+) -> Callable[[Model], tuple[str, ...]]:
+    """Return a function from a model to what it says of some validation examples, the same each time."""
+    given: Any = corpus.validation
+    if isinstance(given, Images):
+        given = zip(itertools.count(), given.pixels, given.labels.tolist())
+    rows = list(itertools.islice(given, count))
+
+    def sample(loaded: Model, place: int) -> str:
+        try:
+            return task.sample(loaded, rows[place], plan, seed + place)
+        except InputError as error:  # no run ends for something that is only shown
+            return f"({error})"
+
+    return lambda loaded: tuple(sample(loaded, place) for place in range(len(rows)))
