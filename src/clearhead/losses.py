@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.model.dtypes import wide
 from clearhead.model.experts import balance_loss
 from clearhead.model.heads import LanguageHead
@@ -46,10 +46,11 @@ class Objective:
 
 def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
     """Return the model's inputs of a batch; token types are left out where the model has none."""
-    arguments = batch.arguments()
-    if model.config.n_types < 2:
-        arguments.pop("types", None)
-    return arguments
+    return {
+        name: value
+        for name, value in batch.arguments().items()
+        if name != "types" or model.config.n_types > 1
+    }
 
 
 def batch_loss(
@@ -102,11 +103,10 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """
     flat = wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
-        shares = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
-        return nnf.cross_entropy(flat, shares, reduction="sum", label_smoothing=smoothing)
-    return nnf.cross_entropy(
-        flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
-    )
+        wanted = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
+    else:
+        wanted = targets.reshape(-1)
+    return nnf.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
 def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -118,10 +118,9 @@ def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
     scores = wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
-    asked = targets != IGNORE
     chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
     even = log_p.masked_fill(~real, 0).sum(-1) / real.sum(-1)
-    return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
+    return -((1 - smoothing) * chosen + smoothing * even).masked_fill(targets == IGNORE, 0).sum() / 2
 
 
 def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -158,10 +157,11 @@ SPANS = Objective(span_loss, span_answers)
 def objective_of(head: str | None) -> Objective:
     """Return the usual objective of a head without a vocabulary."""
     usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
-    if head not in usual:
-        heads = "lm, mlm, classifier, tagger or span"
-        raise InputError(f'a model with head "{head}" has no loss: train one with {heads}')
-    return usual[head]
+    refuse(
+        head not in usual,
+        f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span',
+    )
+    return usual[str(head)]
 
 
 def vocabulary_loss(

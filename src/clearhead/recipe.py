@@ -5,15 +5,14 @@ changes a key. `[model]` takes any field of `ModelConfig`, and `base`: a preset'
 to start from.
 """
 
-import ast
 import dataclasses
 import inspect
-import io
 import json
 import os
-import tokenize
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -29,6 +28,7 @@ BASE = "base"  # the one key of [model] that is no field of the config
 Settings: TypeAlias = Mapping[str, Any] | Iterable[str]  # {"train.steps": 30}, or "train.steps=30" strings
 # Settings that take the place of another key: of two that say the same thing, the last one counts.
 REPLACES = {"train.steps": "epochs", "train.epochs": "steps", "data.batch_size": "batch_tokens"}
+FIELD_COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 MAX_THREADS = 1024  # with very many the process dies without a message
 MAX_SEED = 2**32 - 1  # so that the seed of each step is one that PyTorch and NumPy take
 # What the numbers of [train] and [generate] may be: names of keys, allowed values, and the same in words
@@ -238,9 +238,9 @@ def _tables(name: str | Path | Recipe) -> dict[str, dict[str, Any]]:
         return {section: plain(getattr(name, section)) for section in SECTIONS}
     path, known = Path(name), recipe_names()
     if not path.is_file() and str(name) not in known:
-        what = f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file'
-        if path.suffix == ".toml":
-            what = f"there is no recipe {path}: name a .toml file that exists"
+        unknown = f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file'
+        missing = f"there is no recipe {path}: name a .toml file that exists"
+        what = missing if path.suffix == ".toml" else unknown
         raise InputError(f"{what}, or one of {', '.join(known)}")
     file = path if path.is_file() else resources.files("clearhead") / "recipes" / f"{name}.toml"
     try:
@@ -323,17 +323,8 @@ def _comments(cls: type) -> dict[str, str]:
     """Return the comment beside each field in the source of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, cls.__mro__):
-        try:
-            source = inspect.getsource(part)
-        except OSError:
-            continue
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        comments = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                beside = " ".join(comments[line] for line in lines if line in comments)
-                found |= {node.target.id: beside} if beside else {}
+        with suppress(OSError):  # no source is there
+            found |= dict(FIELD_COMMENT.findall(inspect.getsource(part)))
     return found
 
 

@@ -26,8 +26,8 @@ from clearhead.cli import main
 from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.evaluate import data_plan
+from clearhead.evaluation.examples import examine
 from clearhead.evaluation.judgement import Figures
-from clearhead.evaluation.validate import examine
 from clearhead.losses import batch_loss
 from clearhead.presets import preset
 from clearhead.tasks.corpus import open_data

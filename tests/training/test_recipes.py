@@ -21,7 +21,7 @@ import transformers
 import clearhead as ch
 from clearhead.hub.files import read_json
 from clearhead.recipe import SECTIONS, Recipe, _comments, recipe_names
-from clearhead.training.log import read_log
+from clearhead.training.events import read_log
 
 transformers.logging.set_verbosity_error()
 

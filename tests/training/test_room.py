@@ -15,8 +15,8 @@ from clearhead.fast.training import join_projections
 from clearhead.losses import batch_loss
 from clearhead.training import machine
 from clearhead.training.averaging import average
+from clearhead.training.events import read_log
 from clearhead.training.faults import find_fault
-from clearhead.training.log import read_log
 from clearhead.training.machine import Precision
 from clearhead.training.state import State
 from tests.harness import build, some_ids

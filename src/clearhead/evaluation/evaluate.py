@@ -17,10 +17,9 @@ from clearhead.data.files import RECIPE
 from clearhead.data.formats import way_for
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
-from clearhead.evaluation.examples import SeenPictures, begun, examples, led, renamed, summed_by
+from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
 from clearhead.evaluation.judgement import Figures, Judgement, OnProgress
 from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
-from clearhead.evaluation.validate import examine
 from clearhead.recipe import GeneratePlan, Settings, read_recipe
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.run import fitting
@@ -94,9 +93,8 @@ def evaluate(
         _check_tokenize(tokenize)
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     refuse(seed < 0, f"seed {seed} must be 0 or more")
-    known = hints_of(GeneratePlan)
-    stated = {name: value for name, value in generation.items() if name in known and value is not None}
-    GeneratePlan(**stated)  # refuses wrong values
+    known = generation.keys() & hints_of(GeneratePlan)
+    GeneratePlan(**{name: generation[name] for name in known if generation[name] is not None})  # or refuses
     plan = replace(
         plan,
         task=task.name,
@@ -110,8 +108,7 @@ def evaluate(
     if task.classes:
         corpus = renamed(corpus, loaded, plan, figures.notes)
     options = (tokenize, lowercase, generation, on_progress)
-    judgement = Judgement(loaded, loaded.class_names, plan, corpus.validation, figures, *options)
-    return _evaluation(judgement, task, corpus)
+    return _evaluation(Judgement(loaded, plan, corpus.validation, figures, *options), task, corpus)
 
 
 def data_plan(
@@ -177,9 +174,9 @@ def _check_tokenize(tokenize: str | None) -> None:
     except Exception as error:
         from sacrebleu.metrics.bleu import BLEU
 
-        known = ", ".join(str(name) for name in BLEU.TOKENIZERS)
-        why = f": {str(error).splitlines()[0]}" if tokenize in BLEU.TOKENIZERS else f": choose from {known}"
-        raise InputError(f"tokenize {tokenize!r} cannot be used{why}") from None
+        known = tokenize in BLEU.TOKENIZERS
+        why = str(error).splitlines()[0] if known else f"choose from {', '.join(map(str, BLEU.TOKENIZERS))}"
+        raise InputError(f"tokenize {tokenize!r} cannot be used: {why}") from None
 
 
 def judged_batches(
@@ -192,9 +189,14 @@ def judged_batches(
     spec = task_named(task)
     if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    tokenizer, labels = loaded.text_tokenizer, loaded.class_names
     encoded = encode_corpus(
-        corpus, "validation", spec.batching, tokenizer, labels, folder, special=loaded.special
+        corpus,
+        "validation",
+        spec.batching,
+        loaded.text_tokenizer,
+        loaded.class_names,
+        folder,
+        special=loaded.special,
     )
     tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
@@ -226,14 +228,21 @@ def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluat
         losses = _examined(judgement, task, batches)
     if places:
         example = np.arange(len(losses)) if batches.example is None else batches.example
-        losses = summed_by(losses, np.array([places[row.asked()] for row in rows])[example], len(places))
+        asked = np.array([places[row.asked()] for row in rows])[example]  # the example of each row
+        losses = np.stack([np.bincount(asked, column, len(places)) for column in losses.T], 1)
     figures.add("loss", *losses.T)
     if task.objective is None:
         figures.derive("perplexity", "loss", perplexity)
-    outputs = task.figures(judgement)
-    found = (figures.metrics, figures.intervals, figures.signatures)
+    outputs = tuple(task.figures(judgement))
     return Evaluation(
-        task.name, len(losses), int(losses[:, 1].sum()), *found, tuple(figures.notes), tuple(outputs)
+        task=task.name,
+        examples=len(losses),
+        targets=int(losses[:, 1].sum()),
+        metrics=figures.metrics,
+        intervals=figures.intervals,
+        signatures=figures.signatures,
+        notes=tuple(figures.notes),
+        outputs=outputs,
     )
 
 

@@ -75,11 +75,10 @@ class Figures:
         if not spaced:
             self.notes.append("no target has a space: token_error counts characters")
         self.add("token_error", predicted, references, "word_error" if spaced else "token_error")
-        bleu = functools.partial(sacrebleu_metric, "BLEU", tokenize=tokenize)
         try:
-            self.add("bleu", predicted, references, bleu(lowercase=False))
-            if lowercase:
-                self.add("bleu_lowercase", predicted, references, bleu(lowercase=True))
+            for name in ("bleu", "bleu_lowercase") if lowercase else ("bleu",):
+                bleu = sacrebleu_metric("BLEU", tokenize=tokenize, lowercase=name == "bleu_lowercase")
+                self.add(name, predicted, references, bleu)
             self.add("chrf", predicted, references)
         except MissingExtraError as error:
             self.notes.append(str(error))
@@ -90,7 +89,6 @@ class Judgement:
     """One evaluation."""
 
     loaded: Model
-    labels: tuple[str, ...]  # names of the model's classes
     plan: DataPlan
     rows: Any  # the examples
     figures: Figures

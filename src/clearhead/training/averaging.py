@@ -32,20 +32,18 @@ class Ema:
         self.updates += 1
         share = 1 - min(self.decay, self.updates / (self.updates + 9))
         named = _trainable(model)
-        torch._foreach_lerp_(
-            list(self.weights.values()), [wide(named[name].detach()) for name in self.weights], share
-        )
+        now = [wide(named[name].detach()) for name in self.weights]
+        torch._foreach_lerp_(list(self.weights.values()), now, share)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Give `model` the averaged weights within a `with` block; its own come back bit for bit."""
-        named = _trainable(model)
-        own = {name: named[name].detach().clone() for name in self.weights}
+        own = {name: parameter.detach().clone() for name, parameter in _trainable(model).items()}
         try:
-            _put(named, self.weights)
+            model.load_state_dict(self.weights, strict=False)
             yield
         finally:
-            _put(named, own)
+            model.load_state_dict(own, strict=False)
 
     def state(self) -> dict[str, Tensor]:
         """Return the average as tensors, for a checkpoint."""
@@ -67,12 +65,6 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@torch.no_grad()
-def _put(named: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        named[name].copy_(weight)
-
-
 def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean of state dicts, read one by one and summed in float64; integers come from the last."""
     sums: dict[str, Tensor] = {}
@@ -80,16 +72,15 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     count = 0
     for count, state in enumerate(states, start=1):
         if count == 1:
-            sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
+            sums = {name: torch.zeros(one.shape, dtype=torch.float64) for name, one in state.items()}
         first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
         differing = sorted({name for name, _ in first.items() ^ here.items()})
         if differing:
             shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
             what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"
             raise CheckpointError(f"checkpoints differ: {differing[0]} {what}: average those of one run")
-        for name, tensor in state.items():
-            value = tensor.detach().cpu()
-            sums[name] = sums[name] + value if tensor.is_floating_point() else value
+        values = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        sums = {name: sums[name] + one if one.is_floating_point() else one for name, one in values.items()}
     refuse(not count, "there is no checkpoint to average: give one at least", CheckpointError)
     return {
         name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total

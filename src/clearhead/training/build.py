@@ -215,8 +215,7 @@ def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values of a TOML file to those of a config."""
-    hints = hints_of(ModelConfig)
-    return {name: shaped(value, hints[name]) for name, value in values.items()}
+    return {name: shaped(value, hints_of(ModelConfig)[name]) for name, value in values.items()}
 
 
 def _adapted(

@@ -1,6 +1,6 @@
 """Diagnosis of a loss or gradient that is not finite: the first part that broke, and what to change."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -101,8 +101,7 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
             finite = out.isfinite().flatten(1).all(1).tolist()
             examples = tuple(number for number, is_finite in zip(everyone, finite) if not is_finite)
         weight = f"{name}.{bad[0]}" if bad else None
-        largest = _largest([*args, *kwargs.values()])
-        found.append(Fault("output", name, largest, out.dtype, weight, examples))
+        found.append(Fault("output", name, _largest(*args, *kwargs.values()), out.dtype, weight, examples))
 
     def check_gradient(name: str, gradient: Tensor) -> None:
         if not found and not gradient.isfinite().all():
@@ -123,7 +122,7 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
     return found[0] if found else Fault("none", examples=everyone)
 
 
-def _largest(values: Iterable[object]) -> float:
+def _largest(*values: object) -> float:
     """Return the largest absolute value of the floating-point tensors among `values`; without any, 0."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)

@@ -18,12 +18,12 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
-from clearhead.evaluation.validate import validate
+from clearhead.evaluation.examples import validate
 from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
-from clearhead.training import averaging, faults, lora, machine, optim, schedule
+from clearhead.training import averaging, faults, lora, machine, optim
 from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
 from clearhead.training.state import (
     BEST,
@@ -79,8 +79,8 @@ class TrainingRun:
 
     def batches(self, step: int) -> list[Batch]:
         """Return the batches of a step; the first step is 1."""
-        first = (step - 1) * self.plan.accumulate
-        return [self.train.at(first + place).to(self.device) for place in range(self.plan.accumulate)]
+        size = self.plan.accumulate
+        return [self.train.at(index).to(self.device) for index in range((step - 1) * size, step * size)]
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -88,7 +88,7 @@ class TrainingRun:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return schedule.rate(self.plan, step, self.steps, self.model.config.d_model)
+        return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
@@ -143,9 +143,10 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         stopping, best = stop(), False
         if due(step, plan.validate_every, run.steps):
             meter.settle()
-            with meter.paused():
-                validated = validate_run(run)
-                on_event(validated)
+            meter.tick()
+            validated = validate_run(run)
+            on_event(validated)
+            meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
@@ -230,13 +231,6 @@ class Meter:
         now = time.perf_counter()
         self.run.state.seconds += now - self.ticked
         self.ticked = now
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of a `with` block out."""
-        self.tick()
-        yield
-        self.ticked = time.perf_counter()
 
     def report(self, loss: float, norm: float) -> Stepped:
         """Return the figures of the last step, and the speed since the last report."""

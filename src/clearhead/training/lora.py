@@ -71,7 +71,7 @@ def add_lora(
     )
     model.requires_grad_(False)
     for name, layer in chosen.items():
-        _replace(model, name, LoraLinear(layer, rank, alpha))
+        model.set_submodule(name, LoraLinear(layer, rank, alpha))
     for name, parameter in model.named_parameters():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
             parameter.requires_grad_(True)
@@ -88,14 +88,14 @@ def merge(model: nn.Module) -> dict[str, LoraLinear]:
         plain = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(part.weight.detach(), requires_grad=False)
         plain.bias = part.base.bias
-        _replace(model, name, plain.train(part.training))
+        model.set_submodule(name, plain.train(part.training))
     return updated
 
 
 def unmerge(model: nn.Module, updated: Mapping[str, LoraLinear]) -> None:
     """Undo `merge` exactly: put the frozen layers and their updates back."""
     for name, part in updated.items():
-        _replace(model, name, part)
+        model.set_submodule(name, part)
 
 
 @contextmanager
@@ -106,8 +106,3 @@ def merged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         unmerge(model, updated)
-
-
-def _replace(model: nn.Module, name: str, part: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, part)

@@ -18,6 +18,10 @@ from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.state import State
 
+KERNEL_ORDER = [
+    *(SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION),
+    *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+]
 WORTH = 500  # steps below which compiling takes longer than it saves
 HOPELESS = 20  # times as slow as float32: beyond any error of measurement
 # Peak half-precision operations per second, by a part of the device's name; the first that fits counts.
@@ -157,13 +161,7 @@ def quick_attention(
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     if not (hopper and one_shape(task, data)):
         return nullcontext
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return functools.partial(sdpa_kernel, order, set_priority=True)
+    return functools.partial(sdpa_kernel, KERNEL_ORDER, set_priority=True)
 
 
 def narrow(device: torch.device) -> bool:

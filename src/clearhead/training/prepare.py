@@ -18,8 +18,7 @@ from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, TrainingError, refuse
-from clearhead.evaluation.examples import begun
-from clearhead.evaluation.validate import sampler
+from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
@@ -31,7 +30,7 @@ from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tasks.spec import ENCODER, ENCODER_DECODER, TaskSpec
 from clearhead.tasks.table import task_named
 from clearhead.tokens.training import choose, train_tokenizer
-from clearhead.training import averaging, build, lora, optim, schedule
+from clearhead.training import averaging, build, lora, optim
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
 from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
@@ -302,7 +301,7 @@ def _steps(plan: TrainPlan, train: Batches) -> int:
 
 
 def _warmup(plan: TrainPlan, steps: int) -> int:
-    warmup = max(1 if plan.warmup is None else 0, schedule.warmup_steps(plan, steps))
+    warmup = max(1 if plan.warmup is None else 0, optim.warmup_steps(plan, steps))
     too_long = warmup >= steps and plan.schedule != "original"
     return max(1, steps // 10) if too_long else warmup  # with 0, a single step would have the last rate
 

@@ -11,13 +11,13 @@ from clearhead.data.corpora import CORPORA
 from clearhead.data.files import RECIPE
 from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, refuse
-from clearhead.evaluation.validate import validate
+from clearhead.evaluation.examples import validate
 from clearhead.hub.files import write_text
 from clearhead.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS, shape_of
-from clearhead.training import averaging, log, loop, prepare
-from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started
+from clearhead.training import averaging, loop, prepare
+from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started, open_log
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
 
 
@@ -132,16 +132,23 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
     state = run.state
-    with log.open_log(run.folder, state.step, run.plan.tensorboard) as write:
+    with open_log(run.folder, state.step, run.plan.tensorboard) as write:
 
         def tell(event: Event) -> None:
             write(event)
             on_event(event)
 
-        parameters = run.model.parameters
-        size = sum(parameter.numel() for parameter in parameters())
-        trainable = sum(parameter.numel() for parameter in parameters() if parameter.requires_grad)
-        tell(Started(run.folder, run.task.name, size, trainable, run.steps, state.step, str(run.device)))
+        tell(
+            Started(
+                folder=run.folder,
+                task=run.task.name,
+                parameters=sum(one.numel() for one in run.model.parameters()),
+                trainable=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
+                steps=run.steps,
+                step=state.step,
+                device=str(run.device),
+            )
+        )
         reason = loop.learn(run, tell, stop)
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped":

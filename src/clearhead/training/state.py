@@ -144,9 +144,7 @@ def restore_optimizer(
 ) -> None:
     """Restore what `optimizer_tensors` returned."""
     parameters = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        if not name.startswith("optimizer/"):
-            continue
+    for name in (name for name in tensors if name.startswith("optimizer/")):
         _, owner, key = name.split("/")
         refuse(
             owner not in parameters,
@@ -154,9 +152,9 @@ def restore_optimizer(
             "the recipe was changed",
             CheckpointError,
         )
-        parameter = parameters[owner]
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
-        optimizer.state[parameter][key] = tensor.clone() if on_cpu else tensor.clone().to(parameter.device)
+        device = None if on_cpu else parameters[owner].device
+        optimizer.state[parameters[owner]][key] = tensors[name].clone().to(device=device)
 
 
 # The folder ----------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from clearhead.inside.checks.row import Comparison, gap
 from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
 from clearhead.recipe import TrainPlan
-from clearhead.training.optim import make_optimizer, set_rate
-from clearhead.training.schedule import rate
+from clearhead.training.optim import make_optimizer, rate, set_rate
 from clearhead.training.state import (
     State,
     load_checkpoint,

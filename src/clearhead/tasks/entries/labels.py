@@ -40,7 +40,7 @@ def _class_figures(judgement: Judgement) -> list[str]:
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
     for name in ("accuracy", "macro_f1"):
         judgement.figures.add(name, said, meant)
-    return [judgement.labels[place] for place in said]
+    return [judgement.loaded.class_names[place] for place in said]
 
 
 def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
