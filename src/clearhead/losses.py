@@ -24,10 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import refuse
-from clearhead.model.dtypes import wide
-from clearhead.model.experts import balance_loss
-from clearhead.model.heads import LanguageHead
-from clearhead.model.transformer import Transformer
+from clearhead.model import dtypes, experts, heads, transformer
 
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
@@ -44,7 +41,7 @@ class Objective:
     answers: Callable[[Tensor, Batch], Answered]
 
 
-def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
     """Return the model's inputs of a batch; token types are left out where the model has none."""
     return {
         name: value
@@ -54,7 +51,7 @@ def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
 
 
 def batch_loss(
-    model: Transformer,
+    model: transformer.Transformer,
     batch: Batch,
     smoothing: float = 0.0,
     chunk: int | None = None,
@@ -72,13 +69,13 @@ def batch_loss(
         objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
-    if isinstance(model.head, LanguageHead):
+    if isinstance(model.head, heads.LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
     else:
-        objective = objective or objective_of(config.head)
-        loss = objective.loss(model(**arguments).logits, batch, smoothing)
+        loss_of = (objective or objective_of(config.head)).loss
+        loss = loss_of(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         # Multiply by the targets, because the balance is part of the mean.
         loss = loss + balance * batch.n_targets * _balance(model, batch)
@@ -101,7 +98,7 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
 
     Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
     """
-    flat = wide(logits).reshape(-1, logits.shape[-1])
+    flat = dtypes.wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
         wanted = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
     else:
@@ -115,7 +112,7 @@ def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
     Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
     """
     targets, mask = batch.targets, batch.mask
-    scores = wide(logits).transpose(1, 2)  # B 2 T
+    scores = dtypes.wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
     chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
@@ -165,7 +162,12 @@ def objective_of(head: str | None) -> Objective:
 
 
 def vocabulary_loss(
-    head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
+    head: heads.LanguageHead,
+    hidden: Tensor,
+    batch: Batch,
+    smoothing: float,
+    chunk: int,
+    compiled: bool = False,
 ) -> Tensor:
     """Return the cross-entropy of hidden states [B, T, D] over the vocabulary, in chunks -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
@@ -181,11 +183,11 @@ def vocabulary_loss(
         pairs = zip(torch.split(rows, size), torch.split(targets, size))
         return torch.stack([of_rows(some, wanted, smoothing) for some, wanted in pairs]).sum()
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    in_chunks: Any = _InChunks.apply
-    return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
+    in_chunks = _InChunks.apply(of_rows, smoothing, size, targets, rows, *trained)  # type: ignore[no-untyped-call]
+    return cast(Tensor, in_chunks)
 
 
-def _row_loss_for(head: LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
+def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
     """Choose the plain loss, our own kernel for large vocabularies on a GPU, or the compiled loss."""
     if not compiled:
         return row_loss
@@ -204,8 +206,7 @@ def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: fl
     """Return the same by a kernel that never holds the logits in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
-    apply: Any = CrossEntropy.apply
-    return cast(Tensor, apply(head(rows, None), targets, smoothing))
+    return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -254,14 +255,16 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that the forward pass took, scaled."""
-        scaled = ((wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
+        scaled = ((dtypes.wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
         return (None, None, None, None, *scaled)
 
 
-def _balance(model: Transformer, batch: Batch) -> Tensor:
+def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
     """Return the mean of the balance losses of the stacks."""
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
-    return torch.stack([balance_loss(stack, mask) for stack, mask in stacks if stack is not None]).mean()
+    return torch.stack(
+        [experts.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
+    ).mean()

@@ -267,25 +267,17 @@ def _check_sections(tables: Mapping[str, Any]) -> None:
 
 def _changes(settings: Settings) -> Iterator[tuple[str, str, Any]]:
     """Yield section, key and value of each setting."""
-    if isinstance(settings, Mapping):
-        for place, value in settings.items():
-            yield *_place(place, str(place)), os.fspath(value) if isinstance(value, os.PathLike) else value
-        return
     for setting in settings:
-        place, equals, text = setting.partition("=")
-        section, key = _place(place if equals else "", setting)
-        yield section, key, _parsed(section, key, text)
-
-
-def _place(place: object, setting: str) -> tuple[str, str]:
-    """Return section and key of `train.steps`."""
-    section, _, key = place.strip().partition(".") if isinstance(place, str) else ("", "", "")
-    refuse(
-        not (section and key),
-        f'setting "{setting}" is not understood: write section.key=value, such as train.steps=2000',
-    )
-    _check_sections({section: {}})
-    return section, key
+        named = isinstance(settings, Mapping)
+        place, equals, text = (str(setting), "=", "") if named else setting.partition("=")
+        section, _, key = place.strip().partition(".")
+        refuse(
+            not (equals and section and key),
+            f'setting "{setting}" is not understood: write section.key=value, such as train.steps=2000',
+        )
+        _check_sections({section: {}})
+        value = settings[setting] if isinstance(settings, Mapping) else _parsed(section, key, text)
+        yield section, key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _parsed(section: str, key: str, text: str) -> Any:
@@ -311,12 +303,12 @@ def _value(text: str, several: bool = False) -> Any:
 def _written(section: str, table: Any) -> str:
     """Write one section as TOML; a key that is unset is written as a comment."""
     values = table if section == "model" else vars(table)
-    comments = {} if section == "model" else _comments(type(table))
-    lines = [f"[{section}]"]
-    for name, value in values.items():
-        note = f"  # {comments[name]}" if name in comments else ""
-        lines.append(f"# {name} ={note}" if value is None else f"{name} = {_toml(plain(value))}{note}")
-    return "\n".join([*lines, ""])
+    notes = {name: f"  # {comment}" for name, comment in _comments(type(table)).items()}
+    lines = [
+        (f"# {name} =" if value is None else f"{name} = {_toml(plain(value))}") + notes.get(name, "")
+        for name, value in values.items()
+    ]
+    return "\n".join([f"[{section}]", *lines, ""])
 
 
 def _comments(cls: type) -> dict[str, str]:

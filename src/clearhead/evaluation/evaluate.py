@@ -9,22 +9,18 @@ from typing import Any, cast
 import numpy as np
 
 from clearhead.api import Model
-from clearhead.batches.batch import Batches
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
+from clearhead.batches import batch, batching, encoded
+from clearhead.data import files, formats
 from clearhead.data.examples import TEXT, Corpus, Images
-from clearhead.data.files import RECIPE
-from clearhead.data.formats import way_for
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
 from clearhead.evaluation.judgement import Figures, Judgement, OnProgress
 from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
 from clearhead.recipe import GeneratePlan, Settings, read_recipe
+from clearhead.tasks import run, table
 from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.run import fitting
 from clearhead.tasks.spec import TaskSpec
-from clearhead.tasks.table import TASKS, shape_of, task_named
 from clearhead.typed import hints_of
 
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
@@ -83,7 +79,7 @@ def evaluate(
     """
     given = [data] if isinstance(data, str | Path) else list(data)
     plan = data_plan(loaded.folder, given) if plan is None else plan
-    task = task_named(task_for(loaded, plan.task))
+    task = table.task_named(task_for(loaded, plan.task))
     refuse(
         generation and not task.writes,
         f"{next(iter(generation), '')} is for models that write, and this one is judged by {task.name}: "
@@ -124,13 +120,13 @@ def data_plan(
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if recipe is None and folder is not None:
         # Look in the folder of a run, and in the run of a checkpoint.
-        places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)
+        places = (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
         changes["format"] = None  # the run learned from an embedded corpus: this is other data
-    changes["columns"] = changes["columns"] or way_for(
+    changes["columns"] = changes["columns"] or formats.way_for(
         [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
     )
     return replace(asked, **changes)
@@ -138,17 +134,19 @@ def data_plan(
 
 def task_for(loaded: Model, wanted: str | None) -> str:
     """Return the task that a model is judged by: its head decides; an encoder-decoder may also mend text."""
-    shape_of(wanted)  # refuses a task that does not exist
+    table.shape_of(wanted)  # refuses a task that does not exist
     config = loaded.config
     theirs = loaded.description.theirs if loaded.description is not None else {}
     problem = theirs.get("problem_type") if config.head == "classifier" else None
-    alike = (spec.head == config.head and config.family in spec.fitting_families for spec in TASKS.values())
+    alike = (
+        spec.head == config.head and config.family in spec.fitting_families for spec in table.TASKS.values()
+    )
     refuse(
         not any(alike),
         f"a model of family {config.family} with head {config.head} cannot be judged on data: "
-        f"{fitting(loaded)}",
+        f"{run.fitting(loaded)}",
     )
-    guessed_first = sorted(TASKS.values(), key=lambda spec: not spec.guessed)
+    guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
     names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
     refuse(
         wanted is not None and names and wanted not in names,
@@ -165,8 +163,6 @@ def task_for(loaded: Model, wanted: str | None) -> str:
 
 def _check_tokenize(tokenize: str | None) -> None:
     """Refuse a wrong tokenizer of sacreBLEU's now, before hours of generation."""
-    if tokenize is None:
-        return
     try:
         sacrebleu_metric("BLEU", tokenize=tokenize)(["a"], ["a"])
     except ImportError:
@@ -181,15 +177,15 @@ def _check_tokenize(tokenize: str | None) -> None:
 
 def judged_batches(
     loaded: Model, task: str, plan: DataPlan, corpus: Corpus, folder: str, seed: int, notes: list[str]
-) -> tuple[Batches, int, int]:
+) -> tuple[batch.Batches, int, int]:
     """Return every example to validate on once, in one order; the number of tokens, and how many are unknown.
 
     `folder` holds the ids while they are read.
     """
-    spec = task_named(task)
+    spec = table.task_named(task)
     if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    encoded = encode_corpus(
+    given = encoded.encode_corpus(
         corpus,
         "validation",
         spec.batching,
@@ -198,18 +194,18 @@ def judged_batches(
         folder,
         special=loaded.special,
     )
-    tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
+    tokens, length = given.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
-        encoded = led(encoded, "ids", encoded.frame.before)
-    encoded, special = begun(encoded, loaded)
-    batches = make_batches(
-        spec.batching, encoded, plan, special=special, length=length, seed=seed, training=False
+        given = led(given, "ids", given.frame.before)
+    given, special = begun(given, loaded)
+    batches = batching.make_batches(
+        spec.batching, given, plan, special=special, length=length, seed=seed, training=False
     )
     notes.extend(batches.notes)
-    return batches, tokens, encoded.n_unknown
+    return batches, tokens, given.n_unknown
 
 
 def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluation:
@@ -246,7 +242,7 @@ def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluat
     )
 
 
-def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
+def _examined(judgement: Judgement, task: TaskSpec, batches: batch.Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
     What the model said of each row is kept in `judgement`.

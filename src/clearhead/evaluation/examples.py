@@ -19,9 +19,8 @@ from torch import Tensor
 
 from clearhead import losses
 from clearhead.api import Model
+from clearhead.batches import batching, even
 from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.batches.batching import Encoded, tensor
-from clearhead.batches.even import EvenRows
 from clearhead.batches.rows import Ints
 from clearhead.data.corpus import place_of
 from clearhead.data.examples import TAGS, Corpus, Example, Images
@@ -29,9 +28,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
-from clearhead.model.dtypes import wide
-from clearhead.model.heads import LanguageHead
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model import dtypes, heads, transformer
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.tasks.table import shape_of
@@ -41,7 +38,7 @@ WRITTEN = ("exact", "bleu", "chrf")  # metrics that need text the model generate
 Autocast = Callable[[], AbstractContextManager[object]]  # makes the context in which a loss is computed
 
 
-class SeenPictures(EvenRows):
+class SeenPictures(even.EvenRows):
     """Pictures as the model's own settings prepare them."""
 
     def __init__(self, loaded: Model, images: Images, rows: int) -> None:
@@ -52,10 +49,10 @@ class SeenPictures(EvenRows):
         loaded, images = self.loaded, self.images
         made = [to_pixels(images.pixels[place], loaded.config, loaded.images) for place in places]
         pixels = torch.stack(made).to(next(loaded.model.parameters()).dtype)
-        return Batch(pixels, tensor(self.images.labels[places]), numbers=tensor(places))
+        return Batch(pixels, batching.tensor(self.images.labels[places]), numbers=batching.tensor(places))
 
 
-def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
+def led(encoded: batching.Encoded, name: str, lead: Sequence[int]) -> batching.Encoded:
     """Return the same rows of ids, each with a prefix; a text is one row."""
     if not lead:
         return encoded
@@ -69,7 +66,7 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
     return replace(encoded, arrays={**encoded.arrays, **changed})
 
 
-def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
+def begun(encoded: batching.Encoded, loaded: Model) -> tuple[batching.Encoded, dict[str, int]]:
     """Return rows and special ids so that a decoder begins in training as in generation.
 
     `bos` is its first input.
@@ -138,7 +135,7 @@ class Examined:
 
 @torch.no_grad()
 def examine(
-    model: Transformer,
+    model: transformer.Transformer,
     batches: Batches,
     device: torch.device,
     autocast: Autocast = nullcontext,
@@ -149,8 +146,8 @@ def examine(
         batch = batch.to(device)
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
-        with evaluating(model), autocast():
-            if isinstance(model.head, LanguageHead):
+        with transformer.evaluating(model), autocast():
+            if isinstance(model.head, heads.LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
                 chunk = losses.default_chunk(model.config.vocab_size, device)
                 found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
@@ -186,20 +183,20 @@ def validate(
         "validate on more of it, or on other files",
     )
     found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
-    if not isinstance(loaded.model.head, LanguageHead):
+    if not isinstance(loaded.model.head, heads.LanguageHead):
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )
         return found | task.scores(predicted, wanted, loaded.labels)
     found["perplexity"] = math.exp(min(found["loss"], 700))
     if task.writes and metric in WRITTEN:
-        with evaluating(loaded.model):
+        with transformer.evaluating(loaded.model):
             outputs, references = written(loaded, batches)
         found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
     return found
 
 
-def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B], by `chunk` positions."""
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     asked = (flat != IGNORE).nonzero()[:, 0]
@@ -208,7 +205,7 @@ def vocabulary_losses(head: LanguageHead, hidden: Tensor, targets: Tensor, chunk
     )
     for start in range(0, len(asked), chunk):
         some = asked[start : start + chunk]
-        found[some] = nnf.cross_entropy(wide(head(rows[some], None)), flat[some], reduction="none")
+        found[some] = nnf.cross_entropy(dtypes.wide(head(rows[some], None)), flat[some], reduction="none")
     return found.view(targets.shape).sum(1)
 
 

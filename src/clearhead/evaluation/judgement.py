@@ -1,6 +1,5 @@
 """`Judgement`: what an evaluation knows of a model and its examples when a task adds its `Figures`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,12 +42,8 @@ class Figures:
 
     def bits(self, tokens: int, n_bytes: int, characters: int) -> None:
         """Add bits per byte and per character of a text, from the mean loss of its tokens."""
-
-        def bits_per(size: int, loss: float) -> float:
-            return loss / math.log(2) * tokens / size
-
-        self.derive("bits_per_byte", "loss", functools.partial(bits_per, n_bytes))
-        self.derive("bits_per_character", "loss", functools.partial(bits_per, characters))
+        self.derive("bits_per_byte", "loss", lambda loss: loss / math.log(2) * tokens / n_bytes)
+        self.derive("bits_per_character", "loss", lambda loss: loss / math.log(2) * tokens / characters)
 
     def tags(self, predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> None:
         """Add the accuracy of tags and, where they begin with B- and I-, figures of whole spans."""

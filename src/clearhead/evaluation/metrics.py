@@ -100,8 +100,8 @@ def bootstrap(
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
     times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)
     values = [of(total(rows, one)) for one in times]
-    low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
-    return float(low), float(high)
+    low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2]).tolist()
+    return low, high
 
 
 # Losses --------------------------------------------------------------------------------------------------
@@ -142,11 +142,6 @@ def macro_f1_of(totals: Counts) -> float:
 # Tags and spans ---------------------------------------------------------------------------------------------
 
 
-def tagged_words(guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int]:
-    """Return of a sentence how many words have the right tag, and how many there are."""
-    return sum(map(operator.eq, guess, truth)), len(truth)
-
-
 def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Return type, first and last place of each span of one sentence tagged with B-, I- and O.
 
@@ -154,18 +149,15 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     to none. A tag without prefix is a span of one word.
     """
     found: list[tuple[str, int, int]] = []
-    inside = ""
+    inside = ""  # the type of the span that an I- may continue
     for place, tag in enumerate(tags):
         prefix, _, kind = tag.partition("-")
-        if prefix == "I" and kind:
-            if kind == inside:
-                found[-1] = (kind, found[-1][1], place)
-            else:
-                inside = ""
-            continue
-        inside = kind if prefix == "B" else ""
-        if tag != "O":
-            found.append((inside or tag, place, place))
+        continues = prefix == "I" and kind != ""
+        if continues and kind == inside:
+            found[-1] = (kind, found[-1][1], place)
+        else:
+            inside = kind if prefix == "B" else ""
+            found += [] if continues or tag == "O" else [(inside or tag, place, place)]
     return set(found)
 
 
@@ -177,11 +169,6 @@ def hit_spans(guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int
     )
     predicted, wanted = spans(guess), spans(truth)
     return len(predicted & wanted), len(predicted), len(wanted)
-
-
-def f1_of(sums: Counts) -> float:
-    """Return 2 · hits / (predicted + wanted)."""
-    return ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))
 
 
 # Texts ------------------------------------------------------------------------------------------------------
@@ -273,8 +260,9 @@ METRICS: dict[str, Metric] = {
     "loss": Metric(lambda losses, targets: np.stack([losses, targets], axis=1)),  # sums, numbers of targets
     "accuracy": Metric(accuracy_counts),
     "macro_f1": Metric(class_numbers, macro_f1_of, class_totals),
-    "word_accuracy": Metric(each(tagged_words)),  # of tags: sentences are drawn, not words
-    "span_f1": Metric(span_counts, f1_of),
+    # Of tags, with the words of a sentence: sentences are drawn, not words.
+    "word_accuracy": Metric(each(lambda guess, truth: (sum(map(operator.eq, guess, truth)), len(truth)))),
+    "span_f1": Metric(span_counts, lambda sums: ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))),
     "span_precision": Metric(span_counts, lambda sums: ratio_of(sums[[0, 1]])),
     "span_recall": Metric(span_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "exact": Metric(each(exact_match)),

@@ -74,7 +74,7 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         if count == 1:
             sums = {name: torch.zeros(one.shape, dtype=torch.float64) for name, one in state.items()}
         first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
-        differing = sorted({name for name, _ in first.items() ^ here.items()})
+        differing = sorted(name for name, _ in first.items() ^ here.items())
         if differing:
             shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
             what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"

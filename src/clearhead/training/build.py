@@ -8,6 +8,7 @@ for encoders, mBART for pairs, ViT for images.
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,9 @@ def _loosened(config: ModelConfig) -> ModelConfig:
     A preset, a checkpoint and a `train.toml` give every field, also those that nobody chose.
     """
     for name in [name for name in derive(config) if name != "head"]:
-        try:
+        with suppress(ConfigError):  # a field that was chosen is needed, such as d_head
             free = config.replace(**{name: None})
-        except ConfigError:  # a field that was chosen is needed, such as d_head
-            continue
-        config = free if free == config else config
+            config = free if free == config else config
     return config
 
 

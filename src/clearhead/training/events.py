@@ -96,18 +96,23 @@ OnEvent = Callable[[Event], None]
 
 
 @contextmanager
-def open_log(folder: Path, step: int, tensorboard: bool = False) -> Iterator[OnEvent]:
-    """Yield a function that writes events; lines after `step`, where a run is resumed, are removed first."""
+def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False) -> Iterator[OnEvent]:
+    """Yield a function that writes steps, validations and the end to the log, and calls `on_event` with all.
+
+    Lines after `step`, where a run is resumed, are removed first.
+    """
     path = folder / LOG
     kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
     with _reporting(path):
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     board: Any = _tensorboard(folder) if tensorboard else None
 
-    def write(event: Event) -> None:
-        """Write steps, validations and the end; other events are not logged."""
-        if not isinstance(event, Stepped | Validated | Finished):
-            return
+    def tell(event: Event) -> None:
+        if isinstance(event, Stepped | Validated | Finished):
+            write(event)
+        on_event(event)
+
+    def write(event: Stepped | Validated | Finished) -> None:
         text = json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, default=str)
         # JSON has no numbers that are not finite: null stands for them.
         line = json.dumps(json.loads(text, parse_constant=lambda name: None))
@@ -122,7 +127,7 @@ def open_log(folder: Path, step: int, tensorboard: bool = False) -> Iterator[OnE
             board.add_scalar(name, value, event.step)
 
     with closing(board) if board is not None else nullcontext():
-        yield write
+        yield tell
 
 
 @contextmanager

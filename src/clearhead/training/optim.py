@@ -51,8 +51,8 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
     for name, parameter in trained:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
-        group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
-        group["params"].append(parameter)
+        new = {"params": [], "weight_decay": decay, "scale": scale}
+        groups.setdefault((decay, scale), new)["params"].append(parameter)
     refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 

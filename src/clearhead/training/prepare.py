@@ -9,10 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model, load
-from clearhead.batches.batch import Batches
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.even import EvenRows
+from clearhead.batches import batch, batching, encoded, even
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
@@ -26,9 +23,8 @@ from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan, read_recipe
+from clearhead.tasks import spec, table
 from clearhead.tasks.corpus import Texts, open_examples
-from clearhead.tasks.spec import ENCODER, ENCODER_DECODER, TaskSpec
-from clearhead.tasks.table import task_named
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import averaging, build, lora, optim
 from clearhead.training.events import Note, OnEvent
@@ -43,7 +39,7 @@ SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
     corpus, name = open_examples(recipe.data)
-    task = task_named(name)
+    task = table.task_named(name)
     task.check_metric(recipe.train.metric)
     for line in corpus.notes:
         on_event(Note(line))
@@ -71,7 +67,7 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint."""
     recipe = read_recipe(folder / RECIPE)
     corpus, name = open_examples(recipe.data)
-    task = task_named(name)
+    task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
     refuse(
         fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
@@ -115,10 +111,10 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _assemble(
     recipe: Recipe,
-    task: TaskSpec,
+    task: spec.TaskSpec,
     corpus: Corpus,
     loaded: Model,
-    batches: tuple[Batches, Batches],
+    batches: tuple[batch.Batches, batch.Batches],
     folder: Path,
     on_event: OnEvent,
 ) -> TrainingRun:
@@ -131,8 +127,13 @@ def _assemble(
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
-        also = () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
-        lora.add_lora(loaded.model, plan.lora, plan.lora_alpha, plan.lora_targets, also)
+        lora.add_lora(
+            loaded.model,
+            plan.lora,
+            plan.lora_alpha,
+            plan.lora_targets,
+            also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
+        )
     loaded.model.to(device)
     optimizer = optim.make_optimizer(loaded.model, plan, device)
     join_projections(loaded.model)
@@ -186,7 +187,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
 
 
 def find_tokenizer(
-    recipe: Recipe, task: TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
+    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
 ) -> tuple[Tokenizer | None, dict[str, int]]:
     """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
     if task.tokens is None:
@@ -206,28 +207,28 @@ def find_tokenizer(
     tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size)
     named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
-    if task.usual is ENCODER_DECODER:
+    if task.usual is spec.ENCODER_DECODER:
         special["decoder_start"] = special["bos"]
     return tokenizer, special
 
 
 def encode_batches(
-    recipe: Recipe, task: TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
-) -> tuple[Batches, Batches]:
+    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
+) -> tuple[batch.Batches, batch.Batches]:
     """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
     made = []
     for side in SIDES:
-        encoded, special = begun(
-            encode_corpus(
+        rows, special = begun(
+            encoded.encode_corpus(
                 corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
             ),
             loaded,
         )
-        batches = make_batches(
+        batches = batching.make_batches(
             task.batching,
-            encoded,
+            rows,
             recipe.data,
             special=special,
             length=length,
@@ -238,7 +239,7 @@ def encode_batches(
             on_event(Note(f"{side}: {line}"))
         made.append(batches)
         if task.tokens is None and side == "train":
-            mean, deviation = (encoded.arrays[name].tolist() for name in ("mean", "std"))
+            mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
             loaded.images = processor(mean, deviation, loaded.config)
     train, validation = made
     if train.waste:
@@ -267,7 +268,12 @@ def processor(mean: list[float], deviation: list[float], config: ModelConfig) ->
 
 
 def settled(
-    recipe: Recipe, task: TaskSpec, labels: tuple[str, ...], loaded: Model, train: Batches, precision: str
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    labels: tuple[str, ...],
+    loaded: Model,
+    train: batch.Batches,
+    precision: str,
 ) -> Recipe:
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
     plan = recipe.train
@@ -288,12 +294,12 @@ def settled(
     return recipe.replace("model", **loaded.config.to_dict())
 
 
-def _steps(plan: TrainPlan, train: Batches) -> int:
+def _steps(plan: TrainPlan, train: batch.Batches) -> int:
     """Return the number of steps: as given, by the epochs, or ten epochs within 1,000 to 5,000 steps."""
     if plan.steps is not None:
         return plan.steps
     # The last batch of even rows is filled up from the next epoch.
-    batches = train.n_rows / train.rows if isinstance(train, EvenRows) else train.per_epoch
+    batches = train.n_rows / train.rows if isinstance(train, even.EvenRows) else train.per_epoch
     per_epoch = batches / plan.accumulate
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))
@@ -306,9 +312,9 @@ def _warmup(plan: TrainPlan, steps: int) -> int:
     return max(1, steps // 10) if too_long else warmup  # with 0, a single step would have the last rate
 
 
-def remarks(recipe: Recipe, task: TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
+def remarks(recipe: Recipe, task: spec.TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
     """Yield a sentence for random weights and each setting that the data, the model or its base overrides."""
-    if base is None and task.usual is ENCODER and task.head != "mlm":
+    if base is None and task.usual is spec.ENCODER and task.head != "mlm":
         yield "training starts from random weights: set model.base=DIR to start from a trained model"
     longest, asked = loaded.max_length, recipe.data.max_length
     if asked is not None and asked > longest and task.tokens is not None:

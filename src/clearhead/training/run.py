@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clearhead.api import Model, load
-from clearhead.data.corpora import CORPORA
-from clearhead.data.files import RECIPE
+from clearhead.data import corpora, files
 from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, refuse
 from clearhead.evaluation.examples import validate
 from clearhead.hub.files import write_text
 from clearhead.recipe import BASE, Recipe, Settings, read_recipe
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.table import TASKS, shape_of
+from clearhead.tasks import corpus, table
 from clearhead.training import averaging, loop, prepare
-from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started, open_log
+from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
 
 
@@ -63,7 +61,7 @@ def train(
         )
         return _resume(Path(resume), on_event, stop)
     plan = read_recipe(recipe, settings)
-    shape_of(plan.data.task)  # refuses a task that does not exist
+    table.shape_of(plan.data.task)  # refuses a task that does not exist
     paths = [data] if isinstance(data, str | Path) else list(data)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
@@ -82,13 +80,13 @@ def _start(
     keep: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Run the first stage, if there are two, then the run itself; call `keep` at the first checkpoint."""
-    write_text(folder / RECIPE, recipe.to_toml())
+    write_text(folder / files.RECIPE, recipe.to_toml())
     if recipe.train.pretrain:
         first = _pretrain(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
             return replace(first, folder=folder)
-        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("tokens", kind=None)
-        recipe = recipe.replace("train", pretrain=0)
+        recipe = recipe.replace("model", base=str(first.folder.absolute()))
+        recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event)
     loop.save(run)
     keep()
@@ -101,29 +99,30 @@ def _pretrain(
     """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
-    _, task = open_examples(recipe.data)
-    fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
-    refuse(not TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
-    TASKS[task].check_metric(recipe.train.metric)
+    _, task = corpus.open_examples(recipe.data)
+    fits = " and ".join(sorted(name for name, spec in table.TASKS.items() if spec.pretrain))
+    refuse(not table.TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    table.TASKS[task].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
-    later = {"pretrain": 0, "metric": None, "patience": None, "average": 0}  # are of the second stage
-    # These settings keep trained weights, and there are none yet.
-    fine_tuning = {"lora": 0, "freeze": (), "layer_decay": 1.0}
-    recipe = recipe.replace("train", steps=steps, epochs=None, **later, **fine_tuning)
+    later = {
+        **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
+        **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
+    }
+    recipe = recipe.replace("train", steps=steps, epochs=None, **later)
     return _start(recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
 
 
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Continue a run from its newest checkpoint."""
     refuse(
-        not (folder / RECIPE).is_file() or not resumable(folder),
-        f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint",
+        not (folder / files.RECIPE).is_file() or not resumable(folder),
+        f"{folder} holds no run that can be resumed: it needs {files.RECIPE} and a checkpoint",
         CheckpointError,
     )
     checkpoint = newest(folder)
     if checkpoint is None:  # it ended in its first stage
-        return _start(read_recipe(folder / RECIPE), folder, on_event, stop)
+        return _start(read_recipe(folder / files.RECIPE), folder, on_event, stop)
     for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     return _finish(prepare.restore(folder, checkpoint, on_event), on_event, stop)
@@ -132,12 +131,7 @@ def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Traine
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
     state = run.state
-    with open_log(run.folder, state.step, run.plan.tensorboard) as write:
-
-        def tell(event: Event) -> None:
-            write(event)
-            on_event(event)
-
+    with logged(run.folder, state.step, on_event, run.plan.tensorboard) as tell:
         tell(
             Started(
                 folder=run.folder,
@@ -187,14 +181,15 @@ def run_name(plan: DataPlan) -> str:
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make the paths of a recipe absolute; the name of a corpus or a preset stays as it is."""
 
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
+    def absolute(path: str, prefix: bool = False) -> str:
+        # A prefix names several files: `train` for train.en and train.de.
+        is_path = "/" in path or Path(path).exists() or (prefix and any(glob.iglob(f"{path}*")))
+        return str(Path(path).absolute()) if is_path else path
 
-    def data_path(path: str) -> str:
-        is_prefix = path not in CORPORA and any(glob.iglob(f"{path}*"))  # `train` for train.en and train.de
-        return str(Path(path).absolute()) if is_prefix else absolute(path)
-
-    paths = {name: tuple(map(data_path, getattr(recipe.data, name))) for name in ("paths", "validation")}
+    paths = {
+        name: tuple(absolute(path, prefix=path not in corpora.CORPORA) for path in getattr(recipe.data, name))
+        for name in ("paths", "validation")
+    }
     recipe = recipe.replace("data", **paths)
     for section, key, path in (
         ("tokens", "model", recipe.tokens.model),
