@@ -178,7 +178,6 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
             validation=Drawn(),
             optimizer=optimizer,
             precision=choose_precision(plan, device),
-            device=device,
             attention=quick_attention(TASKS["lm"], DataPlan(), device),
             flops_per_token=ch.cost(config, length=LENGTH).flops.training_per_token,
         )

@@ -183,8 +183,8 @@ def vocabulary_loss(
         pairs = zip(torch.split(rows, size), torch.split(targets, size))
         return torch.stack([of_rows(some, wanted, smoothing) for some, wanted in pairs]).sum()
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    in_chunks = _InChunks.apply(of_rows, smoothing, size, targets, rows, *trained)  # type: ignore[no-untyped-call]
-    return cast(Tensor, in_chunks)
+    in_chunks: Any = _InChunks.apply
+    return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
 
 
 def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
@@ -206,7 +206,8 @@ def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: fl
     """Return the same by a kernel that never holds the logits in float32."""
     from clearhead.fast.triton_loss import CrossEntropy
 
-    return cast(Tensor, CrossEntropy.apply(head(rows, None), targets, smoothing))  # type: ignore[no-untyped-call]
+    apply: Any = CrossEntropy.apply
+    return cast(Tensor, apply(head(rows, None), targets, smoothing))
 
 
 @functools.cache
@@ -260,7 +261,6 @@ class _InChunks(torch.autograd.Function):
 
 
 def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
-    """Return the mean of the balance losses of the stacks."""
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),

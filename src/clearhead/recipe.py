@@ -213,8 +213,9 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
     """Read a recipe and change some of its keys.
 
     Args:
-        name: a recipe, its name, or its file; None: the defaults. settings: the changes, as a dictionary such
-        as `{"train.steps": 2000}` or as strings such as `train.steps=2000`.
+        name: a recipe, its name, or its file; None: the defaults.
+        settings: the changes, as a dictionary such as `{"train.steps": 2000}` or as strings such as
+            `train.steps=2000`.
     """
     tables = _tables(name) if name is not None else {}
     _check_sections(tables)
@@ -237,11 +238,15 @@ def _tables(name: str | Path | Recipe) -> dict[str, dict[str, Any]]:
     if isinstance(name, Recipe):
         return {section: plain(getattr(name, section)) for section in SECTIONS}
     path, known = Path(name), recipe_names()
-    if not path.is_file() and str(name) not in known:
-        unknown = f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file'
-        missing = f"there is no recipe {path}: name a .toml file that exists"
-        what = missing if path.suffix == ".toml" else unknown
-        raise InputError(f"{what}, or one of {', '.join(known)}")
+    unknown, names = not path.is_file() and str(name) not in known, ", ".join(known)
+    refuse(
+        unknown and path.suffix == ".toml",
+        f"there is no recipe {path}: name a .toml file that exists, or one of {names}",
+    )
+    refuse(
+        unknown,
+        f'no recipe is called "{name}"{nearest(str(name), known)}: name a .toml file, or one of {names}',
+    )
     file = path if path.is_file() else resources.files("clearhead") / "recipes" / f"{name}.toml"
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))

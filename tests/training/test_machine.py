@@ -21,8 +21,8 @@ from clearhead.fast.training import (
 )
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
-from clearhead.training.lora import add_lora
 from clearhead.training.machine import pays, quick_attention
+from clearhead.training.weights import add_lora
 from tests.harness import build, some_ids, worst
 
 MODELS = {

@@ -14,11 +14,11 @@ import clearhead as ch
 from clearhead.fast.training import join_projections
 from clearhead.losses import batch_loss
 from clearhead.training import machine
-from clearhead.training.averaging import average
 from clearhead.training.events import read_log
 from clearhead.training.faults import find_fault
 from clearhead.training.machine import Precision
 from clearhead.training.state import State
+from clearhead.training.weights import average
 from tests.harness import build, some_ids
 from tests.training.test_run import TEXT, StopAt, run, same, weights
 

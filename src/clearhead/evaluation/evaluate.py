@@ -138,11 +138,11 @@ def task_for(loaded: Model, wanted: str | None) -> str:
     config = loaded.config
     theirs = loaded.description.theirs if loaded.description is not None else {}
     problem = theirs.get("problem_type") if config.head == "classifier" else None
-    alike = (
-        spec.head == config.head and config.family in spec.fitting_families for spec in table.TASKS.values()
-    )
     refuse(
-        not any(alike),
+        not any(
+            spec.head == config.head and config.family in spec.fitting_families
+            for spec in table.TASKS.values()
+        ),
         f"a model of family {config.family} with head {config.head} cannot be judged on data: "
         f"{run.fitting(loaded)}",
     )
@@ -185,7 +185,7 @@ def judged_batches(
     spec = table.task_named(task)
     if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    given = encoded.encode_corpus(
+    rows = encoded.encode_corpus(
         corpus,
         "validation",
         spec.batching,
@@ -194,18 +194,18 @@ def judged_batches(
         folder,
         special=loaded.special,
     )
-    tokens, length = given.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
+    tokens, length = rows.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
-        given = led(given, "ids", given.frame.before)
-    given, special = begun(given, loaded)
+        rows = led(rows, "ids", rows.frame.before)
+    rows, special = begun(rows, loaded)
     batches = batching.make_batches(
-        spec.batching, given, plan, special=special, length=length, seed=seed, training=False
+        spec.batching, rows, plan, special=special, length=length, seed=seed, training=False
     )
     notes.extend(batches.notes)
-    return batches, tokens, given.n_unknown
+    return batches, tokens, rows.n_unknown
 
 
 def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluation:
@@ -215,8 +215,6 @@ def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluat
     if task.shape.row is not None and task.shape.row.ASKED:
         places, judgement.references = examples(rows)
         judgement.asked = list(places)
-    if task.writes:
-        judgement.written = judgement.write()
     with tempfile.TemporaryDirectory() as folder:
         batches, judgement.tokens, judgement.unknown = judged_batches(
             loaded, task.name, judgement.plan, corpus, folder, figures.seed, figures.notes

@@ -46,9 +46,10 @@ class SeenPictures(even.EvenRows):
         super().__init__(len(images), rows, seed=0, training=False)
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        loaded, images = self.loaded, self.images
-        made = [to_pixels(images.pixels[place], loaded.config, loaded.images) for place in places]
-        pixels = torch.stack(made).to(next(loaded.model.parameters()).dtype)
+        made = [
+            to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places
+        ]
+        pixels = torch.stack(made).to(next(self.loaded.model.parameters()).dtype)
         return Batch(pixels, batching.tensor(self.images.labels[places]), numbers=batching.tensor(places))
 
 
@@ -61,8 +62,10 @@ def led(encoded: batching.Encoded, name: str, lead: Sequence[int]) -> batching.E
         changed = {name: np.concatenate([np.array(lead, ids.dtype), ids])}
     else:
         prefixes = np.tile(np.array(lead, ids.dtype), len(offsets) - 1)
-        longer = np.insert(ids, np.repeat(offsets[:-1], len(lead)), prefixes)
-        changed = {name: longer, f"{name}_offsets": offsets + len(lead) * np.arange(len(offsets))}
+        changed = {
+            name: np.insert(ids, np.repeat(offsets[:-1], len(lead)), prefixes),
+            f"{name}_offsets": offsets + len(lead) * np.arange(len(offsets)),
+        }
     return replace(encoded, arrays={**encoded.arrays, **changed})
 
 

@@ -1,6 +1,5 @@
 """`Judgement`: what an evaluation knows of a model and its examples when a task adds its `Figures`."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,18 +38,6 @@ class Figures:
         if base in self.intervals:
             low, high = self.intervals[base]
             self.intervals[name] = (of(low), of(high))
-
-    def bits(self, tokens: int, n_bytes: int, characters: int) -> None:
-        """Add bits per byte and per character of a text, from the mean loss of its tokens."""
-        self.derive("bits_per_byte", "loss", lambda loss: loss / math.log(2) * tokens / n_bytes)
-        self.derive("bits_per_character", "loss", lambda loss: loss / math.log(2) * tokens / characters)
-
-    def tags(self, predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> None:
-        """Add the accuracy of tags and, where they begin with B- and I-, figures of whole spans."""
-        self.add("accuracy", predicted, wanted, "word_accuracy")
-        if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
-            for name in ("span_f1", "span_precision", "span_recall"):
-                self.add(name, predicted, wanted)
 
     def spans(self, predicted: Sequence[str], references: Sequence[Sequence[str]]) -> None:
         """Add figures of answers as SQuAD has them: the share that is right, and F1 over words."""
@@ -95,7 +82,6 @@ class Judgement:
     # What is found
     asked: Sequence[tuple[str, ...]] = ()  # where answers are texts: the distinct questions or sources
     references: Sequence[list[str]] = ()  # and all right answers to each
-    written: list[str] = field(default_factory=list)  # what the model generates for each
     said: list[list[Any]] = field(default_factory=list)  # of each row, as `Objective.answers` has it
     meant: list[list[Any]] = field(default_factory=list)
     tokens: int = 0  # of the text

@@ -25,7 +25,6 @@ import numpy as np
 from clearhead.errors import MissingExtraError, refuse
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
-References: TypeAlias = Sequence[str | Sequence[str]]  # a text for each example, or several: the best counts
 Values: TypeAlias = "Sequence[Any] | Counts"
 RESAMPLES, SHARE = 1000, 0.95  # of a bootstrap
 
@@ -100,8 +99,7 @@ def bootstrap(
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
     times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)
     values = [of(total(rows, one)) for one in times]
-    low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2]).tolist()
-    return low, high
+    return np.quantile(values, (1 - share) / 2).item(), np.quantile(values, (1 + share) / 2).item()
 
 
 # Losses --------------------------------------------------------------------------------------------------
@@ -237,7 +235,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
             raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
         return getattr(metrics, name)(**options)
 
-    def extract(predicted: Sequence[str], references: References) -> tuple[Any, Any]:
+    def extract(predicted: Sequence[str], references: Sequence[str | Sequence[str]]) -> tuple[Any, Any]:
         """Return the metric, which then knows the number of references, and the counts of each text."""
         metric = made(**options)
         # The first reference of every text, the second, ...

@@ -245,11 +245,12 @@ def _adapted(
     weights, fresh = dict(base.model.named_parameters()), dict(model.named_parameters())
     shared = {name for name in fresh if name in weights and weights[name].shape == fresh[name].shape}
     lost = [name for name in fresh if name not in shared and not name.startswith("head.")]
-    if lost:
-        raise ConfigError(
-            f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: "
-            "leave those keys out"
-        )
+    refuse(
+        lost,
+        f"[model] changes the shape of {', '.join(lost[:1])} (and {len(lost) - 1} more) of {base.folder}: "
+        "leave those keys out",
+        ConfigError,
+    )
     of_classes = set() if labels == base.labels else {name for name in fresh if name.startswith("head.out.")}
     model.load_state_dict({name: weights[name] for name in shared - of_classes}, strict=False)
     return Model(model, settings=dict(base.settings), labels=labels if config.n_classes else ())

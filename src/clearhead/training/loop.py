@@ -23,7 +23,7 @@ from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
-from clearhead.training import averaging, faults, lora, machine, optim
+from clearhead.training import faults, machine, optim, weights
 from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
 from clearhead.training.state import (
     BEST,
@@ -50,9 +50,8 @@ class TrainingRun:
     validation: Batches
     optimizer: torch.optim.Optimizer
     precision: machine.Precision
-    device: torch.device
     attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
-    ema: averaging.Ema | None = None
+    ema: weights.Ema | None = None
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
@@ -80,7 +79,9 @@ class TrainingRun:
     def batches(self, step: int) -> list[Batch]:
         """Return the batches of a step; the first step is 1."""
         size = self.plan.accumulate
-        return [self.train.at(index).to(self.device) for index in range((step - 1) * size, step * size)]
+        return [
+            self.train.at(index).to(self.precision.device) for index in range((step - 1) * size, step * size)
+        ]
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -102,7 +103,7 @@ class TrainingRun:
     def usable(self) -> Iterator[Model]:
         """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        with averaged, lora.merged(self.model) if self.plan.lora else nullcontext():
+        with averaged, weights.merged(self.model) if self.plan.lora else nullcontext():
             yield replace(self.loaded, model=self.runner)
 
 
@@ -120,7 +121,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         optim.set_rate(optimizer, run.rate(step))
 
         targets = max(1, sum(batch.n_targets for batch in batches))
-        total = torch.zeros((), device=run.device)
+        total = torch.zeros((), device=run.precision.device)
         for batch in batches:
             loss = run.loss(batch)
             scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
@@ -137,7 +138,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
         meter.pending = step, batches, read
-        if run.device.type != "cuda":
+        if run.precision.device.type != "cuda":
             meter.settle()
 
         stopping, best = stop(), False
@@ -167,7 +168,9 @@ def validate_run(run: TrainingRun) -> Validated:
     """Validate, and record whether this is the best validation so far."""
     state = run.state
     with run.usable() as usable:
-        metrics = validate(usable, run.task, run.validation, run.precision.autocast, run.device, run.metric)
+        metrics = validate(
+            usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
+        )
         samples = run.samples(usable)
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
@@ -250,7 +253,7 @@ class Meter:
             tokens_per_second=speed,
             seconds=state.seconds,
             left=per_step * (run.steps - state.step),
-            memory=machine.memory(run.device),
+            memory=machine.memory(run.precision.device),
             mfu=run.flops_per_token * speed / run.precision.peak
             if run.precision.peak and run.flops_per_token
             else None,

@@ -159,9 +159,8 @@ def quick_attention(
     so it is used only where all batches have one.
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    if not (hopper and one_shape(task, data)):
-        return nullcontext
-    return functools.partial(sdpa_kernel, KERNEL_ORDER, set_priority=True)
+    quick = functools.partial(sdpa_kernel, KERNEL_ORDER, set_priority=True)
+    return quick if hopper and one_shape(task, data) else nullcontext
 
 
 def narrow(device: torch.device) -> bool:

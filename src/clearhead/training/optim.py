@@ -98,8 +98,7 @@ def step_if_finite(
     infinite: the scaler then skips the step and lowers its scale.
 
     Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
-    step, but not
-        for what the device was given after it.
+        step, but not for what the device was given after it.
     """
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
     if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):
@@ -129,9 +128,7 @@ def original_schedule(step: int, d_model: int, warmup: int = ORIGINAL_WARMUP) ->
 
     d_model^-0.5 · min(step^-0.5, step · warmup^-1.5); the first step is 1, and step 0 has rate 0.
     """
-    if step <= 0:
-        return 0.0
-    return float(d_model**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5))
+    return float(d_model**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)) if step > 0 else 0.0
 
 
 def warmup_steps(plan: TrainPlan, steps: int) -> int:

@@ -26,7 +26,7 @@ from clearhead.recipe import BASE, Recipe, TrainPlan, read_recipe
 from clearhead.tasks import spec, table
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
-from clearhead.training import averaging, build, lora, optim
+from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
 from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
@@ -75,7 +75,7 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
         TrainingError,
     )
     loaded = load(checkpoint, dtype=torch.float32)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)  # told before
     run = _assemble(recipe, task, corpus, loaded, batches, folder, on_event)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
@@ -89,12 +89,11 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
 
 def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
-    weights, parameters = _named(tensors, "weights/"), run.model.named_parameters()
+    saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
-    adamw = isinstance(run.optimizer, torch.optim.AdamW)
     fits = {
-        "lora": all(weights.get(name, one).shape == one.shape for name, one in parameters),
-        "optimizer": not moments or ("exp_avg" in moments) == adamw,
+        "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
+        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():
@@ -127,7 +126,7 @@ def _assemble(
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
-        lora.add_lora(
+        weights.add_lora(
             loaded.model,
             plan.lora,
             plan.lora_alpha,
@@ -150,9 +149,8 @@ def _assemble(
         validation=batches[1],
         optimizer=optimizer,
         precision=precision,
-        device=device,
         attention=quick_attention(task, recipe.data, device),
-        ema=averaging.Ema(loaded.model, plan.ema) if plan.ema else None,
+        ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         flops_per_token=0.0
         if task.tokens is None

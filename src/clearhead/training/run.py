@@ -14,7 +14,7 @@ from clearhead.evaluation.examples import validate
 from clearhead.hub.files import write_text
 from clearhead.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
-from clearhead.training import averaging, loop, prepare
+from clearhead.training import loop, prepare, weights
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
 
@@ -44,13 +44,15 @@ def train(
     """Train a model from files and write it to a folder, as `clearhead train` does.
 
     Args:
-        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names. recipe: a
-        recipe, its name, or its file; None: chosen by the data. out: the folder to write; None: `runs/` and
-        the name of the data. settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as
-        `train.steps=2000`. resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and
-        `settings` must be left out. overwrite: remove an earlier run in `out`. on_event: called with every
-        event of the run. stop: called after each step; True saves and ends the run, which can be resumed
-        later.
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names.
+        recipe: a recipe, its name, or its file; None: chosen by the data.
+        out: the folder to write; None: `runs/` and the name of the data.
+        settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as `train.steps=2000`.
+        resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and `settings` must be
+            left out.
+        overwrite: remove an earlier run in `out`.
+        on_event: called with every event of the run.
+        stop: called after each step; True saves and ends the run, which can be resumed later.
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if resume is not None:
@@ -114,7 +116,6 @@ def _pretrain(
 
 
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
-    """Continue a run from its newest checkpoint."""
     refuse(
         not (folder / files.RECIPE).is_file() or not resumable(folder),
         f"{folder} holds no run that can be resumed: it needs {files.RECIPE} and a checkpoint",
@@ -140,7 +141,7 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
                 trainable=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
                 steps=run.steps,
                 step=state.step,
-                device=str(run.device),
+                device=str(run.precision.device),
             )
         )
         reason = loop.learn(run, tell, stop)
@@ -159,9 +160,11 @@ def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, flo
     steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
     if len(steps) > 1 and reason != "stopped":
         states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in steps)
-        loaded.model.load_state_dict(averaging.average(states))
-        loaded.model.to(run.device)
-        metrics = validate(loaded, run.task, run.validation, run.precision.autocast, run.device, run.metric)
+        loaded.model.load_state_dict(weights.average(states))
+        loaded.model.to(run.precision.device)
+        metrics = validate(
+            loaded, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
+        )
         loaded.model.to("cpu")
         return loaded, {"step": run.state.step, **metrics}
     step = int(found.name.removeprefix("step-"))

@@ -191,7 +191,6 @@ def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> It
 
 
 def _put_back(folder: Path, before: Path | None, created: list[Path]) -> None:
-    """Remove the new run, and restore what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         if before is not None:

@@ -64,7 +64,11 @@ def _tag_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
     found = tag(judgement.loaded, [row.words for row in judgement.rows])
     tags = [[word.label for word in one.words] for one in found]
-    judgement.figures.tags(tags, [row.tags for row in judgement.rows])
+    wanted = [row.tags for row in judgement.rows]
+    judgement.figures.add("accuracy", tags, wanted, "word_accuracy")
+    if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
+        for name in ("span_f1", "span_precision", "span_recall"):
+            judgement.figures.add(name, tags, wanted)
     return [" ".join(row) for row in tags]
 
 

@@ -1,5 +1,6 @@
 """Tasks whose targets are text: the next token, masked tokens, spans that were taken out, a translation."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -53,7 +54,10 @@ def _bits(judgement: Judgement) -> list[str]:
         return []
     chunks = cast(Iterable[Chunk], judgement.rows)
     sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in chunks]
-    judgement.figures.bits(tokens, *np.sum(sizes, 0).tolist())
+    n_bytes, characters = np.sum(sizes, 0).tolist()
+    figures = judgement.figures
+    figures.derive("bits_per_byte", "loss", lambda loss: loss / math.log(2) * tokens / n_bytes)
+    figures.derive("bits_per_character", "loss", lambda loss: loss / math.log(2) * tokens / characters)
     return []
 
 
@@ -70,7 +74,7 @@ def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
 
 def _texts(judgement: Judgement) -> list[str]:
     """Add exact match, edits per token, BLEU and chrF."""
-    written, references = judgement.written, judgement.references
+    written, references = judgement.write(), judgement.references
     judgement.figures.texts(written, references, judgement.tokenize, judgement.lowercase)
     return written
 
