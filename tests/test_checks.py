@@ -13,10 +13,9 @@ import torch
 
 import clearhead as ch
 from clearhead.inside import checks
-from clearhead.inside.checks.formula import formula_rows
-from clearhead.inside.checks.inputs import Inputs
+from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.plainly import plainly
-from clearhead.inside.checks.row import Comparison, gap
+from clearhead.inside.checks.rows import Comparison, Inputs, gap
 from clearhead.model import positions
 from tests.harness import build, pad, some_ids, worst
 
@@ -182,6 +181,7 @@ def test_the_formula_knows_every_choice_of_the_config(name):
     assert {name: difference for name, difference in found.items() if not difference <= 1e-5} == {}
 
 
+@pytest.mark.cpu
 def test_the_formula_and_the_model_agree_in_float64():
     """To the last digits: in float64 the only rounding left is that of RoPE's float32 tables."""
     for changes, allowed in ((BERT, 1e-13), (T5, 1e-13), (LLAMA, 1e-6)):

@@ -9,7 +9,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.commands.output import writing
+from clearhead.commands.common import writing
 from clearhead.errors import ConfigError
 from clearhead.recipe import Recipe
 from clearhead.training.build import build

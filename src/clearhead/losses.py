@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import refuse
-from clearhead.model import dtypes, experts, heads, transformer
+from clearhead.model import dtypes, feedforward, heads, transformer
 
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
@@ -266,5 +266,5 @@ def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
     return torch.stack(
-        [experts.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
+        [feedforward.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
     ).mean()

@@ -17,8 +17,8 @@ from clearhead import losses
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import InputError
 from clearhead.losses import batch_loss, default_chunk
-from clearhead.model.block import Block
-from clearhead.model.experts import balance_loss
+from clearhead.model.feedforward import balance_loss
+from clearhead.model.stack import Block
 from tests.harness import V, build, gradients, some_ids, worst
 
 LANGUAGE = {

@@ -20,7 +20,7 @@ from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import cost
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.hub.checkpoint import Description, exported_config
+from clearhead.hub.checkpoint import Description, exported
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -101,9 +101,9 @@ def build(
         generation=_generation(recipe, spec, special, base or made),
     )
     if spec.stated:
-        architecture, theirs = exported_config(made.config, made.description)
+        saved = exported(made.config, made.description)
         named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
-        made.description = Description({**named, **theirs, **spec.stated}, made.config, architecture)
+        made.description = Description({**named, **saved.theirs, **spec.stated}, made.config, saved.kind)
     return made
 
 

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from clearhead.errors import CheckpointError, MissingExtraError
 
 LOG, CURVE = "log.jsonl", "loss.png"
@@ -150,6 +148,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def draw(folder: Path) -> None:
     """Draw loss.png from log.jsonl; without matplotlib, do nothing."""
     try:
+        import numpy as np
         from matplotlib.figure import Figure
     except ImportError:
         return
