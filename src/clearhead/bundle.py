@@ -5,7 +5,7 @@ methods.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,19 +125,17 @@ class Bundle:
         self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        architecture, theirs = checkpoint.exported_config(self.config, self.description)
+        saved = checkpoint.exported(self.config, self.description)
+        theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {
                 "id2label": {str(number): name for number, name in enumerate(self.labels)},
                 "label2id": {name: number for number, name in enumerate(self.labels)},
             }
-        carried: Any = {}
-        if self.description is not None and self.description.config == self.config:
-            carried = self.description.carried  # and its config.json says the special ids
-        else:
+        if saved is not self.description:  # whose config.json says the special ids
             theirs |= self._named_ids(theirs)
         with files.whole_folder(Path(folder)) as work:
-            checkpoint.save_model(work, self.model, architecture, theirs, shard_size, dtype, carried)
+            checkpoint.save_model(work, self.model, replace(saved, theirs=theirs), shard_size, dtype)
             if self.tokenizer is not None:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
             for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):

@@ -82,7 +82,7 @@ def heads(
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.data.treebank import read_treebank
     from clearhead.inside.heads import alignments, head_roles, syntax
-    from clearhead.plot.heads import role_map
+    from clearhead.plot.parts import role_map
 
     given = [*texts, *([] if file is None else _lines(file))][:limit]
     sentences = None if treebank is None else read_treebank(treebank, limit)
@@ -213,7 +213,7 @@ def probe(
     """
     model = load_model(folder, tokenizer=tokenizer, device=device, plot=plot)
     from clearhead.inside.probe import probe as run
-    from clearhead.plot.probe import probe_figure
+    from clearhead.plot.states import probe_figure
 
     with progress() as on_progress:
         found = run(

@@ -87,7 +87,7 @@ def ablate(
     from clearhead.inside.parts import ablate as inside
     from clearhead.inside.parts.effect import effect
     from clearhead.inside.parts.examples import examples_from
-    from clearhead.plot import prune as pictures
+    from clearhead.plot import parts as pictures
 
     if text is not None and not each:
         found = effect(model, text, heads, layers, feedforwards, how, target=target)
@@ -234,7 +234,7 @@ def prune(
         )
     model = load_model(folder, plot=plot)
     from clearhead.inside.parts.prune import prune_curve
-    from clearhead.plot.prune import draw_curves
+    from clearhead.plot.parts import draw_curves
 
     judged = _read_examples(model, data, examples, set) if data else None
     body: dict[str, Any] = {}

@@ -279,7 +279,7 @@ def patch(
     """
     model = load_model(folder, clean, corrupt, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.patch import patch as run
-    from clearhead.plot.patch import draw_patching
+    from clearhead.plot.lens import draw_patching
 
     found = run(model, clean, corrupt, answer, wrong, part, position, target)
     show_result(found.to_dict(), json, _patches(found), plot, lambda: draw_patching(found))

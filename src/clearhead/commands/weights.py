@@ -76,7 +76,7 @@ def geometry(
     refuse(k is not None and k < 1, f"k {k} must be 1 or more")
     model = load_model(folder, plot=plot)
     from clearhead.inside import geometry as inside
-    from clearhead.plot import geometry as pictures
+    from clearhead.plot import states as pictures
 
     views: dict[What, tuple[Callable[[], Any], Callable[[Any], Table], Callable[[Any], Any]]] = {
         "neighbours": (
@@ -223,7 +223,7 @@ def memories(
 
 def _draw(found: Memories, neuron: tuple[str, ...], sort: Literal["agreement", "activation"] | None) -> Any:
     """Draw a neuron, where one is named or there is no agreement to draw, else the agreement of all."""
-    from clearhead.plot.memories import draw_agreement, draw_neuron
+    from clearhead.plot.parts import draw_agreement, draw_neuron
 
     if found.agrees and not neuron:
         return draw_agreement(found)

@@ -19,7 +19,7 @@ from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import cost
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.hub.checkpoint import Description, exported_config
+from clearhead.hub.checkpoint import Description, exported
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.tasks.spec import DECODER, TaskSpec
@@ -96,9 +96,9 @@ def build(
         names = tuple(labels) if config.n_classes else ()
         made = Model(Transformer(config), tokenizer, generation, special=dict(special), labels=names)
     if spec.stated:
-        architecture, theirs = exported_config(made.config, made.description)
+        saved = exported(made.config, made.description)
         named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
-        made.description = Description({**named, **theirs, **spec.stated}, made.config, architecture)
+        made.description = Description({**named, **saved.theirs, **spec.stated}, made.config, saved.kind)
     return made
 
 

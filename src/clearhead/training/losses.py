@@ -25,7 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import InputError
 from clearhead.model.dtypes import wide
-from clearhead.model.experts import balance_loss
+from clearhead.model.feedforward import balance_loss
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
 
