@@ -1,6 +1,9 @@
 """The copy of a model that generates: projections fused and, on a CPU, weights packed. It computes the same.
 
-The copy shares the model's weights and adds what it fuses or packs. The model stays as it was.
+The copy shares the model's weights and adds what it fuses or packs. The model stays as it was. Where the
+kernels of `kernels` run, blocks that suit them take one token of each row through these.
+
+Shapes: B batch, T length, D model, N width out.
 """
 
 from dataclasses import replace
