@@ -22,8 +22,8 @@ from tokenizers import (
 )
 
 import clearhead as ch
-from clearhead.tasks.results import Word
 from clearhead.tasks.reading import spans_of, tag
+from clearhead.tasks.results import Word
 
 transformers.logging.set_verbosity_error()
 

@@ -31,9 +31,9 @@ from clearhead.inside.frozen import (
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
 from clearhead.inside.names import AttentionHead
 from clearhead.inside.results import Result, filled
-from clearhead.model.block import Block
 from clearhead.model.heads import LanguageHead
 from clearhead.model.masks import tokens_from
+from clearhead.model.stack import Block
 from clearhead.model.taps import Recording
 from clearhead.model.transformer import Output
 

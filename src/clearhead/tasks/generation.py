@@ -15,7 +15,7 @@ import torch
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.generate import beam, compiled, speculate
+from clearhead.generate import beam, engine, speculate
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
 from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
@@ -169,7 +169,7 @@ def _decode(
     if guessers:
         rows = speculate.speculate(runner, request, prompts, ends, cache, guessers=guessers)
     elif steps is not None:
-        rows = compiled.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
+        rows = engine.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
     else:
         rows = decode(runner, request, prompts, ends, cache)
     if prefix is not None:

@@ -28,8 +28,7 @@ from clearhead.inside.inputs import recorded
 from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
 from clearhead.inside.names import AttentionName, layer_names
 from clearhead.inside.results import on_cpu
-from clearhead.model.experts import Experts
-from clearhead.model.feedforward import FeedForward
+from clearhead.model.feedforward import Experts, FeedForward
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm
 from clearhead.model.stack import Stack

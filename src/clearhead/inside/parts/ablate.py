@@ -38,9 +38,9 @@ from clearhead.inside.inputs import AnyModel, as_model, device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
 from clearhead.inside.results import Result, filled
+from clearhead.losses import arguments_for
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[AttentionHead | str] | AttentionHead | str

@@ -27,11 +27,11 @@ from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, jud
 from clearhead.evaluation.examples import renamed
 from clearhead.inside.inputs import AnyModel, as_model, device_of
 from clearhead.inside.results import Result
+from clearhead.losses import arguments_for, default_chunk, objective_of, summed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS
-from clearhead.training.losses import arguments_for, default_chunk, objective_of, summed
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 

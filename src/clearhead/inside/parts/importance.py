@@ -29,10 +29,10 @@ from clearhead.inside.names import AttentionHead, attentions, layer_names
 from clearhead.inside.parts.ablate import HeadTable, OnProgress, opened
 from clearhead.inside.parts.examples import Data
 from clearhead.inside.results import Result
+from clearhead.losses import batch_loss
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.table import TASKS
-from clearhead.training.losses import batch_loss
 
 
 @dataclass(frozen=True)
