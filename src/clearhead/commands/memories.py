@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from clearhead.inside.memories import Found, Memories, Neuron
-    from clearhead.inside.memories.passages import Given
+    from clearhead.inside.memories.neurons import Given
 
 SIDE = 24  # letters of a context on each side
 SHOWN = 5  # contexts and tokens of each neuron, where many neurons are listed

@@ -12,32 +12,24 @@ Shapes: R rows (tokens) that the head reads, T tokens, D model, H heads, E head 
 
 import copy
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.frozen import (
-    FrozenNorm,
-    bias_term,
-    exact,
-    freeze,
-    read_back,
-    read_span,
-    through_linear,
-)
+from clearhead.inside.frozen import exact, freeze, read_back, read_span
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
 from clearhead.inside.names import AttentionHead
 from clearhead.inside.results import Result, filled
-from clearhead.model.block import Block
+from clearhead.model.attention import Attention
 from clearhead.model.heads import LanguageHead
 from clearhead.model.masks import tokens_from
 from clearhead.model.taps import Recording
 from clearhead.model.transformer import Output
-
-TAPS = ("resid_pre", "resid_post", "attention.z", "attention.out", "feedforward.out")
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Term:
 
     name: str  # "3.2" for a head, "feedforward 3", "token embedding", ...
     kind: str  # self or cross: a head; feedforward, embedding, bias
-    value: float
+    value: float = 0.0
     layer: int | None = None
     head: int | None = None
 
@@ -76,22 +68,9 @@ class Contributions(Result):
 
     def heads(self, kind: str = "self") -> Tensor:
         """Return heads as a table [L, H], kind self or cross; NaN where a layer has fewer."""
-        layers: dict[int | None, list[float]] = {}
-        for term in self.terms:
-            if term.kind == kind:
-                layers.setdefault(term.layer, []).append(term.value)
-        return torch.from_numpy(filled(list(layers.values()))).float()
-
-
-@dataclass(frozen=True)
-class Sublayer:
-    """What one sublayer gave, and its way into the stream: inner norm, scale, sum, outer norm."""
-
-    part: str  # attention, cross or feedforward
-    y: Tensor  # [R, D]
-    scale: float
-    inner: FrozenNorm
-    outer: FrozenNorm
+        heads = [term for term in self.terms if term.kind == kind]
+        layers = [[term.value for term in own] for _, own in groupby(heads, key=lambda term: term.layer)]
+        return torch.from_numpy(filled(layers)).float()
 
 
 def contributions(
@@ -116,18 +95,28 @@ def contributions(
         pair: the second text of a pair.
     """
     prepared = prepare(m, given, target, pair)
-    choices, model = choices_of(prepared), prepared.model
+    choices = choices_of(prepared)
     column = find_column(position, choices.columns)
-    taps = (*TAPS, "cross.z", "cross.out") if model.main.spec.cross else TAPS
-    output, seen = prepared.record(*(f"blocks.*.{tap}" for tap in taps))
+    output, seen = prepared.record("blocks.*.z", "blocks.*.feedforward.out")
     best = int(choices.scores(output.required_logits)[0, column].argmax())
     choice = best if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
-    if other == choice:
-        raise InputError(
-            f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with'
-        )
-    logit, capped = _logits(choices, output, column, choice, other)
+    refuse(
+        other == choice,
+        f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
+    )
+
+    def difference(scores: Tensor) -> float:
+        return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
+
+    logit, capped = difference(choices.scores(output.required_logits)[0, column]), None
+    head = prepared.model.head
+    if isinstance(head, LanguageHead) and head.softcap is not None:
+        uncapped = copy.copy(head)
+        uncapped.softcap = None
+        with torch.no_grad():
+            scores = uncapped(output.hidden[:, column : column + 1], None)[0, 0]
+        logit, capped = difference(scores), logit
     return Contributions(
         columns=choices.columns,
         column=column,
@@ -139,24 +128,6 @@ def contributions(
     )
 
 
-def _logits(
-    choices: Choices, output: Output, column: int, choice: int, other: int | None
-) -> tuple[float, float | None]:
-    """Return the logit, or the difference of two, before the soft cap, and behind it where there is one."""
-
-    def difference(scores: Tensor) -> float:
-        return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
-
-    head = choices.prepared.model.head
-    logit = difference(choices.scores(output.required_logits)[0, column])
-    if not isinstance(head, LanguageHead) or head.softcap is None:
-        return logit, None
-    uncapped = copy.copy(head)
-    uncapped.softcap = None
-    with torch.no_grad():
-        return difference(uncapped(output.hidden[:, column : column + 1], None)[0, 0]), logit
-
-
 def _terms(
     prepared: Prepared,
     choices: Choices,
@@ -166,89 +137,84 @@ def _terms(
     choice: int,
     other: int | None,
 ) -> list[Term]:
-    """Return every term in the order of the forward pass; biases that add nothing are left out."""
+    """Return every term in the order of the forward pass; biases that add nothing are left out.
+
+    The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
+    term is that vector times the logit's gradient with respect to it.
+    """
     stack, head = prepared.model.main, prepared.model.head
     if choices.kind == "place":
         read = read_span(head, column, choice, other)
     else:
         read = read_back(head, exact(output.hidden[0]), column, choice, other)
-    rows = read.rows
-    final = freeze(stack.norm, exact(seen[f"blocks.{stack.spec.n_layers - 1}.resid_post"][0])[rows])
-    backwards = [
-        Term("head bias", "bias", read.bias),
-        Term("head transform", "bias", read.transform),
-        Term("final norm bias", "bias", final.shift(read.directions)),
-    ]
-    direction = final.back(read.directions)
-    for layer, block in reversed(list(enumerate(stack.layers()))):
-        for sublayer in reversed(_sublayers(block, layer, seen, rows)):
-            terms, direction = _sublayer_terms(sublayer, block, layer, seen, rows, direction)
-            backwards += reversed(terms)
-    backwards += reversed(_embedding_terms(prepared, rows, direction))
-    return [term for term in reversed(backwards) if term.value or term.kind != "bias"]
+    added: list[tuple[Term, Tensor]] = []
+
+    def add(
+        name: str, kind: str, vector: Tensor, layer: int | None = None, number: int | None = None
+    ) -> Tensor:
+        added.append((Term(name, kind, layer=layer, head=number), vector.clone().requires_grad_()))
+        return added[-1][1]
+
+    def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
+        frozen = freeze(norm, x.detach())
+        if frozen.bias is None:
+            return frozen.forward(x)
+        return replace(frozen, bias=add(name, "bias", frozen.bias, layer)).forward(x)
+
+    def out(layer: int, part: str, attention: Attention | None) -> Tensor:
+        """Add what each head writes, and the bias; or what the feed-forward gives: [R, D]."""
+        if attention is None:
+            y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+            return add(f"feedforward {layer}", "feedforward", y, layer)
+        kind = "self" if part == "attention" else "cross"
+        z = exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows])  # H R E
+        weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
+        written = [
+            add(str(AttentionHead(kind, layer, number)), kind, y, layer, number)
+            for number, y in enumerate(torch.einsum("hre,dhe->hrd", z, weight))
+        ]
+        if attention.out.bias is not None:
+            written.append(add(f"{part} bias {layer}", "bias", exact(attention.out.bias), layer))
+        return sum(written, torch.zeros(()))
+
+    with torch.enable_grad():
+        vectors = _embeddings(prepared)
+        x = sum(
+            (add(name, "embedding", exact(y[0])[read.rows]) for name, y in vectors.items()), torch.zeros(())
+        )
+        x = normed(stack.embedding.norm, x, "embedding bias")
+        project = stack.embedding.project
+        if project is not None:
+            x = x @ exact(project.weight).T
+            if project.bias is not None:
+                x = x + add("embedding bias", "bias", exact(project.bias))
+        for layer, block in enumerate(stack.layers()):
+            for part, attention, residual in (
+                ("attention", block.attention, block.attention_residual),
+                ("cross", block.cross, block.cross_residual),
+                ("feedforward", None, block.feedforward_residual),
+            ):
+                if residual is not None:
+                    bias = f"{part} norm bias {layer}"
+                    y = normed(residual.inside, out(layer, part, attention), bias, layer)
+                    x = normed(residual.after, x + residual.scale * y, bias, layer)
+        logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
+    values = defaultdict[Term, float](float)
+    for (term, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
+        values[term] += float((slope * vector.detach()).sum())
+    values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
+    return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
 
 
-def _sublayers(block: Block, layer: int, seen: Recording, rows: Tensor) -> list[Sublayer]:
-    """Return what one block added to the stream, in order, at the rows that are read."""
-    x, found = exact(seen[f"blocks.{layer}.resid_pre"][0])[rows], []
-    parts = {
-        "attention": block.attention_residual,
-        "cross": block.cross_residual,
-        "feedforward": block.feedforward_residual,
-    }
-    for part, residual in parts.items():
-        if residual is not None:
-            y = exact(seen[f"blocks.{layer}.{part}.out"][0])[rows]
-            inner = freeze(residual.inside, y)
-            x = x + residual.scale * inner.forward(y)
-            outer = freeze(residual.after, x)
-            x = outer.forward(x)
-            found.append(Sublayer(part, y, residual.scale, inner, outer))
-    return found
-
-
-def _sublayer_terms(
-    sublayer: Sublayer, block: Block, layer: int, seen: Recording, rows: Tensor, direction: Tensor
-) -> tuple[list[Term], Tensor]:
-    """Return the terms of one sublayer, and the direction [R, D] before it."""
-    part, shift, direction = sublayer.part, sublayer.outer.shift(direction), sublayer.outer.back(direction)
-    scaled = direction * sublayer.scale
-    norm_bias = Term(f"{part} norm bias {layer}", "bias", shift + sublayer.inner.shift(scaled), layer)
-    towards = sublayer.inner.back(scaled)
-    if part == "feedforward":
-        value = float((towards * sublayer.y).sum())
-        return [Term(f"feedforward {layer}", "feedforward", value, layer), norm_bias], direction
-    kind, attention = ("self", block.attention) if part == "attention" else ("cross", block.cross)
-    assert attention is not None
-    z = exact(seen[f"blocks.{layer}.{part}.z"][0][:, rows])  # H R E
-    weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
-    values = torch.einsum("hre,dhe,rd->h", z, weight, towards).tolist()
-    heads = [
-        Term(str(AttentionHead(kind, layer, number)), kind, value, layer, number)
-        for number, value in enumerate(values)
-    ]
-    bias = Term(f"{part} bias {layer}", "bias", bias_term(attention.out.bias, towards), layer)
-    return [*heads, bias, norm_bias], direction
-
-
-def _embedding_terms(prepared: Prepared, rows: Tensor, direction: Tensor) -> list[Term]:
-    """Return what the tables add: the input itself, segments, positions, and biases on their way."""
+def _embeddings(prepared: Prepared) -> dict[str, Tensor]:
+    """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
     stack = prepared.model.main
-    embedding = stack.embedding
     with torch.no_grad():
-        front = embedding.front(prepared.main)
+        front = stack.embedding.front(prepared.main)
+        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
+        if stack.embedding.types is not None:
+            first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
+            types = first if prepared.types is None else prepared.types
+            found["segment embedding"] = stack.embedding.types(types)
         where = stack.positions.embed(tokens_from(1, front.shape[1], front.device).positions, stack.dtype)
-    parts = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
-    if embedding.types is not None:
-        first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
-        parts["segment embedding"] = embedding.types(first if prepared.types is None else prepared.types)
-    if where is not None:
-        parts["position embedding"] = where
-    vectors = {name: exact(x[0])[rows] for name, x in parts.items()}  # R D
-    bias = 0.0
-    if embedding.project is not None:
-        direction, bias = through_linear(embedding.project, direction)
-    norm = freeze(embedding.norm, torch.stack(list(vectors.values())).sum(0))
-    bias, direction = bias + norm.shift(direction), norm.back(direction)
-    terms = [Term(name, "embedding", float((direction * x).sum())) for name, x in vectors.items()]
-    return [*terms, Term("embedding bias", "bias", bias)]
+    return found if where is None else found | {"position embedding": where}
