@@ -27,9 +27,9 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.parts.ablate import Ablation, HeadTable
-    from clearhead.inside.parts.effect import Effect
+    from clearhead.inside.parts.ablate import Ablation, Effect
     from clearhead.inside.parts.examples import Examples
+    from clearhead.inside.parts.importance import HeadTable
 
 NAMED = 4  # parts named in a title
 HeadNames = Annotated[
@@ -83,9 +83,10 @@ def ablate(
         plot is not None and not each and text is None,
         "--plot draws --each or --text: add one of them, or leave --plot out",
     )
-    from clearhead.inside.parts import ablate as inside
-    from clearhead.inside.parts.effect import effect
+    from clearhead.inside.parts.ablate import ablate as run
+    from clearhead.inside.parts.ablate import effect
     from clearhead.inside.parts.examples import examples_from
+    from clearhead.inside.parts.importance import ablate_each
     from clearhead.plot import prune as pictures
 
     model = load_model(folder)
@@ -97,11 +98,11 @@ def ablate(
     one: list[Any] = [text if target is None else (text, target)]
     read = read_examples(model, data, examples, set) if data else examples_from(model, one, texts=True)
     if not each:
-        done = inside.ablate(model, read, heads, layers, feedforwards, how)
+        done = run(model, read, heads, layers, feedforwards, how)
         show_result(done.to_dict(), json, _ablation_parts(done, str(folder)))
         return
     with progress() as on_progress:
-        grid = inside.ablate_each(model, read, how, on_progress=on_progress)
+        grid = ablate_each(model, read, how, on_progress=on_progress)
     body = {"how": how, "rows": read.rows, "targets": read.targets, **grid.to_dict()}
     body |= save_plot(plot, lambda: pictures.draw_map(grid, f"{folder}: each head alone at {how}"))
     title = f"{folder}: loss increase without each head ({how})"

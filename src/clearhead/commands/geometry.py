@@ -24,8 +24,7 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.geometry import Nearest, Projection, SameWord
-    from clearhead.inside.position_maps import PositionMap
+    from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
 
 LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]

@@ -27,7 +27,7 @@ from clearhead.inside.contributions import contributions
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import lens
 from clearhead.inside.names import attentions
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
 from clearhead.tokens.stages import stages

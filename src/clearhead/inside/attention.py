@@ -16,7 +16,7 @@ Shapes: H heads, T queries, S keys.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -100,37 +100,38 @@ def maps_of(
 
     def keep(x: Tensor, name: AttentionName) -> Tensor:
         each = _layer_map(x, name, *axes[name.kind])
-        found.append(each if folder is None else _written(each, folder))
+        if folder is None:
+            found.append(each)
+        else:
+            _write(each, folder)
         return x
 
-    handlers: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{each.part}.pattern": partial(keep, name=each) for each in chosen
-    }
-    with torch.no_grad(), edit(prepared.model, handlers):
+    with (
+        torch.no_grad(),
+        edit(prepared.model, {f"{each.part}.pattern": partial(keep, name=each) for each in chosen}),
+    ):
         prepared.run(logits="none")
-    if folder is not None:
-        rows = [
-            {
-                "kind": each.kind,
-                "layer": each.layer,
-                "queries": each.queries.to_dict(),
-                "keys": each.keys.to_dict(),
-            }
-            for each in found
-        ]
-        (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
-    return AttentionMaps(tuple(found))
+    if folder is None:
+        return AttentionMaps(tuple(found))
+    sides = {
+        kind: {"queries": queries.to_dict(), "keys": keys.to_dict()} for kind, (queries, keys) in axes.items()
+    }
+    rows = [{"kind": each.kind, "layer": each.layer, **sides[each.kind]} for each in chosen]
+    (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
+    return read_maps(folder)
 
 
 def read_maps(folder: str | Path) -> AttentionMaps:
     """Return patterns that were streamed to a folder, mapped from its files."""
-    folder = Path(folder)
-    maps = []
+    folder, maps = Path(folder), []
     for entry in read_json(folder / INDEX)["maps"]:
-        axes = (
+        queries, keys = (
             Axis(tuple(entry[side]["labels"]), entry[side]["tokens_per_cell"]) for side in ("queries", "keys")
         )
-        maps.append(_mapped(folder, entry["kind"], entry["layer"], *axes))
+        name = f"{entry['kind']}.{entry['layer']}"
+        pattern, entropies = np.load(folder / f"{name}.npy", mmap_mode="r"), folder / f"{name}.entropies.npy"
+        own = np.load(entropies, mmap_mode="r") if entropies.exists() else None
+        maps.append(LayerMap(entry["kind"], entry["layer"], pattern, queries, keys, own))
     return AttentionMaps(tuple(maps))
 
 
@@ -183,9 +184,9 @@ def _axes(prepared: Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis
     """Return queries and keys of one kind, in cells that keep a pattern within the budget."""
     queries = prepared.tokens_of("encoder." if kind == "encoder" else "").labels
     keys = prepared.tokens_of("" if kind == "self" else "encoder.").labels
-    if budget is None or len(queries) * len(keys) <= budget:
-        return Axis(queries), Axis(keys)
-    side = math.isqrt(budget)
+    side = max(len(queries), len(keys))
+    if budget is not None and len(queries) * len(keys) > budget:
+        side = math.isqrt(budget)
     return Axis.over(queries, math.ceil(len(queries) / side)), Axis.over(keys, math.ceil(len(keys) / side))
 
 
@@ -200,21 +201,11 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _written(each: LayerMap, folder: Path) -> LayerMap:
-    """Return the same with its arrays on disk."""
-    arrays = {"": each.pattern, ".entropies": each.recorded_entropies}
+def _write(each: LayerMap, folder: Path) -> None:
+    """Write the arrays of one attention."""
     try:
-        for ending, array in arrays.items():
-            if array is not None:
-                np.save(folder / f"{each.kind}.{each.layer}{ending}.npy", array)
+        np.save(folder / f"{each.kind}.{each.layer}.npy", each.pattern)
+        if each.recorded_entropies is not None:
+            np.save(folder / f"{each.kind}.{each.layer}.entropies.npy", each.recorded_entropies)
     except OSError as error:
         raise InputError(f"patterns cannot be written to {folder}: {error.strerror or error}") from None
-    return _mapped(folder, each.kind, each.layer, each.queries, each.keys)
-
-
-def _mapped(folder: Path, kind: str, layer: int, queries: Axis, keys: Axis) -> LayerMap:
-    """Return one attention, mapped from its files."""
-    pattern = np.load(folder / f"{kind}.{layer}.npy", mmap_mode="r")
-    entropies = folder / f"{kind}.{layer}.entropies.npy"
-    own = np.load(entropies, mmap_mode="r") if entropies.exists() else None
-    return LayerMap(kind, layer, pattern, queries, keys, own)

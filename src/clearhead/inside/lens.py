@@ -59,16 +59,15 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
     prepared = prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
-    model, taps = prepared.model, lens_taps(prepared.model)
+    taps = states(prepared.model.main.spec)  # the embedding's, and each block's
     output, seen = prepared.record(*taps)
     last = choices.scores(output.required_logits)[0]  # C N
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
     read = []
     for tap in taps:
-        scores = choices.scores(stopped_at(model, seen[tap]))[0]
-        for start in range(0, len(scores), ROWS):
-            some = slice(start, start + ROWS)
-            read.append(_measure(scores[some], last[some], chosen[some], true[some], min(top, choices.count)))
+        scores = choices.scores(stopped_at(prepared.model, seen[tap]))[0]
+        pieces = zip(*(torch.split(x, ROWS) for x in (scores, last, chosen, true)))
+        read += [_measure(min(top, choices.count), *piece) for piece in pieces]
     whole = {name: torch.cat([some[name] for some in read]).cpu() for name in read[0]}
     found = {name: x.view(len(taps), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
@@ -86,11 +85,6 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
     )
 
 
-def lens_taps(model: Transformer) -> list[str]:
-    """Return the names of the states that the lens reads: the embedding's, and each block's."""
-    return states(model.main.spec)
-
-
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
     """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
     norm = model.main.norm
@@ -101,16 +95,15 @@ def stopped_at(model: Transformer, state: Tensor) -> Tensor:
 
 def _true(prepared: Prepared, choices: Choices) -> Tensor:
     """Return the token that each column should say, [C]; -1 where it is not known."""
-    unknown = torch.full((len(choices.columns),), -1, device=prepared.main.device)
+    unknown, ids = torch.full((len(choices.columns),), -1, device=prepared.main.device), prepared.main[0]
     if choices.kind != "token":
         return unknown
-    ids = prepared.main[0]
     if prepared.m.config.head == "lm":
         return torch.cat([ids[1:], unknown[:1]])
     return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
 
 
-def _measure(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
+def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
     """Return what is kept of some columns of one layer's scores [C, N]."""
     scores, final = wide(scores), wide(last).log_softmax(-1)
     logs = scores.log_softmax(-1)  # C N

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from clearhead.inside.geometry import Nearest, Projection, SameWord
-from clearhead.inside.position_maps import PositionMap
+from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
 from clearhead.plot.canvas import BLUE, Figure, bars, curves, heatmap, plain, single
 
 CLIP = 3  # times the size of most entries: from there on, colours are cut off

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from clearhead.inside.parts.ablate import HeadTable
-from clearhead.inside.parts.effect import Effect
+from clearhead.inside.parts.ablate import Effect
+from clearhead.inside.parts.importance import HeadTable
 from clearhead.inside.parts.prune import PruneCurve
 from clearhead.plot.canvas import Figure, heatmap, label_axis, new, plain, single
 

@@ -7,8 +7,8 @@ import torch
 
 from clearhead.inside.checks.inputs import Inputs
 from clearhead.inside.checks.row import TOLERANCE, Comparison, gap
-from clearhead.inside.lens import lens_taps, stopped_at
-from clearhead.inside.names import AttentionHead, attentions
+from clearhead.inside.lens import stopped_at
+from clearhead.inside.names import AttentionHead, attentions, states
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
 from clearhead.model.taps import record
@@ -77,7 +77,7 @@ def _pruned(inputs: Inputs, heads: list[AttentionHead]) -> float:
 
 
 def _lens(inputs: Inputs) -> float:
-    last = lens_taps(inputs.model)[-1]
+    last = states(inputs.model.main.spec)[-1]
     with record(inputs.model, last) as seen:
         logits = inputs.run()
     return gap(stopped_at(inputs.model, seen[last]), logits)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,7 @@ class HeadRoles(Result):
         own = [(head.layer, score) for head, score in zip(self.heads, self.scores[role]) if head.kind == kind]
         kinds = ", ".join(dict.fromkeys(head.kind for head in self.heads))
         refuse(not own, f"this model has no {kind}-attention: it has {kinds}")
-        layers = [[score for _, score in layer] for _, layer in groupby(own, key=itemgetter(0))]
+        layers = [[score for _, score in layer] for _, layer in groupby(own, key=lambda pair: pair[0])]
         return filled(layers).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,9 +31,6 @@ from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, p
 from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, on_cpu
 
-WITHIN = ("first to second", "second to first")
-ACROSS = ("written", "read")
-
 
 @dataclass(frozen=True)
 class Aligned:
@@ -50,7 +47,7 @@ class Agreement(Result):
     """How well each head agrees; shares from 0 to 1."""
 
     heads: tuple[AttentionHead, ...]
-    directions: tuple[str, str]  # WITHIN or ACROSS
+    directions: tuple[str, str]  # first to second and back; for cross-attention written, read
     accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
     mass: NDArray[np.float64]  # [2, N]: the attention that goes there
     chance: NDArray[np.float64]  # [2]: how often a random link would
@@ -60,7 +57,7 @@ class Agreement(Result):
     def ranking(self) -> list[dict[str, Any]]:
         """Return heads, best first, each with its better direction."""
         better = np.where(self.accuracy[1] > self.accuracy[0], 1, 0)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "head": str(head),
                 "direction": self.directions[better[at]],
@@ -70,7 +67,7 @@ class Agreement(Result):
             }
             for at, head in enumerate(self.heads)
         ]
-        return sorted(rows, key=lambda row: (-float(str(row["accuracy"])), -float(str(row["attention"]))))
+        return sorted(rows, key=lambda row: (-row["accuracy"], -row["attention"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -130,7 +127,7 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
     heads = tuple(all_heads(m.config, kind))
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
-    chance, counted, skipped = torch.zeros(2), 0, 0
+    chance, counted = torch.zeros(2), 0
     for example in examples:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
@@ -138,7 +135,6 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
         for pair in example.pairs:
             one, other = _tokens(pair[0], first, example.unit), _tokens(pair[1], second, example.unit)
             if not one or not other:
-                skipped += 1
                 continue
             counted += 1
             looks = [(other, one, -1), (other, one, 0)] if cross else [(one, other, 0), (other, one, 0)]
@@ -154,7 +150,9 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
                 chance[direction] += len(keys) / float(candidates.sum())
     refuse(not counted, "no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
-    return Agreement(heads, ACROSS if cross else WITHIN, accuracy, attention, random, counted, skipped)
+    directions = ("written", "read") if cross else ("first to second", "second to first")
+    skipped = sum(len(example.pairs) for example in examples) - counted
+    return Agreement(heads, directions, accuracy, attention, random, counted, skipped)
 
 
 def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputTokens]:
@@ -174,10 +172,10 @@ def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputToken
 
 def _tokens(span: Span, tokens: InputTokens, unit: str) -> list[int]:
     """Return the positions of the tokens in a span."""
-    if unit == "tokens":
-        if span[1] > len(tokens):
-            raise InputError(
-                f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text"
-            )
-        return list(range(*span))
-    return list(positions([span], tokens.text_spans)[0])
+    if unit == "characters":
+        return list(positions([span], tokens.text_spans)[0])
+    refuse(
+        span[1] > len(tokens),
+        f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text",
+    )
+    return list(range(*span))

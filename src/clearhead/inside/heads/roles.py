@@ -118,7 +118,7 @@ def _near(tokens: InputTokens) -> Tensor:
 
 
 class Tally:
-    """Sums for one attention. Rows are the attention of its H heads, the baseline, the queries that counted."""
+    """Sums for one attention; rows: the attention of its H heads, the baseline, the queries that counted."""
 
     def __init__(self, heads: int, reach: int) -> None:
         """Begin for so many heads and rows of up to `reach` tokens."""

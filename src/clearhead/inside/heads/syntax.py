@@ -51,7 +51,7 @@ class Relation(Result):
     head: str
     direction: str
     accuracy: float
-    held_out: float
+    held_out: float  # of the head chosen on the other half; NaN where one half has no arc
 
     @property
     def gain(self) -> float:
@@ -86,26 +86,20 @@ class Syntax(Result):
             f"there are {', '.join(self.relations)}",
         )
         at = self.relations.index(relation)
-        accuracy = self.accuracy[:, :, at]
+        accuracy, arcs = self.accuracy[:, :, at], int(self.arcs[:, at].sum())
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
+        right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
+        found = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
         return Relation(
             name=relation,
-            arcs=int(self.arcs[:, at].sum()),
+            arcs=arcs,
             distance=self.distances[at],
             baseline=float(self.baselines[at]),
             head=str(self.heads[head]),
             direction=DIRECTIONS[direction],
             accuracy=float(accuracy.max()),
-            held_out=self._held_out(at),
+            held_out=found / arcs if self.arcs[:, at].all() else float("nan"),
         )
-
-    def _held_out(self, at: int) -> float:
-        """Return the accuracy of the head chosen on the other half; NaN where one half has no arc."""
-        if not self.arcs[:, at].all():
-            return float("nan")
-        right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
-        hits = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
-        return hits / int(self.arcs[:, at].sum())
 
     def table(self, least: int = 1) -> list[Relation]:
         """Return a row for each relation that has this many arcs, most frequent first."""
@@ -152,10 +146,8 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         links = strongest_links(m, [aligned[at] for at in batch], kind)  # B N W
         for direction, (source, goal) in enumerate(((dependent, governor), (governor, dependent))):
             hits = (links[row, :, source] == goal[:, None]).long()  # A N
-            flat = torch.zeros(2 * len(counted), len(heads), dtype=torch.long).index_add_(
-                0, half * len(counted) + relation, hits
-            )
-            right[:, direction] += flat.view(2, len(counted), len(heads)).transpose(1, 2)
+            found = right[:, direction].transpose(1, 2)  # halves R N
+            found.index_put_((half, relation), hits, accumulate=True)
     return Syntax(
         heads=heads,
         relations=tuple(counted),
@@ -202,6 +194,6 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     found = []
     for name in names:
         between = word_attention(seen[name].float(), sum_of, mean_of).masked_fill(itself, 0.0)  # B H W W
-        most, where = between.max(-1) if between.shape[-1] else (between.sum(-1), between.sum(-1).long())
+        most, where = between.max(-1)
         found.append(where.masked_fill(most <= 0, -1))
     return torch.cat(found, 1).cpu()

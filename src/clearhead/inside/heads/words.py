@@ -3,8 +3,9 @@
 Characters decide. A word and a token belong together where their stretches of the text overlap, so that any
 tokenizer will do: a word may have several tokens, several words may share one, and a word may have none.
 
-    words = align(m, ["Do", "n't", "go"], "Don't go")    # .words: token positions of each word
-    between = word_attention(pattern, *words.matrices())  # [..., T, T] -> [..., W, W]
+    read = align(m, ["Do", "n't", "go"], "Don't go")              # .words: token positions of each word
+    matrices = word_matrices([read.words], len(read))
+    between = word_attention(pattern, *matrices)                  # [1, T, T] -> [1, W, W]
 
 Shapes: B batch, H heads, T tokens, W words.
 """
@@ -34,11 +35,6 @@ class WordTokens(InputTokens):
     words: tuple[tuple[int, ...], ...] = ()
     types: tuple[int, ...] = ()  # T: segments
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return `sum_of` [T, W] and `mean_of` [W, T]; see `word_attention`."""
-        sum_of, mean_of = word_matrices([self.words], len(self.ids))
-        return sum_of[0], mean_of[0]
-
 
 def align(
     m: Model | Tokenizer,
@@ -60,24 +56,20 @@ def align(
     if isinstance(words, Sentence):
         return align(m, [word.form for word in words.words], words.text, words.spans or None, max_length)
     text = " ".join(words) if text is None else text
+    spans = locate(words, text) if spans is None else spans
     if spans is None:
-        spans = locate(words, text)
-        if spans is None:
-            raise InputError(
-                f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}"
-            )
+        raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
     refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
     tokenizer = m.text_tokenizer if isinstance(m, Model) else m
     room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
     encoding = framed(tokenizer, room, text)
-    ids, special = list(encoding.ids), list(map(bool, encoding.special_tokens_mask))
-    goes_on = isinstance(m, Model) and m.config.family == "decoder" and ids[-1:] and ids[-1] in m.stops
-    if goes_on and len(ids) > 1 and special[-1]:
-        ids, special = ids[:-1], special[:-1]
-    kept = slice(len(ids))
-    token_spans = tuple(encoding.offsets[kept])
-    read = WordTokens(labels(tokenizer, ids), tuple(ids), token_spans, text, tuple(special))
-    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[kept]))
+    ids, count, special = encoding.ids, len(encoding.ids), tuple(map(bool, encoding.special_tokens_mask))
+    ended = isinstance(m, Model) and m.config.family == "decoder" and count > 1 and ids[-1] in m.stops
+    if ended and special[-1]:
+        count -= 1
+    spelled = labels(tokenizer, ids[:count])
+    read = WordTokens(spelled, tuple(ids[:count]), tuple(encoding.offsets[:count]), text, special[:count])
+    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
 
 
 def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS
 from clearhead.training.losses import arguments_for, default_chunk, objective_of, summed
-
-Files: TypeAlias = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class Quality(Result):
     accuracy: float  # share of targets that the model puts first; answer: both ends right
 
 
-Data: TypeAlias = Examples | Corpus | Files
+Data = Examples | Corpus | str | Path | Sequence[str | Path]
 
 
 def examples_from(
@@ -95,9 +93,8 @@ def examples_from(
     refuse(most is not None and most < 1, f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    named: tuple[Any, ...] = ()
-    if not texts and not isinstance(data, Corpus):
-        named = (data,) if isinstance(data, str | Path) else tuple(data)
+    files = () if texts or isinstance(data, Corpus) else data
+    named = (files,) if isinstance(files, str | Path) else tuple(files)
     plan = data_plan(m.folder, named) if plan is None else plan
     task = task_for(m, plan.task)
     plan = dataclasses.replace(
@@ -173,24 +170,24 @@ def judge(model: Transformer, examples: Examples) -> Quality:
             else:
                 logits = model(**arguments).logits
                 objective = TASKS[examples.task].objective or objective_of(model.config.head)
-                loss = objective.loss(logits, batch, 0.0)
+                loss = float(objective.loss(logits, batch, 0.0))
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
-        total, right = total + float(loss), right + hits
+        total, right = total + loss, right + hits
     count = examples.targets
     refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")
     return Quality(total / count, right / count)
 
 
-def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[float, int]:
     """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
     asked = targets != IGNORE
     rows, wanted = hidden[asked], targets[asked]  # N D, N
-    total, hits = torch.zeros((), dtype=torch.float64), 0
+    total, hits = 0.0, 0
     chunk = default_chunk(head.out.out_features, hidden.device)
-    for start in range(0, len(rows), chunk):
-        logits, some = head(rows[start : start + chunk], None), wanted[start : start + chunk]
-        total += summed(logits, some).double().cpu()
-        hits += int((logits.argmax(-1) == some).sum())
+    for some, right in zip(torch.split(rows, chunk), torch.split(wanted, chunk)):
+        logits = head(some, None)
+        total += float(summed(logits, right).double())
+        hits += int((logits.argmax(-1) == right).sum())
     return total, hits
 
 

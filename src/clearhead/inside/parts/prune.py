@@ -23,7 +23,7 @@ Shapes: H heads, K key/value heads, E head width, D model.
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,28 +31,19 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.config import BIASES, ModelConfig
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.hub.checkpoint import empty_model
 from clearhead.hub.registry import nearest_to
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.names import AttentionHead, all_heads, attentions, spec_of
-from clearhead.inside.parts.ablate import (
-    Heads,
-    HeadTable,
-    OnProgress,
-    ablate_each,
-    ablating,
-    as_heads,
-    opened,
-)
+from clearhead.inside.parts.ablate import Heads, OnProgress, ablating, as_heads, opened
 from clearhead.inside.parts.examples import Data, judge
-from clearhead.inside.parts.importance import importance
+from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
 from clearhead.inside.results import Result
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
 
 By = Literal["importance", "ablation", "random"]
-WAYS = ("importance", "ablation", "random")
 Unit = tuple[AttentionHead, ...]  # heads that can only go together
 
 
@@ -71,7 +62,14 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     """
     whole = as_model(m)
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
-    _check(whole.config, gone)
+    refuse(
+        whole.config.qk_norm == "full",
+        "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
+        "ablate instead",
+    )
+    for one in attentions(whole.config):
+        all_gone = set(one.heads) <= set(gone)
+        refuse(all_gone, f"all {one.n_heads} heads of {one.part} would go: keep one at least")
     model = empty_model(_without(whole.config, gone))
     weights, even = _weights(whole.model, model), _evened(model.config)
     if even is not None and not nearest_to(even)[1]:
@@ -122,30 +120,16 @@ def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list
 def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
     """Return the heads, with those they can only go with."""
     refuse(not heads, "no head is named: name those to remove, such as 0.1")
-    chosen = set(heads)
-    for unit in units(config):
-        named = [head for head in unit if head in chosen]
-        if named and not whole and len(named) < len(unit):
-            others = ", ".join(str(head) for head in unit if head not in chosen)
-            raise InputError(
-                f"head {named[0]} shares weights with {others}: "
-                "name those too, or let whole groups go (whole_groups)"
-            )
-        if named:
-            chosen |= set(unit)
-    return sorted(chosen)
-
-
-def _check(config: ModelConfig, gone: Iterable[AttentionHead]) -> None:
-    refuse(
-        config.qk_norm == "full",
-        "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
-        "ablate instead",
-    )
-    for one in attentions(config):
+    gone = [unit for unit in units(config) if set(unit) & set(heads)]
+    for unit in gone if not whole else ():
+        others = [head for head in unit if head not in heads]
+        named = next(head for head in unit if head in heads)
         refuse(
-            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+            others,
+            f"head {named} shares weights with {', '.join(map(str, others))}: "
+            "name those too, or let whole groups go (whole_groups)",
         )
+    return sorted(head for unit in gone for head in unit)
 
 
 # What is left -----------------------------------------------------------------------------------------------
@@ -171,9 +155,8 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     for one in attentions(config):
         n_kv_heads = spec_of(config, one.kind).kv_heads_of(one.part)
         sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
-    grouped = config.n_kv_heads != config.n_heads and len(sizes[True]) > 0
-    differ = any(len(several) > 1 for several in sizes.values())
-    if config.positions in BIASES or differ or grouped:
+    grouped = config.n_kv_heads != config.n_heads and sizes[True]
+    if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
         return None
     ((n_heads, n_kv_heads),) = sizes[False]
     changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}
@@ -186,23 +169,19 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
     """Return a copy of every weight by name, with rows of q, k, v and columns of out cut."""
     made = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
     for name, part in smaller.named_modules(remove_duplicate=False):
-        if not isinstance(part, Attention):
-            continue
         own = whole.get_submodule(name)
-        assert isinstance(own, Attention)
-        kept = [own.heads.index(head) for head in part.heads]
-        groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
-        for weight, (axis, grouped, width) in own.head_shares().items():
-            if f"{name}.{weight}" in made:
-                heads = groups if grouped else kept
-                made[f"{name}.{weight}"] = _taken(made[f"{name}.{weight}"], axis, heads, width)
+        if isinstance(part, Attention) and isinstance(own, Attention):
+            kept = [own.heads.index(head) for head in part.heads]
+            groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
+            for weight, (axis, grouped, width) in own.head_shares().items():
+                found = made.get(f"{name}.{weight}")
+                if found is not None:
+                    places = torch.arange(found.shape[axis], device=found.device).view(-1, width)
+                    cut = places[
+                        groups if grouped else kept
+                    ].flatten()  # rows, or columns, `width` for a head
+                    made[f"{name}.{weight}"] = found.index_select(axis, cut)
     return made
-
-
-def _taken(weight: Tensor, axis: int, heads: list[int], width: int) -> Tensor:
-    """Return the rows (axis 0) or columns (axis 1) of some heads, `width` each."""
-    places = torch.arange(weight.shape[axis], device=weight.device).view(-1, width)[heads].flatten()
-    return weight.index_select(axis, places)
 
 
 # The curve --------------------------------------------------------------------------------------------------
@@ -229,7 +208,7 @@ def scores(
     **options: Any,
 ) -> HeadTable:
     """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
-    refuse(by not in WAYS, f'by "{by}" is not known: choose {", ".join(WAYS)}')
+    refuse(by not in get_args(By), f'by "{by}" is not known: choose {", ".join(get_args(By))}')
     if by == "importance":
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
@@ -271,20 +250,18 @@ def prune_curve(
 
     waiting, gone = ranked(), list[AttentionHead]()
     count = len(waiting)
-    shares = np.linspace(0, count, min(steps or count, count) + 1)
-    points = sorted({round(share) for share in shares})
-    removed, losses, accuracies = [], [], []
+    points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
+    found = []
     for done, end in enumerate(points, start=1):
         going = end - (count - len(waiting))
         gone += [head for unit in waiting[:going] for head in unit]
         waiting = waiting[going:]
         with ablating(model, gone):
-            found = judge(model, examples)
+            quality = judge(model, examples)
             if recompute and by != "random" and waiting:
                 left = set(waiting)
                 waiting = [unit for unit in ranked() if unit in left]
-        removed.append(len(gone))
-        losses.append(found.loss)
-        accuracies.append(found.accuracy)
+        found.append((len(gone), quality.loss, quality.accuracy))
         on_progress("heads", done, len(points))
-    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(accuracies), tuple(map(str, gone)))
+    removed, losses, accuracies = zip(*found)
+    return PruneCurve(by, len(gone), removed, losses, accuracies, tuple(map(str, gone)))
