@@ -13,8 +13,7 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.inside.contributions import contributions
-from clearhead.inside.lens import lens, stopped_at
+from clearhead.inside.lens import contributions, lens, stopped_at
 from clearhead.inside.names import states
 from clearhead.model.norms import LayerNorm, RMSNorm
 from clearhead.plot.lens import draw_contributions, draw_lens

@@ -25,8 +25,7 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.contributions import Contributions
-    from clearhead.inside.lens import Lens
+    from clearhead.inside.lens import Contributions, Lens
 
 SHOWN = 20  # terms in a table
 
@@ -62,7 +61,7 @@ def lens(
     )
     check_inputs(folder, text, plot=plot)
     from clearhead.inside.choices import find_column
-    from clearhead.inside.contributions import contributions as take_apart
+    from clearhead.inside.lens import contributions as take_apart
     from clearhead.inside.lens import lens as run
     from clearhead.plot.lens import draw_contributions, draw_lens
 

@@ -23,9 +23,8 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.inside.attention import LayerMap, maps_of
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.contributions import contributions
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
-from clearhead.inside.lens import lens
+from clearhead.inside.lens import contributions, lens
 from clearhead.inside.names import attentions
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.errors import InputError, refuse
-from clearhead.inside.heads.words import positions
+from clearhead.inside.heads.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu

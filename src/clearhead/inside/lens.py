@@ -1,30 +1,47 @@
-"""The logit lens: what the model would say if it stopped after each layer.
-
-The state after a layer goes through the final norm, whose statistics are taken anew, and through the head, as
-if the layer were the last. For the last layer that is the model's own answer, bit for bit.
+"""What the model would say after each layer, and what each part adds to what it says.
 
     seen = lens(m, "Once upon a time")
     seen.layers, seen.columns                        # L + 1 layers, T tokens
     seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
+    found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
+    found.largest(5), found.total, found.logit       # total = logit
 
-Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the
-vocabulary, or the classes), K the best of them. Only K of the N choices are kept, layer by layer.
+The logit lens takes the state after a layer through the final norm, whose statistics are taken anew, and
+through the head, as if the layer were the last. For the last layer that is the model's own answer, bit for
+bit.
+
+A logit is a sum over direct contributions. Every part adds a vector to the residual stream, and the head reads
+the sum through norms. With each norm on the way held at its actual size (see `frozen`) each head, feed-forward
+and embedding adds one number to a token's logit, and biases get numbers of their own. What a part does by way
+of later parts is not direct and is not counted for it.
+
+Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, H heads, E head
+width, R rows (tokens) that the head reads, N choices (the vocabulary, or the classes), K the best of them.
+Only K of the N choices are kept, layer by layer.
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.errors import refuse
-from clearhead.inside.choices import Choices, choices_of
+from clearhead.inside.choices import Choices, choices_of, find_column
+from clearhead.inside.frozen import exact, freeze, read_back, read_span
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import states
-from clearhead.inside.results import Result, entropy_bits
+from clearhead.inside.names import AttentionHead, states
+from clearhead.inside.results import Result, entropy_bits, filled
+from clearhead.model.attention import Attention
 from clearhead.model.dtypes import wide
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.heads import LanguageHead
+from clearhead.model.masks import tokens_from
+from clearhead.model.taps import Recording
+from clearhead.model.transformer import Output, Transformer, evaluating
 
 ROWS = 64  # columns whose probabilities over all choices are held at a time
 
@@ -122,3 +139,194 @@ def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tenso
         found[f"{name}_probabilities"] = torch.where(known, probability, math.nan).float()
         found[f"{name}_ranks"] = torch.where(known, rank, 0)
     return found
+
+
+# Direct contributions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part and what it adds."""
+
+    name: str  # "3.2" for a head, "feedforward 3", "token embedding", ...
+    kind: str  # self or cross: a head; feedforward, embedding, bias
+    value: float = 0.0
+    layer: int | None = None
+    head: int | None = None
+
+
+@dataclass(frozen=True)
+class Contributions(Result):
+    """A logit as a sum."""
+
+    json_names = ("columns", "column", "choice", "against", "terms", "logit", "capped", "total")
+
+    columns: tuple[str, ...]  # as in `choices`: the tokens, mostly
+    column: int  # where it is read
+    choice: str  # whose logit it is
+    against: str | None  # less whose logit
+    terms: tuple[Term, ...]  # in the order of the forward pass
+    logit: float  # what the model says; before the soft cap where it has one
+    capped: float | None = None  # what it says behind that cap
+
+    @property
+    def total(self) -> float:
+        """The sum of all terms: `logit`, except for rounding."""
+        return math.fsum(term.value for term in self.terms)
+
+    def largest(self, count: int) -> list[Term]:
+        """Return the largest terms, of either sign."""
+        return sorted(self.terms, key=lambda term: -abs(term.value))[:count]
+
+    def heads(self, kind: str = "self") -> Tensor:
+        """Return heads as a table [L, H], kind self or cross; NaN where a layer has fewer."""
+        heads = [term for term in self.terms if term.kind == kind]
+        layers = [[term.value for term in own] for _, own in groupby(heads, key=lambda term: term.layer)]
+        return torch.from_numpy(filled(layers)).float()
+
+
+def contributions(
+    m: AnyModel,
+    given: Given,
+    token: str | int | None = None,
+    position: int = -1,
+    target: Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+) -> Contributions:
+    """Return what each part adds to one logit; see `prepare` for what may be given.
+
+    Args:
+        m: what `load` gave, or a bare model.
+        given: text, token ids, or an image.
+        token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
+            "4:token", for spans. None: what the model says there.
+        position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
+        target: what the decoder of an encoder-decoder has written.
+        against: subtract the logit of this one.
+        pair: the second text of a pair.
+    """
+    prepared = prepare(m, given, target, pair)
+    choices = choices_of(prepared)
+    column = find_column(position, choices.columns)
+    output, seen = prepared.record("blocks.*.z", "blocks.*.feedforward.out")
+    best = int(choices.scores(output.required_logits)[0, column].argmax())
+    choice = best if token is None else choices.find(token)
+    other = None if against is None else choices.find(against)
+    refuse(
+        other == choice,
+        f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
+    )
+
+    def difference(scores: Tensor) -> float:
+        return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
+
+    logit, capped = difference(choices.scores(output.required_logits)[0, column]), None
+    head = prepared.model.head
+    if isinstance(head, LanguageHead) and head.softcap is not None:
+        uncapped = copy.copy(head)
+        uncapped.softcap = None
+        with torch.no_grad():
+            scores = uncapped(output.hidden[:, column : column + 1], None)[0, 0]
+        logit, capped = difference(scores), logit
+    return Contributions(
+        columns=choices.columns,
+        column=column,
+        choice=choices.name(choice),
+        against=None if other is None else choices.name(other),
+        terms=tuple(_terms(prepared, choices, output, seen, column, choice, other)),
+        logit=logit,
+        capped=capped,
+    )
+
+
+def _terms(
+    prepared: Prepared,
+    choices: Choices,
+    output: Output,
+    seen: Recording,
+    column: int,
+    choice: int,
+    other: int | None,
+) -> list[Term]:
+    """Return every term in the order of the forward pass; biases that add nothing are left out.
+
+    The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
+    term is that vector times the logit's gradient with respect to it.
+    """
+    stack, head = prepared.model.main, prepared.model.head
+    if choices.kind == "place":
+        read = read_span(head, column, choice, other)
+    else:
+        read = read_back(head, exact(output.hidden[0]), column, choice, other)
+    added: list[tuple[Term, Tensor]] = []
+
+    def add(
+        name: str, kind: str, vector: Tensor, layer: int | None = None, number: int | None = None
+    ) -> Tensor:
+        added.append((Term(name, kind, layer=layer, head=number), vector.clone().requires_grad_()))
+        return added[-1][1]
+
+    def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
+        frozen = freeze(norm, x.detach())
+        if frozen.bias is None:
+            return frozen.forward(x)
+        return replace(frozen, bias=add(name, "bias", frozen.bias, layer)).forward(x)
+
+    def out(layer: int, part: str, attention: Attention | None) -> Tensor:
+        """Add what each head writes, and the bias; or what the feed-forward gives: [R, D]."""
+        if attention is None:
+            y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+            return add(f"feedforward {layer}", "feedforward", y, layer)
+        kind = "self" if part == "attention" else "cross"
+        z = exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows])  # H R E
+        weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
+        written = [
+            add(str(AttentionHead(kind, layer, number)), kind, y, layer, number)
+            for number, y in enumerate(torch.einsum("hre,dhe->hrd", z, weight))
+        ]
+        if attention.out.bias is not None:
+            written.append(add(f"{part} bias {layer}", "bias", exact(attention.out.bias), layer))
+        return sum(written, torch.zeros(()))
+
+    with torch.enable_grad():
+        vectors = _embeddings(prepared)
+        x = sum(
+            (add(name, "embedding", exact(y[0])[read.rows]) for name, y in vectors.items()), torch.zeros(())
+        )
+        x = normed(stack.embedding.norm, x, "embedding bias")
+        project = stack.embedding.project
+        if project is not None:
+            x = x @ exact(project.weight).T
+            if project.bias is not None:
+                x = x + add("embedding bias", "bias", exact(project.bias))
+        for layer, block in enumerate(stack.layers()):
+            for part, attention, residual in (
+                ("attention", block.attention, block.attention_residual),
+                ("cross", block.cross, block.cross_residual),
+                ("feedforward", None, block.feedforward_residual),
+            ):
+                if residual is not None:
+                    bias = f"{part} norm bias {layer}"
+                    y = normed(residual.inside, out(layer, part, attention), bias, layer)
+                    x = normed(residual.after, x + residual.scale * y, bias, layer)
+        logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
+    values = defaultdict[Term, float](float)
+    for (term, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
+        values[term] += float((slope * vector.detach()).sum())
+    values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
+    return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
+
+
+def _embeddings(prepared: Prepared) -> dict[str, Tensor]:
+    """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
+    stack = prepared.model.main
+    with torch.no_grad():
+        front = stack.embedding.front(prepared.main)
+        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
+        if stack.embedding.types is not None:
+            first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
+            types = first if prepared.types is None else prepared.types
+            found["segment embedding"] = stack.embedding.types(types)
+        where = stack.positions.embed(tokens_from(1, front.shape[1], front.device).positions, stack.dtype)
+    return found if where is None else found | {"position embedding": where}

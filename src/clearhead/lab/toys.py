@@ -9,6 +9,8 @@ Shapes: B batch, S source length, T target length.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -34,14 +36,10 @@ class Toy:
     labels: int = 0  # 0: sequence to sequence
 
 
-def _draw(symbols: int, lengths: range) -> Callable[[int, torch.Generator], Tensor]:
-    """Return a source that draws rows of symbols, of one of these lengths."""
-
-    def source(n: int, generator: torch.Generator) -> Tensor:
-        length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
-        return torch.randint(symbols, (n, length), generator=generator)
-
-    return source
+def _drawn(n: int, generator: torch.Generator, symbols: int, lengths: range) -> Tensor:
+    """Draw rows of symbols, of one of these lengths."""
+    length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
+    return torch.randint(symbols, (n, length), generator=generator)
 
 
 def _sums(n: int, generator: torch.Generator) -> Tensor:
@@ -56,8 +54,8 @@ def _added(source: Tensor) -> Tensor:
     return (source[:, :2] + source[:, 3:]) @ places[:2, None] // places % 10
 
 
-_digits = _draw(N_SYMBOLS, range(3, 7))
-_bits = _draw(2, range(11, 20, 2))
+_digits = partial(_drawn, symbols=N_SYMBOLS, lengths=range(3, 7))
+_bits = partial(_drawn, symbols=2, lengths=range(11, 20, 2))
 TASKS = {
     toy.name: toy
     for toy in (
@@ -118,7 +116,7 @@ def frame(target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([edge, target], dim=1), torch.cat([target, torch.full_like(edge, END)], dim=1)
 
 
-def _asked(model: Transformer, source: Tensor, fed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _asked(model: Transformer, source: Tensor, fed: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Return the ids a model reads: the question, then `fed`; the encoder of two reads the question."""
     return (torch.cat([source, fed], dim=1), {}) if model.encoder is None else (fed, {"source": source})
 

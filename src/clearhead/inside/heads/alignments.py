@@ -1,4 +1,13 @@
-"""Heads ranked by how well they agree with a given alignment: which stretch of a text belongs to which.
+"""Which tokens belong together: the words of a text among its tokens, and heads that follow an alignment.
+
+    read = align(m, ["Do", "n't", "go"], "Don't go")              # .words: token positions of each word
+    between = word_attention(pattern, *word_matrices([read.words], len(read)))  # [1, T, T] -> [1, W, W]
+    agreement(m, read_alignments(Path("pairs.jsonl"))).ranking()  # heads, best first
+
+Characters decide. A word and a token belong together where their stretches of the text overlap, so that any
+tokenizer will do: a word may have several tokens, several words may share one, and a word may have none.
+
+A given alignment says which stretch of a text belongs to which, a line each:
 
     {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}        one stack, or the encoder of two
     {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}   cross-attention, source first
@@ -8,11 +17,11 @@ For each pair and head: does the strongest link from one stretch, among tokens t
 it, go into the other, and how much attention goes there? Cross-attention is asked twice, as a target token
 has two queries: the one that writes it, from the token before, and the one that reads it.
 
-Shapes: H heads, N heads that are ranked, T queries, S keys.
+Shapes: B batch, H heads, N heads that are ranked, T tokens or queries, S keys, W words.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,16 +29,100 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.data.files import missing, read_lines
-from clearhead.data.treebank import Span
+from clearhead.data.treebank import Sentence, Span, locate
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
-from clearhead.inside.heads.words import positions
 from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
 from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, on_cpu
+from clearhead.tokens.labels import labels
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class WordTokens(InputTokens):
+    """The words of a text among its tokens."""
+
+    # W: positions of each word's tokens; none for a word cut off or not spelled.
+    words: tuple[tuple[int, ...], ...] = ()
+    types: tuple[int, ...] = ()  # T: segments
+
+
+def align(
+    m: Model | Tokenizer,
+    words: Sequence[str] | Sentence,
+    text: str | None = None,
+    spans: Sequence[Span] | None = None,
+    max_length: int | None = None,
+) -> WordTokens:
+    """Return the tokens of each word of a sentence.
+
+    Args:
+        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends
+            it.
+        words: the words in order, or a sentence of a treebank, which knows its text and spans.
+        text: what they are words of; None: the words with a space between each two.
+        spans: the characters of each word; None: the words are looked for in the text, one after the other.
+        max_length: tokens that are kept; None: what the model can read.
+    """
+    if isinstance(words, Sentence):
+        return align(m, [word.form for word in words.words], words.text, words.spans or None, max_length)
+    text = " ".join(words) if text is None else text
+    spans = locate(words, text) if spans is None else spans
+    if spans is None:
+        raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
+    refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
+    tokenizer = m.text_tokenizer if isinstance(m, Model) else m
+    room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
+    encoding = framed(tokenizer, room, text)
+    ids, count, special = encoding.ids, len(encoding.ids), tuple(map(bool, encoding.special_tokens_mask))
+    ended = isinstance(m, Model) and m.config.family == "decoder" and count > 1 and ids[-1] in m.stops
+    if ended and special[-1]:
+        count -= 1
+    spelled = labels(tokenizer, ids[:count])
+    read = WordTokens(spelled, tuple(ids[:count]), tuple(encoding.offsets[:count]), text, special[:count])
+    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
+
+
+def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
+    return tuple(
+        tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
+        for start, end in words
+    )
+
+
+def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
+    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T]; its rows sum to 1.
+
+    Words that rows of a batch do not have, and words without tokens, are zeros.
+    """
+    width = max((len(row) for row in rows), default=0)
+    sum_of = torch.zeros(len(rows), length, width)
+    for number, row in enumerate(rows):
+        for word, tokens in enumerate(row):
+            sum_of[number, list(tokens), word] = 1.0
+    mean_of = sum_of.transpose(1, 2)
+    return sum_of, mean_of / mean_of.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def word_attention(pattern: Tensor, sum_of: Tensor, mean_of: Tensor) -> Tensor:
+    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al.
+    2019).
+
+    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look
+    -> [..., W, W].
+    """
+    return mean_of @ pattern @ sum_of
+
+
+# Heads that follow an alignment -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

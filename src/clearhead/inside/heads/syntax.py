@@ -26,7 +26,7 @@ from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.data.treebank import Sentence
 from clearhead.errors import nearest, refuse
-from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
+from clearhead.inside.heads.alignments import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.inputs import device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions
 from clearhead.inside.results import Result, plain

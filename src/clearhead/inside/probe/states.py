@@ -20,7 +20,7 @@ from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.errors import InputError, refuse
 from clearhead.hub.pixels import to_pixels
-from clearhead.inside.heads.words import align
+from clearhead.inside.heads.alignments import align
 from clearhead.inside.inputs import device_of, patch_names, prepare_first, recorded
 from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe.data import ProbeItem
