@@ -27,7 +27,7 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern, LayerMap
+    from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern, LayerMap
 
 LINKS = 3  # tokens named per place in a table of rollout
 

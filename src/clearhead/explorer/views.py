@@ -21,7 +21,8 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
-from clearhead.inside.attention import LayerMap, maps_of
+from clearhead.inside.attention import maps_of
+from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import contributions, lens

@@ -27,32 +27,11 @@ from torch import Tensor
 
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
-from clearhead.inside.attention_maps import (
-    AttentionMaps,
-    Axis,
-    HeadPattern,
-    LayerMap,
-    Link,
-    Rollout,
-    query_entropy,
-)
+from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
 from clearhead.inside.names import AttentionName, attentions
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
-
-__all__ = [
-    "AttentionMaps",
-    "Axis",
-    "HeadPattern",
-    "LayerMap",
-    "Link",
-    "Rollout",
-    "attention",
-    "maps_of",
-    "query_entropy",
-    "read_maps",
-]
 
 BUDGET = 512 * 512  # cells of one head's pattern
 INDEX = "maps.json"

@@ -10,10 +10,10 @@ The logit lens takes the state after a layer through the final norm, whose stati
 through the head, as if the layer were the last. For the last layer that is the model's own answer, bit for
 bit.
 
-A logit is a sum over direct contributions. Every part adds a vector to the residual stream, and the head reads
-the sum through norms. With each norm on the way held at its actual size (see `frozen`) each head, feed-forward
-and embedding adds one number to a token's logit, and biases get numbers of their own. What a part does by way
-of later parts is not direct and is not counted for it.
+A logit is a sum over direct contributions. Every part adds a vector to the residual stream, and the head
+reads the sum through norms. With each norm on the way held at its actual size (see `frozen`) each head,
+feed-forward and embedding adds one number to a token's logit, and biases get numbers of their own. What a
+part does by way of later parts is not direct and is not counted for it.
 
 Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, H heads, E head
 width, R rows (tokens) that the head reads, N choices (the vocabulary, or the classes), K the best of them.
@@ -104,9 +104,8 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
     """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
-    norm = model.main.norm
     with torch.no_grad(), evaluating(model):
-        logits: Tensor = model.head(norm(state) if norm is not None else state, None)
+        logits: Tensor = model.head(state if model.main.norm is None else model.main.norm(state), None)
         return logits
 
 
@@ -269,9 +268,8 @@ def _terms(
 
     def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
         frozen = freeze(norm, x.detach())
-        if frozen.bias is None:
-            return frozen.forward(x)
-        return replace(frozen, bias=add(name, "bias", frozen.bias, layer)).forward(x)
+        bias = None if frozen.bias is None else add(name, "bias", frozen.bias, layer)
+        return replace(frozen, bias=bias).forward(x)
 
     def out(layer: int, part: str, attention: Attention | None) -> Tensor:
         """Add what each head writes, and the bias; or what the feed-forward gives: [R, D]."""

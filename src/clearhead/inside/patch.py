@@ -200,8 +200,8 @@ def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> 
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
     """Return the first place where two sequences differ, or the end of the shorter one."""
-    differ = (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other)
-    return next(differ, min(len(ours), len(theirs)))
+    pairs = enumerate(zip(ours, theirs))
+    return next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
 def _few(tokens: InputTokens, start: int) -> str:

@@ -144,8 +144,9 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
                 wanted = torch.zeros_like(sample.allowed)
                 wanted[after + length - 1, after] = True
                 tallies[sample.name].add("induction", sample, wanted)
-    named = {"self": (-1, 0, 1), "encoder": (-1, 0, 1), "cross": ()}
-    distances = torch.cat([tally.settle_distance(named[name.kind]) for name, tally in tallies.items()])
+    distances = torch.cat(
+        [tally.settle_distance(() if name.kind == "cross" else (-1, 0, 1)) for name, tally in tallies.items()]
+    )
     tables = {  # 2 N: scores and baselines
         role: torch.cat([tally.score(role) for tally in tallies.values()], 1).numpy()
         for role in (*ROLES, "entropy")

@@ -79,8 +79,7 @@ def align(
         raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
     refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
     tokenizer = m.text_tokenizer if isinstance(m, Model) else m
-    room = max_length or (m.max_length if isinstance(m, Model) else UNLIMITED)
-    encoding = framed(tokenizer, room, text)
+    encoding = framed(tokenizer, max_length or (m.max_length if isinstance(m, Model) else UNLIMITED), text)
     ids, count, special = encoding.ids, len(encoding.ids), tuple(map(bool, encoding.special_tokens_mask))
     ended = isinstance(m, Model) and m.config.family == "decoder" and count > 1 and ids[-1] in m.stops
     if ended and special[-1]:
@@ -178,8 +177,9 @@ def read_alignments(path: Path) -> list[Aligned]:
                 found.append(_aligned(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
                 form = 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
-                reason = error if isinstance(error, InputError) else form
-                raise InputError(f"{path}, line {number}: {reason}") from None
+                raise InputError(
+                    f"{path}, line {number}: {error if isinstance(error, InputError) else form}"
+                ) from None
     refuse(not found, f"{path} is empty: there is no alignment in it")
     return found
 
@@ -225,11 +225,13 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
         pattern = torch.cat([on_cpu(seen[name][0]) for name in names])  # N T S
-        for pair in example.pairs:
-            one, other = _tokens(pair[0], first, example.unit), _tokens(pair[1], second, example.unit)
-            if not one or not other:
-                continue
-            counted += 1
+        found = [
+            (_tokens(one, first, example.unit), _tokens(other, second, example.unit))
+            for one, other in example.pairs
+        ]
+        known = [pair for pair in found if all(pair)]
+        counted += len(known)
+        for one, other in known:
             looks = [(other, one, -1), (other, one, 0)] if cross else [(one, other, 0), (other, one, 0)]
             for direction, (queries, keys, shift) in enumerate(looks):
                 candidates = ~torch.tensor(first.special)
@@ -258,9 +260,12 @@ def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputToken
     kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
     kept = kept[: m.config.max_positions - len(start)]
     prepared = prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
-    spans = (*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept))
-    special = (*(True for _ in start), *(False for _ in kept))
-    return prepared, prepared.first_tokens, replace(prepared.tokens, spans=spans, special=special)
+    second = replace(
+        prepared.tokens,
+        spans=(*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept)),
+        special=(*(True for _ in start), *(False for _ in kept)),
+    )
+    return prepared, prepared.first_tokens, second
 
 
 def _tokens(span: Span, tokens: InputTokens, unit: str) -> list[int]:

@@ -110,11 +110,11 @@ def targets(sample: AttentionSample, counts: Counter[int], one_vocabulary: bool)
 
 def _near(tokens: InputTokens) -> Tensor:
     """Return the keys near each query, [T, T]; of patches those near in both directions."""
-    if tokens.ids:
-        place = torch.arange(len(tokens))
-        return (place[:, None] - place[None]).abs() <= LOCAL
-    places = [tuple(map(int, name.split(","))) if "," in name else (-9 * LOCAL, 0) for name in tokens.labels]
-    return torch.cdist(torch.tensor(places).float(), torch.tensor(places).float(), p=float("inf")) <= LOCAL
+    places: list[Any] = [(place, 0) for place in range(len(tokens))]
+    if not tokens.ids:
+        places = [name.split(",") if "," in name else (-9 * LOCAL, 0) for name in tokens.labels]
+    where = torch.tensor([[float(row), float(column)] for row, column in places])
+    return torch.cdist(where, where, p=float("inf")) <= LOCAL
 
 
 class Tally:

@@ -107,8 +107,12 @@ class Syntax(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        counts = {"sentences": self.sentences, "words": self.words, "lost": self.lost}
-        return counts | {"relations": plain(self.table())}
+        return {
+            "sentences": self.sentences,
+            "words": self.words,
+            "lost": self.lost,
+            "relations": plain(self.table()),
+        }
 
 
 def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
@@ -130,8 +134,9 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
     read = [at for at, one in enumerate(aligned) if one.ids]
-    lengths = [len(aligned[at].ids) for at in read]
-    for group in by_length(lengths, lambda count, longest: count * longest**2 <= CELLS):
+    for group in by_length(
+        [len(aligned[at].ids) for at in read], lambda count, longest: count * longest**2 <= CELLS
+    ):
         batch = [read[place] for place in group]
         rows = [
             (row, own, word.head - 1, number[word.relation], at % 2)
@@ -146,8 +151,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         links = strongest_links(m, [aligned[at] for at in batch], kind)  # B N W
         for direction, (source, goal) in enumerate(((dependent, governor), (governor, dependent))):
             hits = (links[row, :, source] == goal[:, None]).long()  # A N
-            found = right[:, direction].transpose(1, 2)  # halves R N
-            found.index_put_((half, relation), hits, accumulate=True)
+            right[:, direction].transpose(1, 2).index_put_((half, relation), hits, accumulate=True)
     return Syntax(
         heads=heads,
         relations=tuple(counted),

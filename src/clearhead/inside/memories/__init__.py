@@ -98,10 +98,10 @@ class Memories(Result):
 
     def neuron(self, name: str) -> Neuron:
         """Return one neuron by its name."""
-        place, unit = parse_neuron(self.m, name)
+        own, unit = parse_neuron(self.m, name)
         for shelf in self.shelves:
             rows = (shelf.units == unit).nonzero()
-            if (shelf.stack, shelf.layer, shelf.expert) == place and len(rows):
+            if shelf.own == own and len(rows):
                 return self._neuron(shelf, int(rows[0]))
         raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
 
@@ -280,8 +280,7 @@ def token_id(m: Model, token: str | int) -> int:
     for encoding in (plain, spaced):
         if len(encoding.ids) == 1 and encoding.ids[0] != m.special.get("unk"):
             return int(encoding.ids[0])
-    pieces = plain.tokens
     raise InputError(
-        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): '
+        f'"{token}" is no token of the vocabulary but {len(plain.tokens)} ({" ".join(plain.tokens[:8])}): '
         "name one of them"
     )

@@ -18,9 +18,8 @@ Shapes: N neurons of one feed-forward, K contexts kept, B batch, T tokens, W tok
 tokens, D model, V tokens of the vocabulary or classes.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,20 +28,19 @@ from torch import Tensor, nn
 
 from clearhead.api import Model
 from clearhead.batches.padding import padded, real_tokens
+from clearhead.config import StackSpec
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import windows
 from clearhead.hub.pixels import Image
+from clearhead.inside.frozen import freeze
 from clearhead.inside.inputs import Prepared, prepare, recorded
 from clearhead.inside.names import layer_names
 from clearhead.inside.results import on_cpu
 from clearhead.model.experts import Experts
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
-from clearhead.model.norms import LayerNorm
 from clearhead.model.stack import Stack
 
 Given = str | Sequence[int] | tuple[str, str] | Image
-Place = tuple[str, int, int | None]  # stack (as in names of activations), layer and expert of a feed-forward
-_NAME = re.compile(r"(?:self\.|(encoder\.))?(\d+)\.(?:(\d+)\.)?(\d+)")
 LONGEST = 512  # tokens of a passage, though the model may take more
 BATCH = 4096  # tokens of a batch, padding included
 AROUND = 12  # tokens that are kept on each side of a place
@@ -130,20 +128,19 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
         elif m.model.main.spec.input != "tokens":
             prepared = prepare(m, given)
             yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
-        elif isinstance(given, tuple):
-            raise InputError(
-                "a pair was given to a model of one stack: "
-                "give texts, or a model with an encoder and a decoder"
-            )
         else:
+            refuse(
+                isinstance(given, tuple),
+                "a pair was given to a model of one stack: "
+                "give texts, or a model with an encoder and a decoder",
+            )
             for start, ids, following in _stretches(m, given):
                 yield Passage(prepare(m, ids), number, start, tuple(following))
 
 
 def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """Yield where each stretch begins, its ids, and the answer at each."""
-    length = min(m.max_length, LONGEST)
-    masked = m.config.family == "encoder"
+    length, masked = min(m.max_length, LONGEST), m.config.family == "encoder"
     if masked and isinstance(given, str):
         for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
@@ -161,6 +158,7 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
 class Shelf:
     """The neurons of one feed-forward, or of one expert, with a note on each place that fired them most."""
 
+    own: str  # how the names of its neurons begin
     stack: str  # "", or "encoder."
     layer: int
     expert: int | None
@@ -194,8 +192,7 @@ class Shelf:
 
     def name(self, row: int) -> str:
         """Return the name of one neuron."""
-        parts = (self.layer, self.expert, int(self.units[row]))
-        return self.stack + ".".join(str(part) for part in parts if part is not None)
+        return f"{self.own}.{int(self.units[row])}"
 
     def take(self, activations: Tensor, notes: Tensor) -> None:
         """Add activations [T, N] and a note on each token [T, NOTE]; of equal ones the earlier stays."""
@@ -234,11 +231,11 @@ def stack_of(m: Model, prefix: str) -> Stack:
     return m.model.encoder if prefix and m.model.encoder is not None else m.model.main
 
 
-def feedforwards(m: Model) -> dict[Place, int]:
-    """Return how many neurons every feed-forward of a model has."""
+def feedforwards(m: Model) -> dict[str, tuple[StackSpec, int, int | None]]:
+    """Return the stack, layer and expert of every feed-forward, by how the names of its neurons begin."""
     experts = range(m.config.n_experts) if m.config.n_experts else (None,)
     return {
-        (spec.prefix, layer, expert): spec.d_ff
+        f"{spec.prefix}{layer}" + ("" if expert is None else f".{expert}"): (spec, layer, expert)
         for spec in m.config.stacks
         for layer in range(spec.n_layers)
         for expert in experts
@@ -256,25 +253,21 @@ def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | No
     refuse(
         asked is not None and not asked, "no neurons are named: name some, such as 0.5, or leave neurons out"
     )
-    return [
-        Shelf(*place, torch.tensor(units), top)
-        for place, width in feedforwards(m).items()
-        for units in [
-            range(width) if asked is None else sorted({unit for own, unit in asked if own == place})
-        ]
-        if units and wanted in (None, f"{place[0]}{place[1]}")
-    ]
+    shelves = []
+    for name, (spec, number, expert) in feedforwards(m).items():
+        units = range(spec.d_ff) if asked is None else sorted({unit for own, unit in asked if own == name})
+        if units and wanted in (None, f"{spec.prefix}{number}"):
+            shelves.append(Shelf(name, spec.prefix, number, expert, torch.tensor(units), top))
+    return shelves
 
 
-def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
+def parse_neuron(m: Model, name: str) -> tuple[str, int]:
     """Return the feed-forward and the unit from a neuron's name."""
-    matched, known = _NAME.fullmatch(name.strip()), feedforwards(m)
-    if matched:
-        place = (matched[1] or "", int(matched[2]), int(matched[3]) if matched[3] else None)
-        width, unit = known.get(place, 0), int(matched[4])
-        if unit < width:
-            return place, unit
-        refuse(width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+    own, _, unit = name.strip().removeprefix("self.").rpartition(".")
+    if own in feedforwards(m) and unit.isdecimal():
+        width = feedforwards(m)[own][0].d_ff
+        refuse(int(unit) >= width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+        return own, int(unit)
     form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"
     more = ", encoder.0.5 in the encoder" if m.config.family == "encoder-decoder" else ""
     raise InputError(f'there is no neuron "{name}": neurons are called {form}{more}')
@@ -342,10 +335,5 @@ def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
-    """Return what the linear part of a norm makes of it."""
-    if norm is None:
-        return written
-    weight = on_cpu(norm.weight)  # type: ignore[arg-type]
-    if isinstance(norm, LayerNorm):
-        written = written - written.mean(-1, keepdim=True)
-    return written * (1 + weight if norm.unit_offset else weight)
+    """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
+    return replace(freeze(norm, written), size=1.0, bias=None).forward(written).float()

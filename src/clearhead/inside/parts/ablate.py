@@ -185,8 +185,7 @@ def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
     """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
     model, examples = opened(m, data, options)
-    device = device_of(model)
-    return _averaged(model, (arguments_for(model, batch.to(device)) for batch in examples.batches))
+    return _averaged(model, (arguments_for(model, batch.to(device_of(model))) for batch in examples.batches))
 
 
 def _averaged(model: Transformer, passes: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from clearhead.batches.batch import IGNORE, Batch
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
 from clearhead.inside.inputs import AnyModel, as_model, device_of
@@ -142,17 +142,18 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
 def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Return texts as a corpus to validate on."""
     shape = TASKS[task].shape
-    if shape is PAIRS:
-        refuse(
-            not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
-            "texts of an encoder-decoder are pairs: give (source, target) for each",
-        )
-        rows: Rows = [Pair(*one) for one in texts]
-    elif shape is TEXT:
-        rows = [Chunk(str(one), True) for one in texts]
-    else:
-        raise InputError(f"texts alone have no right answers for the task {task}: name a file that has them")
+    refuse(
+        shape not in (PAIRS, TEXT),
+        f"texts alone have no right answers for the task {task}: name a file that has them",
+    )
+    refuse(
+        shape is PAIRS and not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
+        "texts of an encoder-decoder are pairs: give (source, target) for each",
+    )
     refuse(not texts, "there are no texts: give one at least")
+    rows: Rows = [Chunk(str(one), True) for one in texts]
+    if shape is PAIRS:
+        rows = [Pair(*one) for one in texts]
     return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 

@@ -116,8 +116,10 @@ def importance(
 def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
     """Multiply every head's z by ones [B, H, 1, 1] and every feed-forward's output by ones [B, 1, 1]."""
     masks: dict[str, Tensor] = {}
-    names = [f"{one.part}.z" for one in attentions(model.config)]
-    names += [f"{block}.feedforward.out" for block in layer_names(model.config).values()]
+    names = [
+        *(f"{one.part}.z" for one in attentions(model.config)),
+        *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
+    ]
 
     def multiplied(x: Tensor, name: str) -> Tensor:
         shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
