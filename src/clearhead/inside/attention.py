@@ -27,9 +27,8 @@ from torch import Tensor
 
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
+from clearhead.inside import inputs, names
 from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
-from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import AttentionName, attentions
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
@@ -38,9 +37,9 @@ INDEX = "maps.json"
 
 
 def attention(
-    m: AnyModel,
-    given: Given,
-    target: Target = None,
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    target: inputs.Target = None,
     pair: str | None = None,
     kinds: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
@@ -60,11 +59,11 @@ def attention(
             over a cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
         to: a new or empty folder that patterns are streamed to, a file each; the result maps them from there.
     """
-    return maps_of(prepare(m, given, target, pair), kinds, layers, budget, to)
+    return maps_of(inputs.prepare(m, given, target, pair), kinds, layers, budget, to)
 
 
 def maps_of(
-    prepared: Prepared,
+    prepared: inputs.Prepared,
     kinds: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     budget: int | None = BUDGET,
@@ -77,7 +76,7 @@ def maps_of(
     folder = _new_folder(Path(to)) if to is not None else None
     found: list[LayerMap] = []
 
-    def keep(x: Tensor, name: AttentionName) -> Tensor:
+    def keep(x: Tensor, name: names.AttentionName) -> Tensor:
         each = _layer_map(x, name, *axes[name.kind])
         if folder is None:
             found.append(each)
@@ -127,7 +126,7 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
     return rows / counts
 
 
-def _layer_map(x: Tensor, name: AttentionName, queries: Axis, keys: Axis) -> LayerMap:
+def _layer_map(x: Tensor, name: names.AttentionName, queries: Axis, keys: Axis) -> LayerMap:
     """Return one row's pattern [1, H, T, S] as data; in cells where the axes say so."""
     whole = x.detach()[0].float()
     if max(queries.size, keys.size) == 1:
@@ -140,9 +139,9 @@ def _layer_map(x: Tensor, name: AttentionName, queries: Axis, keys: Axis) -> Lay
 
 def _chosen(
     model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None
-) -> list[AttentionName]:
+) -> list[names.AttentionName]:
     """Return each attention to record."""
-    known = attentions(model.config)
+    known = names.attentions(model.config)
     there = tuple(dict.fromkeys(each.kind for each in known))
     kinds = (kinds,) if isinstance(kinds, str) else there if kinds is None else kinds
     for kind in kinds:
@@ -159,7 +158,7 @@ def _chosen(
     return found
 
 
-def _axes(prepared: Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:
+def _axes(prepared: inputs.Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:
     """Return queries and keys of one kind, in cells that keep a pattern within the budget."""
     queries = prepared.tokens_of("encoder." if kind == "encoder" else "").labels
     keys = prepared.tokens_of("" if kind == "self" else "encoder.").labels

@@ -31,15 +31,12 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.frozen import exact, freeze, read_back, read_span
-from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import AttentionHead, states
-from clearhead.inside.results import Result, entropy_bits, filled
+from clearhead.model import dtypes, masks
 from clearhead.model.attention import Attention
-from clearhead.model.dtypes import wide
 from clearhead.model.heads import LanguageHead
-from clearhead.model.masks import tokens_from
 from clearhead.model.taps import Recording
 from clearhead.model.transformer import Output, Transformer, evaluating
 
@@ -47,7 +44,7 @@ ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 
 @dataclass(frozen=True)
-class Lens(Result):
+class Lens(results.Result):
     """What the model would say after each layer. Ranks count from 1; what is unknown has rank 0 and NaN."""
 
     layers: tuple[str, ...]  # L + 1: "embedding", "block 0", ...
@@ -68,15 +65,21 @@ class Lens(Result):
     true_ranks: Tensor  # [L + 1, C]
 
 
-def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = None, top: int = 5) -> Lens:
+def lens(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    target: inputs.Target = None,
+    pair: str | None = None,
+    top: int = 5,
+) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
     `top` says how many of the best choices are kept for each layer and column.
     """
-    prepared = prepare(m, given, target, pair)
+    prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
-    taps = states(prepared.model.main.spec)  # the embedding's, and each block's
+    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
     output, seen = prepared.record(*taps)
     last = choices.scores(output.required_logits)[0]  # C N
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
@@ -109,7 +112,7 @@ def stopped_at(model: Transformer, state: Tensor) -> Tensor:
         return logits
 
 
-def _true(prepared: Prepared, choices: Choices) -> Tensor:
+def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
     """Return the token that each column should say, [C]; -1 where it is not known."""
     unknown, ids = torch.full((len(choices.columns),), -1, device=prepared.main.device), prepared.main[0]
     if choices.kind != "token":
@@ -121,14 +124,14 @@ def _true(prepared: Prepared, choices: Choices) -> Tensor:
 
 def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
     """Return what is kept of some columns of one layer's scores [C, N]."""
-    scores, final = wide(scores), wide(last).log_softmax(-1)
+    scores, final = dtypes.wide(scores), dtypes.wide(last).log_softmax(-1)
     logs = scores.log_softmax(-1)  # C N
     best = scores.topk(top, -1).indices
     divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
     found = {
         "top": best,
         "top_probabilities": logs.gather(-1, best).exp().float(),
-        "entropy": entropy_bits(logs.exp()).float(),
+        "entropy": results.entropy_bits(logs.exp()).float(),
         "divergence": (divergence / math.log(2)).float(),
     }
     for name, wanted in (("chosen", chosen), ("true", true)):
@@ -155,7 +158,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Contributions(Result):
+class Contributions(results.Result):
     """A logit as a sum."""
 
     json_names = ("columns", "column", "choice", "against", "terms", "logit", "capped", "total")
@@ -181,15 +184,15 @@ class Contributions(Result):
         """Return heads as a table [L, H], kind self or cross; NaN where a layer has fewer."""
         heads = [term for term in self.terms if term.kind == kind]
         layers = [[term.value for term in own] for _, own in groupby(heads, key=lambda term: term.layer)]
-        return torch.from_numpy(filled(layers)).float()
+        return torch.from_numpy(results.filled(layers)).float()
 
 
 def contributions(
-    m: AnyModel,
-    given: Given,
+    m: inputs.AnyModel,
+    given: inputs.Given,
     token: str | int | None = None,
     position: int = -1,
-    target: Target = None,
+    target: inputs.Target = None,
     against: str | int | None = None,
     pair: str | None = None,
 ) -> Contributions:
@@ -205,7 +208,7 @@ def contributions(
         against: subtract the logit of this one.
         pair: the second text of a pair.
     """
-    prepared = prepare(m, given, target, pair)
+    prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     column = find_column(position, choices.columns)
     output, seen = prepared.record("blocks.*.z", "blocks.*.feedforward.out")
@@ -240,7 +243,7 @@ def contributions(
 
 
 def _terms(
-    prepared: Prepared,
+    prepared: inputs.Prepared,
     choices: Choices,
     output: Output,
     seen: Recording,
@@ -280,7 +283,7 @@ def _terms(
         z = exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows])  # H R E
         weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
         written = [
-            add(str(AttentionHead(kind, layer, number)), kind, y, layer, number)
+            add(str(names.AttentionHead(kind, layer, number)), kind, y, layer, number)
             for number, y in enumerate(torch.einsum("hre,dhe->hrd", z, weight))
         ]
         if attention.out.bias is not None:
@@ -316,7 +319,7 @@ def _terms(
     return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
 
 
-def _embeddings(prepared: Prepared) -> dict[str, Tensor]:
+def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
     """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
     stack = prepared.model.main
     with torch.no_grad():
@@ -326,5 +329,7 @@ def _embeddings(prepared: Prepared) -> dict[str, Tensor]:
             first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
             types = first if prepared.types is None else prepared.types
             found["segment embedding"] = stack.embedding.types(types)
-        where = stack.positions.embed(tokens_from(1, front.shape[1], front.device).positions, stack.dtype)
+        where = stack.positions.embed(
+            masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
+        )
     return found if where is None else found | {"position embedding": where}

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from clearhead.config import StackSpec
 from clearhead.errors import nearest, refuse
+from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, prepare
-from clearhead.inside.names import attentions
-from clearhead.inside.results import Result
 from clearhead.model.taps import edit
 from clearhead.model.transformer import evaluating
 
@@ -44,7 +42,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class PatchMap(Result):
+class PatchMap(results.Result):
     """What came back, for one part of one stack."""
 
     part: str  # residual, attention, cross, feedforward, or heads, cross heads
@@ -60,7 +58,7 @@ class PatchMap(Result):
 
 
 @dataclass(frozen=True)
-class Patching(Result):
+class Patching(results.Result):
     """Two runs, and what each patch brings back."""
 
     clean: tuple[str, ...]  # what they read: the tokens; the source, where there is one
@@ -78,14 +76,14 @@ Sites = list[list[Site | None]]  # of each cell of a map
 
 
 def patch(
-    m: AnyModel,
-    clean: Given,
-    corrupt: Given,
+    m: inputs.AnyModel,
+    clean: inputs.Given,
+    corrupt: inputs.Given,
     answer: str | int | None = None,
     wrong: str | int | None = None,
     parts: Sequence[str] = ("residual", "attention", "feedforward"),
     position: int = -1,
-    target: Target = None,
+    target: inputs.Target = None,
 ) -> Patching:
     """Patch every layer and token, or head, of the corrupt run, one at a time.
 
@@ -140,7 +138,7 @@ def patch(
 
 
 def patched_scores(
-    corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
+    corrupt: inputs.Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
 ) -> Tensor:
     """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
@@ -177,9 +175,11 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
     return x
 
 
-def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> tuple[Prepared, Prepared]:
+def _prepare_both(
+    m: inputs.AnyModel, clean: inputs.Given, corrupt: inputs.Given, target: inputs.Target
+) -> tuple[inputs.Prepared, inputs.Prepared]:
     """Return both prompts as inputs of one length; targets that the model writes end where they differ."""
-    first, second = prepare(m, clean, target), prepare(m, corrupt, target)
+    first, second = inputs.prepare(m, clean, target), inputs.prepare(m, corrupt, target)
     ours, theirs = first.first_tokens, second.first_tokens
     start = _apart(ours.labels, theirs.labels)
     refuse(
@@ -194,7 +194,7 @@ def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> 
         if count == len(written) == len(other):
             count -= 1  # so that there is something left to say
         alike = written[: max(1, count)]
-        first, second = prepare(m, clean, alike), prepare(m, corrupt, alike)
+        first, second = inputs.prepare(m, clean, alike), inputs.prepare(m, corrupt, alike)
     return first, second
 
 
@@ -204,14 +204,14 @@ def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
-def _few(tokens: InputTokens, start: int) -> str:
+def _few(tokens: inputs.InputTokens, start: int) -> str:
     """Return some tokens for a message."""
     some = tokens.labels[start : start + 8]
     return " ".join(some if len(tokens) <= start + 8 else (*some, "..."))
 
 
 def _tables(
-    first: Prepared, second: Prepared, spec: StackSpec, parts: Sequence[str]
+    first: inputs.Prepared, second: inputs.Prepared, spec: StackSpec, parts: Sequence[str]
 ) -> Iterator[tuple[PatchMap, Sites]]:
     """Yield the map of each part of a stack, without values, and its sites."""
     stack = ""
@@ -229,7 +229,7 @@ def _tables(
         if part == "heads":
             own = "encoder" if spec.prefix else "self"
             for kind in (own, "cross") if spec.cross else (own,):
-                found = attentions(first.m.config, kind)
+                found = names.attentions(first.m.config, kind)
                 heads = range(max(one.n_heads for one in found))
                 name, columns = "cross heads" if kind == "cross" else part, tuple(map(str, heads))
                 yield (

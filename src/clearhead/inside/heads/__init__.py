@@ -20,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from clearhead.errors import nearest, refuse
+from clearhead.inside import inputs, results
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, repeated_rows, rows, samples, targets
-from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Floats, Result, filled
 
 MIXED = "mixed"
 CLEAR = 0.4  # of the attention that a uniform head gives elsewhere: from here on a role is named
@@ -31,18 +30,18 @@ EVEN = 0.9  # of the largest entropy: from here on a head is uniform
 
 
 @dataclass(frozen=True)
-class HeadRoles(Result):
+class HeadRoles(results.Result):
     """The scores of every head; N heads."""
 
     heads: tuple[AttentionHead, ...]
-    scores: dict[str, Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
-    baselines: dict[str, Floats]  # by role: [N], what a uniform head would score
-    entropy: Floats  # [N], bits, the mean over queries
+    scores: dict[str, results.Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
+    baselines: dict[str, results.Floats]  # by role: [N], what a uniform head would score
+    entropy: results.Floats  # [N], bits, the mean over queries
     distances: tuple[int, ...]  # of the role `position`: key minus query, N of them
     texts: int  # rows that were looked at
     tokens: int
 
-    def lift(self, role: str) -> Floats:
+    def lift(self, role: str) -> results.Floats:
         """Return how far each head is from uniform, [N]: 0 uniform, 1 all attention on the role's keys."""
         refuse(
             role not in self.scores,
@@ -86,14 +85,14 @@ class HeadRoles(Result):
         )
         return names[str(head)]
 
-    def grid(self, role: str, kind: str = "self") -> Floats:
+    def grid(self, role: str, kind: str = "self") -> results.Floats:
         """Return a role's scores [L, H]; NaN where a layer has fewer heads, or the role cannot be."""
         self.lift(role)
         own = [(head.layer, score) for head, score in zip(self.heads, self.scores[role]) if head.kind == kind]
         kinds = ", ".join(dict.fromkeys(head.kind for head in self.heads))
         refuse(not own, f"this model has no {kind}-attention: it has {kinds}")
         layers = [[score for _, score in layer] for _, layer in groupby(own, key=lambda pair: pair[0])]
-        return filled(layers).astype(np.float32)
+        return results.filled(layers).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: a row for each head; a score that cannot be is null."""
@@ -115,7 +114,7 @@ class HeadRoles(Result):
         return {"texts": self.texts, "tokens": self.tokens, "heads": table}
 
 
-def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
+def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
     """Measure every role on every head.
 
     Args:
@@ -124,7 +123,7 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
             random tokens for a model without a tokenizer, random pixels for a model of patches.
         seed: of what is random: those rows, and the repeated sequences that show induction.
     """
-    m = as_model(m)
+    m = inputs.as_model(m)
     config, given = m.config, rows(m, texts, seed)
     every = [tokens for row in given for tokens in (row.tokens, row.source_tokens) if tokens is not None]
     counts = Counter(token for tokens in every for token in tokens.ids)

@@ -33,20 +33,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.data.files import missing, read_lines
-from clearhead.data.treebank import Sentence, Span, locate
+from clearhead.data import files, treebank
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
-from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
+from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Result, on_cpu
 from clearhead.tokens.labels import labels
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class WordTokens(InputTokens):
+class WordTokens(inputs.InputTokens):
     """The words of a text among its tokens."""
 
     # W: positions of each word's tokens; none for a word cut off or not spelled.
@@ -56,9 +54,9 @@ class WordTokens(InputTokens):
 
 def align(
     m: Model | Tokenizer,
-    words: Sequence[str] | Sentence,
+    words: Sequence[str] | treebank.Sentence,
     text: str | None = None,
-    spans: Sequence[Span] | None = None,
+    spans: Sequence[treebank.Span] | None = None,
     max_length: int | None = None,
 ) -> WordTokens:
     """Return the tokens of each word of a sentence.
@@ -71,10 +69,10 @@ def align(
         spans: the characters of each word; None: the words are looked for in the text, one after the other.
         max_length: tokens that are kept; None: what the model can read.
     """
-    if isinstance(words, Sentence):
+    if isinstance(words, treebank.Sentence):
         return align(m, [word.form for word in words.words], words.text, words.spans or None, max_length)
     text = " ".join(words) if text is None else text
-    spans = locate(words, text) if spans is None else spans
+    spans = treebank.locate(words, text) if spans is None else spans
     if spans is None:
         raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
     refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
@@ -89,7 +87,7 @@ def align(
     return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
 
 
-def positions(words: Sequence[Span], tokens: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
+def positions(words: Sequence[treebank.Span], tokens: Sequence[treebank.Span]) -> tuple[tuple[int, ...], ...]:
     """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
     return tuple(
         tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
@@ -129,13 +127,13 @@ class Aligned:
     """Stretches that belong together: of one text, or of a source and its target."""
 
     text: str
-    pairs: tuple[tuple[Span, Span], ...]
+    pairs: tuple[tuple[treebank.Span, treebank.Span], ...]
     target: str | None = None
     unit: Literal["characters", "tokens"] = "characters"
 
 
 @dataclass(frozen=True)
-class Agreement(Result):
+class Agreement(results.Result):
     """How well each head agrees; shares from 0 to 1."""
 
     heads: tuple[AttentionHead, ...]
@@ -169,9 +167,9 @@ class Agreement(Result):
 def read_alignments(path: Path) -> list[Aligned]:
     """Read a JSONL file of aligned texts; see the module for its lines."""
     if not path.exists():
-        raise missing(path)
+        raise files.missing(path)
     found = []
-    for number, line in read_lines(path):
+    for number, line in files.read_lines(path):
         if line.strip():
             try:
                 found.append(_aligned(json.loads(line)))
@@ -203,9 +201,9 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     return Aligned(text, pairs, target, unit)
 
 
-def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
+def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
     """Judge heads by alignments: of cross-attention where there is a target, else of the first stack."""
-    m = as_model(m)
+    m = inputs.as_model(m)
     examples = list(examples)
     across = {example.target is not None for example in examples}
     refuse(not any(example.pairs for example in examples), "there is no pair to judge by: give at least one")
@@ -224,7 +222,7 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
     for example in examples:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
-        pattern = torch.cat([on_cpu(seen[name][0]) for name in names])  # N T S
+        pattern = torch.cat([results.on_cpu(seen[name][0]) for name in names])  # N T S
         found = [
             (_tokens(one, first, example.unit), _tokens(other, second, example.unit))
             for one, other in example.pairs
@@ -250,16 +248,16 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
     return Agreement(heads, directions, accuracy, attention, random, counted, skipped)
 
 
-def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputTokens]:
+def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputTokens, inputs.InputTokens]:
     """Return the inputs, the tokens of the first text and of the second."""
     if example.target is None:
-        prepared = prepare_first(m, example.text)
+        prepared = inputs.prepare_first(m, example.text)
         return prepared, prepared.first_tokens, prepared.first_tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
     start = m.start_ids
     kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
     kept = kept[: m.config.max_positions - len(start)]
-    prepared = prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
+    prepared = inputs.prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
     second = replace(
         prepared.tokens,
         spans=(*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept)),
@@ -268,7 +266,7 @@ def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputToken
     return prepared, prepared.first_tokens, second
 
 
-def _tokens(span: Span, tokens: InputTokens, unit: str) -> list[int]:
+def _tokens(span: treebank.Span, tokens: inputs.InputTokens, unit: str) -> list[int]:
     """Return the positions of the tokens in a span."""
     if unit == "characters":
         return list(positions([span], tokens.text_spans)[0])

@@ -35,9 +35,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
-from clearhead.inside.inputs import InputTokens, Prepared, prepare
-from clearhead.inside.names import AttentionName, attentions, spec_of
-from clearhead.inside.results import entropy_bits, on_cpu
+from clearhead.inside import inputs, names, results
 from clearhead.model.masks import compose, tokens_from
 
 NARROW = ("previous", "next", "itself", "first", "separator", "same", "rare", "position")
@@ -54,26 +52,29 @@ REPEATED, SHORTEST, LONGEST = 8, 4, 24  # rows for induction, and the tokens tha
 class AttentionSample:
     """One attention over one row."""
 
-    name: AttentionName
+    name: names.AttentionName
     pattern: Tensor  # H T S, float32 on the CPU
     allowed: Tensor  # T S: what the mask allows
-    queries: InputTokens
-    keys: InputTokens
+    queries: inputs.InputTokens
+    keys: inputs.InputTokens
 
 
-def samples(prepared: Prepared) -> Iterator[AttentionSample]:
+def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
     """Yield every attention of the model over one row."""
     _, seen = prepared.record("*.pattern")
-    for name in attentions(prepared.model.config):
+    for name in names.attentions(prepared.model.config):
         keys = prepared.tokens_of("" if name.kind == "self" else "encoder.")
         queries = keys if name.kind == "encoder" else prepared.tokens
         allowed = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if name.kind != "cross":
-            spec, tokens = spec_of(prepared.m.config, name.kind), tokens_from(1, len(keys), allowed.device)
+            spec, tokens = (
+                names.spec_of(prepared.m.config, name.kind),
+                tokens_from(1, len(keys), allowed.device),
+            )
             mask, causal = compose(tokens, tokens, causal=spec.causal, window=spec.windows[name.layer])
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]
-        yield AttentionSample(name, on_cpu(seen[f"{name.part}.pattern"][0]), allowed, queries, keys)
+        yield AttentionSample(name, results.on_cpu(seen[f"{name.part}.pattern"][0]), allowed, queries, keys)
 
 
 def targets(sample: AttentionSample, counts: Counter[int], one_vocabulary: bool) -> dict[str, Tensor]:
@@ -108,7 +109,7 @@ def targets(sample: AttentionSample, counts: Counter[int], one_vocabulary: bool)
     return found
 
 
-def _near(tokens: InputTokens) -> Tensor:
+def _near(tokens: inputs.InputTokens) -> Tensor:
     """Return the keys near each query, [T, T]; of patches those near in both directions."""
     places: list[Any] = [(place, 0) for place in range(len(tokens))]
     if not tokens.ids:
@@ -140,7 +141,7 @@ class Tally:
 
     def add_spread(self, sample: AttentionSample) -> None:
         """Count entropy, its share of the largest possible, and attention by distance, key minus query."""
-        choices, bits = sample.allowed.sum(-1), entropy_bits(sample.pattern)  # T, H T
+        choices, bits = sample.allowed.sum(-1), results.entropy_bits(sample.pattern)  # T, H T
         self._add("entropy", bits[:, choices > 0], torch.zeros(()))
         several = choices > 1
         self._add("uniform", bits[:, several] / torch.log2(choices[several].float()), several.sum())
@@ -174,7 +175,7 @@ class Tally:
 # What roles are measured on ---------------------------------------------------------------------------------
 
 
-def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
+def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[inputs.Prepared]:
     """Return texts, ids or images, ready to be read; those made here where none are given."""
     given = [given] if isinstance(given, str) else given
     refuse(given is not None and not len(given), "there is no text to look at: give at least one")
@@ -185,22 +186,22 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[Prepared]:
     if given is None and first.input == "patches":
         shape = (m.config.n_channels, *(m.config.image_size or ()))
         given = [torch.randn(shape, generator=draw) for _ in range(COUNT)]
-    return [_marked(prepare(m, one)) for one in (library_sentences(COUNT) if given is None else given)]
+    return [_marked(inputs.prepare(m, one)) for one in (library_sentences(COUNT) if given is None else given)]
 
 
-def _with_target(m: Model, ids: list[int], target: list[int]) -> Prepared:
+def _with_target(m: Model, ids: list[int], target: list[int]) -> inputs.Prepared:
     """Return ids for either stack; the decoder of two reads its start and then `target`."""
     if m.config.family != "encoder-decoder":
-        return prepare(m, ids)
+        return inputs.prepare(m, ids)
     written = [token % m.config.vocab_size for token in [*m.start_ids, *target]]
-    return prepare(m, ids, target=written[: m.config.max_positions])
+    return inputs.prepare(m, ids, target=written[: m.config.max_positions])
 
 
-def _marked(prepared: Prepared) -> Prepared:
+def _marked(prepared: inputs.Prepared) -> inputs.Prepared:
     """Mark special tokens where ids alone were given: those with a role of their own in the vocabulary."""
     known = set(prepared.m.special.values()) - {prepared.m.special.get("unk")}
 
-    def mark(tokens: InputTokens) -> InputTokens:
+    def mark(tokens: inputs.InputTokens) -> inputs.InputTokens:
         return replace(tokens, special=tokens.special or tuple(token in known for token in tokens.ids))
 
     source = prepared.source_tokens
@@ -208,7 +209,7 @@ def _marked(prepared: Prepared) -> Prepared:
     return replace(prepared, tokens=mark(prepared.tokens), source_tokens=marked)
 
 
-def repeated_rows(m: Model, seed: int) -> list[tuple[Prepared, dict[str, int], int]]:
+def repeated_rows(m: Model, seed: int) -> list[tuple[inputs.Prepared, dict[str, int], int]]:
     """Return rows of random tokens, twice, with the start of the first copy by kind, and a copy's length.
 
     Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a

@@ -26,10 +26,9 @@ from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.data.treebank import Sentence
 from clearhead.errors import nearest, refuse
+from clearhead.inside import inputs, results
 from clearhead.inside.heads.alignments import WordTokens, align, word_attention, word_matrices
-from clearhead.inside.inputs import device_of, recorded
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Result, plain
 from clearhead.model.transformer import Transformer
 
 DIRECTIONS = ("to governor", "to dependent")
@@ -37,7 +36,7 @@ CELLS = 300_000  # of one head's patterns in a batch
 
 
 @dataclass(frozen=True)
-class Relation(Result):
+class Relation(results.Result):
     """One row of the table; shares from 0 to 1."""
 
     json_names = (
@@ -60,7 +59,7 @@ class Relation(Result):
 
 
 @dataclass(frozen=True)
-class Syntax(Result):
+class Syntax(results.Result):
     """How often each head is right about each relation."""
 
     heads: tuple[AttentionHead, ...]
@@ -111,7 +110,7 @@ class Syntax(Result):
             "sentences": self.sentences,
             "words": self.words,
             "lost": self.lost,
-            "relations": plain(self.table()),
+            "relations": results.plain(self.table()),
         }
 
 
@@ -183,15 +182,15 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
 
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
-    device = device_of(m.model)
+    device = inputs.device_of(m.model)
     sentences = [one.ids for one in batch]
     ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
-        seen = recorded(m.model, names, start, source=ids, source_mask=mask)
+        seen = inputs.recorded(m.model, names, start, source=ids, source_mask=mask)
     else:
-        seen = recorded(m.model, names, ids, mask=mask)
+        seen = inputs.recorded(m.model, names, ids, mask=mask)
     matrices = word_matrices([one.words for one in batch], ids.shape[1])
     sum_of, mean_of = (x.to(device)[:, None] for x in matrices)  # B 1 T W, B 1 W T
     itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=device)

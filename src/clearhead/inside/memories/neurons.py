@@ -30,17 +30,14 @@ from clearhead.api import Model
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.config import StackSpec
 from clearhead.errors import InputError, refuse
-from clearhead.hub.encodings import windows
-from clearhead.hub.pixels import Image
-from clearhead.inside.frozen import freeze
-from clearhead.inside.inputs import Prepared, prepare, recorded
+from clearhead.hub import encodings, pixels
+from clearhead.inside import frozen, inputs, results
 from clearhead.inside.names import layer_names
-from clearhead.inside.results import on_cpu
 from clearhead.model.experts import Experts
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.stack import Stack
 
-Given = str | Sequence[int] | tuple[str, str] | Image
+Given = str | Sequence[int] | tuple[str, str] | pixels.Image
 LONGEST = 512  # tokens of a passage, though the model may take more
 BATCH = 4096  # tokens of a batch, padding included
 AROUND = 12  # tokens that are kept on each side of a place
@@ -57,7 +54,7 @@ NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
 class Passage:
     """A stretch of one text that the model reads at once."""
 
-    prepared: Prepared
+    prepared: inputs.Prepared
     number: int  # of the text
     start: int  # of the passage in its text, in tokens
     answers: tuple[int, ...]  # one per token of the stack that feeds the head; NOTHING: not known
@@ -120,13 +117,13 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
         if m.config.family == "encoder-decoder":
             source, target = given if isinstance(given, tuple) else (given, None)
             if len(source):
-                prepared = prepare(m, source, target)
+                prepared = inputs.prepare(m, source, target)
                 if len(prepared.tokens) > m.max_length:
-                    prepared = prepare(m, source, prepared.tokens.ids[: m.max_length])
+                    prepared = inputs.prepare(m, source, prepared.tokens.ids[: m.max_length])
                 ends = m.stops[0] if m.stops else NOTHING  # after its last token, the target ends
                 yield Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
         elif m.model.main.spec.input != "tokens":
-            prepared = prepare(m, given)
+            prepared = inputs.prepare(m, given)
             yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
         else:
             refuse(
@@ -135,14 +132,14 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
                 "give texts, or a model with an encoder and a decoder",
             )
             for start, ids, following in _stretches(m, given):
-                yield Passage(prepare(m, ids), number, start, tuple(following))
+                yield Passage(inputs.prepare(m, ids), number, start, tuple(following))
 
 
 def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """Yield where each stretch begins, its ids, and the answer at each."""
     length, masked = min(m.max_length, LONGEST), m.config.family == "encoder"
     if masked and isinstance(given, str):
-        for start, encoding in windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
+        for start, encoding in encodings.windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
     ids = m.prompt_ids(given) if len(given) else []
@@ -209,10 +206,10 @@ class Shelf:
 def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
     names = {shelf.tap for shelf in shelves} | {one.router for one in shelves if one.expert is not None}
-    seen = recorded(m.model, sorted(names), **arguments(batch))
+    seen = inputs.recorded(m.model, sorted(names), **arguments(batch))
     notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
-        post = on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
+        post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
         noted = notes_by_stack[shelf.stack]
         real, notes = real_tokens([range(len(one)) for one in noted]).flatten(), torch.cat(noted)
         experts = stack_of(m, shelf.stack).layers()[shelf.layer].feedforward
@@ -303,14 +300,14 @@ def output_layer(m: Model) -> OutputLayer:
         alone = "token alone: a neuron that fires elsewhere speaks through attention"
         where = {"cls": f"the first {alone}", "last": f"the last {alone}"}
         note += f"; classes are read from {where.get(head.pooling or 'mean', 'the mean of all tokens')}"
-    return OutputLayer(on_cpu(head.out.weight), names, note)
+    return OutputLayer(results.on_cpu(head.out.weight), names, note)
 
 
 def directions(m: Model, shelf: Shelf) -> Tensor:
     """Return what each neuron writes, as it arrives at the last layer of the head: [N, D]."""
     stack, head = stack_of(m, shelf.stack), m.model.head
     block, *later = stack.layers()[shelf.layer :]
-    written = on_cpu(block.get_parameter(f"{shelf.part}.down.weight")).T[shelf.units]  # N D
+    written = results.on_cpu(block.get_parameter(f"{shelf.part}.down.weight")).T[shelf.units]  # N D
     residual = block.feedforward_residual
     written = _through(residual.after, _through(residual.inside, written) * residual.scale)
     for block in later:
@@ -319,7 +316,7 @@ def directions(m: Model, shelf: Shelf) -> Tensor:
     written = _through(stack.norm, written)
     if isinstance(head, LanguageHead):
         if head.transform is not None:
-            written = written @ on_cpu(head.transform.weight).T
+            written = written @ results.on_cpu(head.transform.weight).T
         written = _through(head.norm, written) * head.scale
     return written
 
@@ -336,4 +333,4 @@ def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
     """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
-    return replace(freeze(norm, written), size=1.0, bias=None).forward(written).float()
+    return replace(frozen.freeze(norm, written), size=1.0, bias=None).forward(written).float()

@@ -25,8 +25,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
-from clearhead.inside.inputs import AnyModel, as_model, device_of
-from clearhead.inside.results import Result
+from clearhead.inside import inputs, results
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
@@ -54,7 +53,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Quality(Result):
+class Quality(results.Result):
     """How good a model is on some examples."""
 
     loss: float  # the mean over all targets
@@ -65,7 +64,7 @@ Data = Examples | Corpus | str | Path | Sequence[str | Path]
 
 
 def examples_from(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Any,
     plan: DataPlan | None = None,
     *,
@@ -89,7 +88,7 @@ def examples_from(
     """
     if isinstance(data, Examples):
         return data
-    m = as_model(m)
+    m = inputs.as_model(m)
     refuse(most is not None and most < 1, f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
@@ -162,7 +161,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
     """Measure loss and accuracy over all targets; dropout is off."""
     total, right = 0.0, 0
     for batch in examples.batches:
-        batch = batch.to(device_of(model))
+        batch = batch.to(inputs.device_of(model))
         arguments = arguments_for(model, batch)
         with evaluating(model):
             if isinstance(model.head, LanguageHead):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.inside.inputs import AnyModel, device_of
+from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, all_heads, attentions, layer_names
 from clearhead.inside.parts.ablate import (
     How,
@@ -36,7 +36,6 @@ from clearhead.inside.parts.ablate import (
     opened,
 )
 from clearhead.inside.parts.examples import Data, judge
-from clearhead.inside.results import Result, filled
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.table import TASKS
@@ -44,7 +43,7 @@ from clearhead.training.losses import batch_loss
 
 
 @dataclass(frozen=True)
-class HeadTable(Result):
+class HeadTable(results.Result):
     """One number for each head: a row for each attention in the order of the forward pass."""
 
     quantity: str  # what the numbers are
@@ -55,7 +54,7 @@ class HeadTable(Result):
     def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> Self:
         """Return the table of one number for each head."""
         rows = [[numbers[head] for head in one.heads] for one in attentions(config)]
-        return cls(quantity, tuple(map(str, attentions(config))), filled(rows))
+        return cls(quantity, tuple(map(str, attentions(config))), results.filled(rows))
 
     def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
         """Return one number for each head of the model that the table is of."""
@@ -67,7 +66,7 @@ class HeadTable(Result):
 
 
 @dataclass(frozen=True)
-class Importance(Result):
+class Importance(results.Result):
     """How much the loss depends on each head and each feed-forward."""
 
     heads: HeadTable
@@ -75,7 +74,7 @@ class Importance(Result):
 
 
 def importance(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     normalise: bool = False,
     on_progress: OnProgress = lambda stage, done, total: None,
@@ -93,7 +92,9 @@ def importance(
     sums: dict[str, Tensor] = {}
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), _masked(model) as masks:
-            loss, _ = batch_loss(model, batch.to(device_of(model)), objective=TASKS[examples.task].objective)
+            loss, _ = batch_loss(
+                model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
+            )
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
             total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward
@@ -131,7 +132,7 @@ def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
 
 
 def ablate_each(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     how: How = "zero",
     means: Means | None = None,

@@ -32,22 +32,19 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.config import BIASES, ModelConfig
 from clearhead.errors import refuse
-from clearhead.hub.checkpoint import empty_model
-from clearhead.hub.registry import nearest_to
-from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.inside.names import AttentionHead, all_heads, attentions, spec_of
+from clearhead.hub import checkpoint, registry
+from clearhead.inside import inputs, names, results
 from clearhead.inside.parts.ablate import Heads, OnProgress, ablating, as_heads, opened
 from clearhead.inside.parts.examples import Data, judge
 from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
-from clearhead.inside.results import Result
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
 
 By = Literal["importance", "ablation", "random"]
-Unit = tuple[AttentionHead, ...]  # heads that can only go together
+Unit = tuple[names.AttentionHead, ...]  # heads that can only go together
 
 
-def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
+def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     """Return a smaller copy of a model, without some heads.
 
     Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is
@@ -60,20 +57,20 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
         whole_groups: where heads can only go together with others, let those go too; otherwise say which they
             are.
     """
-    whole = as_model(m)
+    whole = inputs.as_model(m)
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
     refuse(
         whole.config.qk_norm == "full",
         "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
         "ablate instead",
     )
-    for one in attentions(whole.config):
+    for one in names.attentions(whole.config):
         all_gone = set(one.heads) <= set(gone)
         refuse(all_gone, f"all {one.n_heads} heads of {one.part} would go: keep one at least")
-    model = empty_model(_without(whole.config, gone))
+    model = checkpoint.empty_model(_without(whole.config, gone))
     weights, even = _weights(whole.model, model), _evened(model.config)
-    if even is not None and not nearest_to(even)[1]:
-        model = empty_model(even)
+    if even is not None and not registry.nearest_to(even)[1]:
+        model = checkpoint.empty_model(even)
     model.load_state_dict(weights, assign=True)
     model.tie()
     model.train(whole.model.training)
@@ -85,24 +82,26 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
 
 def units(config: ModelConfig) -> list[Unit]:
     """Return heads in units that go together: a key/value group, at all depths that share the weights."""
-    found: dict[tuple[str, int, int], list[AttentionHead]] = {}
-    for one in attentions(config):
-        spec = spec_of(config, one.kind)
+    found: dict[tuple[str, int, int], list[names.AttentionHead]] = {}
+    for one in names.attentions(config):
+        spec = names.spec_of(config, one.kind)
         first, size = spec.block_of.index(spec.block_of[one.layer]), spec.n_heads // spec.n_kv_heads
         for head in one.heads:
             found.setdefault((one.kind, first, head.number // size), []).append(head)
     return [tuple(unit) for unit in found.values()]
 
 
-def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: float) -> list[AttentionHead]:
+def least(
+    config: ModelConfig, numbers: Mapping[names.AttentionHead, float], keep: float
+) -> list[names.AttentionHead]:
     """Return the heads to remove so that about a share of `keep` stays: those that count least.
 
     One unit at least is left to each layer.
     """
     refuse(not 0 < keep <= 1, f"keep {keep} is no share of the heads: choose above 0, up to 1")
-    left = {one.part: one.n_heads for one in attentions(config)}
+    left = {one.part: one.n_heads for one in names.attentions(config)}
     total = sum(left.values())
-    gone: list[AttentionHead] = []
+    gone: list[names.AttentionHead] = []
     for unit in ordered(config, numbers):
         here = {head.part for head in unit}
         size = len(unit) // len(here)
@@ -112,12 +111,14 @@ def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: flo
     return sorted(gone)
 
 
-def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list[Unit]:
+def ordered(config: ModelConfig, numbers: Mapping[names.AttentionHead, float]) -> list[Unit]:
     """Return heads in the order in which they go: the least first, units by the sum over their heads."""
     return sorted(units(config), key=lambda unit: sum(numbers[head] for head in unit))
 
 
-def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
+def _together(
+    config: ModelConfig, heads: list[names.AttentionHead], whole: bool
+) -> list[names.AttentionHead]:
     """Return the heads, with those they can only go with."""
     refuse(not heads, "no head is named: name those to remove, such as 0.1")
     gone = [unit for unit in units(config) if set(unit) & set(heads)]
@@ -135,11 +136,11 @@ def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> l
 # What is left -----------------------------------------------------------------------------------------------
 
 
-def _without(config: ModelConfig, gone: Iterable[AttentionHead]) -> ModelConfig:
+def _without(config: ModelConfig, gone: Iterable[names.AttentionHead]) -> ModelConfig:
     """Return the config of the smaller model; numbers in it are those that heads had at first."""
     pruned = {name: set(heads) for name, heads in config.pruned_heads.items()}
     for head in gone:
-        kept = spec_of(config, head.kind).heads_of(head.part)
+        kept = names.spec_of(config, head.kind).heads_of(head.part)
         pruned.setdefault(head.part, set()).add(kept[head.number])
     return dataclasses.replace(
         config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
@@ -152,8 +153,8 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     None where layers differ, or a bias tells heads apart.
     """
     sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}  # heads; True: of an encoder
-    for one in attentions(config):
-        n_kv_heads = spec_of(config, one.kind).kv_heads_of(one.part)
+    for one in names.attentions(config):
+        n_kv_heads = names.spec_of(config, one.kind).kv_heads_of(one.part)
         sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
     grouped = config.n_kv_heads != config.n_heads and sizes[True]
     if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
@@ -188,7 +189,7 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class PruneCurve(Result):
+class PruneCurve(results.Result):
     """Loss and accuracy after so many heads are gone."""
 
     by: By
@@ -200,7 +201,7 @@ class PruneCurve(Result):
 
 
 def scores(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     by: By = "importance",
     seed: int = 0,
@@ -213,13 +214,13 @@ def scores(
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
         return ablate_each(m, data, on_progress=on_progress, **options)
-    heads = all_heads(m.config)
+    heads = names.all_heads(m.config)
     drawn = np.random.default_rng(seed).random(len(heads)).tolist()
     return HeadTable.of(m.config, "drawn at random", dict(zip(heads, drawn)))
 
 
 def prune_curve(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     steps: int | None = None,
     by: By = "importance",
@@ -248,7 +249,7 @@ def prune_curve(
     def ranked() -> list[Unit]:
         return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))
 
-    waiting, gone = ranked(), list[AttentionHead]()
+    waiting, gone = ranked(), list[names.AttentionHead]()
     count = len(waiting)
     points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
     found = []
