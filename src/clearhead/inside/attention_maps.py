@@ -149,11 +149,9 @@ class LayerMap(Result):
 class Rollout(Result):
     """What each place is made of after each layer, if attention alone moved anything."""
 
-    json_names = ("kind", "tokens", "flow")
-
     kind: str
-    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
     tokens: Axis
+    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
 
     @property
     def last(self) -> Array:
@@ -243,7 +241,7 @@ class AttentionMaps(Result):
             sums = mixed.sum(-1, keepdims=True)
             flow = np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0) @ flow
             flows.append(flow)
-        return Rollout(kind, np.stack(flows).astype(np.float32), layers[0].queries)
+        return Rollout(kind, layers[0].queries, np.stack(flows).astype(np.float32))
 
     def save(self, path: str | Path) -> Path:
         """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""

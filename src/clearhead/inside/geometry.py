@@ -119,18 +119,15 @@ class WordVectors:
         """Return the mean of the vectors of a word's tokens. [D]"""
         return self.vectors[self.ids(word)].mean(0)
 
-    def unit(self, word: WordOrId) -> Tensor:
-        """Return the same, scaled to length one."""
-        return nnf.normalize(self.mean(word), dim=0)
-
-    def nearest(self, query: str, words: Sequence[WordOrId], direction: Tensor, k: int) -> Nearest:
-        """Return the tokens nearest to a direction [D], without the words' own and any without a name."""
+    def nearest(self, query: str, words: Sequence[tuple[int, WordOrId]], k: int) -> Nearest:
+        """Return the tokens nearest to a sum of words with signs, but the words' own and any without a name."""
         refuse(k < 1, f"k {k} must be 1 or more")
-        own, tokenizer = {str(word): self.ids(word) for word in words}, self.m.tokenizer
+        own, tokenizer = {str(word): self.ids(word) for _, word in words}, self.m.tokenizer
         left_out = {token for ids in own.values() for token in ids}
         if tokenizer is not None:
             left_out |= {one for one in range(len(self.vectors)) if tokenizer.id_to_token(one) is None}
-        scores = nnf.normalize(self.vectors, dim=-1) @ direction
+        unit = torch.stack([sign * nnf.normalize(self.mean(word), dim=0) for sign, word in words])
+        scores = nnf.normalize(self.vectors, dim=-1) @ unit.sum(0)
         scores = scores.index_fill(0, torch.tensor(sorted(left_out)), -torch.inf)
         best = scores.topk(min(k, len(scores) - len(left_out)))
         names, ids = {word: labels(tokenizer, own[word]) for word in own}, best.indices.tolist()
@@ -156,8 +153,7 @@ def word_vectors(m: AnyModel, table: Table = "input") -> WordVectors:
 
 def neighbours(m: AnyModel, word: WordOrId, k: int = 10, table: Table = "input") -> Nearest:
     """Return the tokens whose vectors have the highest cosine with the word's, without its own tokens."""
-    vectors = word_vectors(m, table)
-    return vectors.nearest(str(word), [word], vectors.unit(word), k)
+    return word_vectors(m, table).nearest(str(word), [(1, word)], k)
 
 
 def analogy(
@@ -167,9 +163,7 @@ def analogy(
 
     The words' own tokens are left out.
     """
-    vectors = word_vectors(m, table)
-    direction = vectors.unit(b) - vectors.unit(a) + vectors.unit(c)
-    return vectors.nearest(f"{b} - {a} + {c}", (a, b, c), direction, k)
+    return word_vectors(m, table).nearest(f"{b} - {a} + {c}", [(-1, a), (1, b), (1, c)], k)
 
 
 def projection(

@@ -161,20 +161,14 @@ class Term:
 class Contributions(results.Result):
     """A logit as a sum."""
 
-    json_names = ("columns", "column", "choice", "against", "terms", "logit", "capped", "total")
-
     columns: tuple[str, ...]  # as in `choices`: the tokens, mostly
     column: int  # where it is read
     choice: str  # whose logit it is
     against: str | None  # less whose logit
     terms: tuple[Term, ...]  # in the order of the forward pass
     logit: float  # what the model says; before the soft cap where it has one
-    capped: float | None = None  # what it says behind that cap
-
-    @property
-    def total(self) -> float:
-        """The sum of all terms: `logit`, except for rounding."""
-        return math.fsum(term.value for term in self.terms)
+    capped: float | None  # what it says behind that cap
+    total: float  # the sum of all terms: `logit`, except for rounding
 
     def largest(self, count: int) -> list[Term]:
         """Return the largest terms, of either sign."""
@@ -231,14 +225,16 @@ def contributions(
         with torch.no_grad():
             scores = uncapped(output.hidden[:, column : column + 1], None)[0, 0]
         logit, capped = difference(scores), logit
+    terms = tuple(_terms(prepared, choices, output, seen, column, choice, other))
     return Contributions(
         columns=choices.columns,
         column=column,
         choice=choices.name(choice),
         against=None if other is None else choices.name(other),
-        terms=tuple(_terms(prepared, choices, output, seen, column, choice, other)),
+        terms=terms,
         logit=logit,
         capped=capped,
+        total=math.fsum(term.value for term in terms),
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, results
@@ -65,7 +64,7 @@ class HeadRoles(results.Result):
                 names[at] = group[int(lifts[:, at].argmax())]
         return tuple(names)
 
-    def clear(self, role: str) -> NDArray[np.bool_]:
+    def clear(self, role: str) -> results.Array:
         """Return whether the role is clearly above its baseline, [N]."""
         return np.nan_to_num(self.lift(role), nan=-1.0) >= (EVEN if role == "uniform" else CLEAR)
 

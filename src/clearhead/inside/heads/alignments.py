@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -138,9 +137,9 @@ class Agreement(results.Result):
 
     heads: tuple[AttentionHead, ...]
     directions: tuple[str, str]  # first to second and back; for cross-attention written, read
-    accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
-    mass: NDArray[np.float64]  # [2, N]: the attention that goes there
-    chance: NDArray[np.float64]  # [2]: how often a random link would
+    accuracy: results.Array  # [2, N]: how often the strongest link goes into the other stretch
+    mass: results.Array  # [2, N]: the attention that goes there
+    chance: results.Array  # [2]: how often a random link would
     pairs: int
     skipped: int  # pairs with a stretch that has no token
 

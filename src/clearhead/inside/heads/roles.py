@@ -26,6 +26,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,8 @@ def targets(sample: AttentionSample, counts: Counter[int], one_vocabulary: bool)
         }
     if not keys.ids:
         return found
-    special = torch.tensor(keys.special)
     plain = ~torch.tensor(queries.special)[:, None]
-    found["separator"] = special[None] & (key > 0) & plain & other
+    found["separator"] = torch.tensor(keys.special)[None] & (key > 0) & plain & other
     if one_vocabulary or not cross:
         found["same"] = (torch.tensor(queries.ids)[:, None] == torch.tensor(keys.ids)[None]) & other & plain
     # Of equally rare tokens the one with the highest id, as vocabularies list frequent tokens first.
@@ -186,7 +186,10 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[inputs.Prepar
     if given is None and first.input == "patches":
         shape = (m.config.n_channels, *(m.config.image_size or ()))
         given = [torch.randn(shape, generator=draw) for _ in range(COUNT)]
-    return [_marked(inputs.prepare(m, one)) for one in (library_sentences(COUNT) if given is None else given)]
+    return [
+        _marked(inputs.prepare(m, one))
+        for one in (islice(library_sentences(), COUNT) if given is None else given)
+    ]
 
 
 def _with_target(m: Model, ids: list[int], target: list[int]) -> inputs.Prepared:
@@ -209,8 +212,8 @@ def _marked(prepared: inputs.Prepared) -> inputs.Prepared:
     return replace(prepared, tokens=mark(prepared.tokens), source_tokens=marked)
 
 
-def repeated_rows(m: Model, seed: int) -> list[tuple[inputs.Prepared, dict[str, int], int]]:
-    """Return rows of random tokens, twice, with the start of the first copy by kind, and a copy's length.
+def repeated_rows(m: Model, seed: int) -> Iterator[tuple[inputs.Prepared, dict[str, int], int]]:
+    """Yield rows of random tokens, twice, with the start of the first copy by kind, and a copy's length.
 
     Tokens of a copy differ from each other, and copies from row to row differ in length, so that neither a
     look back at a fixed distance nor one at a fixed place finds what it is after. Empty where the model has
@@ -218,7 +221,7 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[inputs.Prepared, dict[str, 
     """
     specs = m.config.stacks
     if any(spec.input != "tokens" for spec in specs):
-        return []
+        return
     before, after = _frame(m)
     special = {*m.special.values(), *before, *after}
     size = min(spec.vocab_size for spec in specs)
@@ -229,13 +232,11 @@ def repeated_rows(m: Model, seed: int) -> list[tuple[inputs.Prepared, dict[str, 
         starts = {"encoder": len(before), "self": len(m.start_ids)}
         longest = min(longest, (m.config.max_positions - len(m.start_ids)) // 2)
     if longest < SHORTEST:
-        return []
+        return
     draw = torch.Generator().manual_seed(seed)
-    found = []
     for length in torch.linspace(max(SHORTEST, longest // 2), longest, REPEATED).round().int().tolist():
         copy = pool[torch.randperm(len(pool), generator=draw)[:length]].tolist()
-        found.append((_with_target(m, [*before, *copy, *copy, *after], [*copy, *copy]), starts, length))
-    return found
+        yield _with_target(m, [*before, *copy, *copy, *after], [*copy, *copy]), starts, length
 
 
 def _frame(m: Model) -> tuple[list[int], list[int]]:
@@ -249,17 +250,13 @@ def _frame(m: Model) -> tuple[list[int], list[int]]:
     return before, [token for token in after if m.config.family != "decoder" or token not in m.stops]
 
 
-def library_sentences(count: int) -> list[str]:
-    """Return English sentences that every machine has: from the docstrings of Python's standard library."""
-    found: list[str] = []
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(path for path in folder.glob("*.py") if path.stat().st_size < SMALL):
+def library_sentences() -> Iterator[str]:
+    """Yield English sentences that every machine has: from the docstrings of Python's standard library."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
-            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            text = path.read_text(encoding="utf-8") if path.stat().st_size < SMALL else ""
+            words = ast.get_docstring(ast.parse(text)) or ""
         except (SyntaxError, ValueError, OSError):
             continue
-        sentences = re.findall(r"(?<![^\s])[A-Z][a-z ][^.:;`*_<>|\n]*(?:\n[^.:;`*_<>|\n]+)*\.(?=\s|$)", text)
-        found += [" ".join(sentence.split()) for sentence in sentences if 50 <= len(sentence) <= 200][:2]
-        if len(found) >= count:
-            break
-    return found[:count]
+        sentences = re.findall(r"(?<![^\s])[A-Z][a-z ][^.:;`*_<>|\n]*(?:\n[^.:;`*_<>|\n]+)*\.(?=\s|$)", words)
+        yield from [" ".join(sentence.split()) for sentence in sentences if 50 <= len(sentence) <= 200][:2]

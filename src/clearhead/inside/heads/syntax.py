@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
@@ -39,10 +38,6 @@ CELLS = 300_000  # of one head's patterns in a batch
 class Relation(results.Result):
     """One row of the table; shares from 0 to 1."""
 
-    json_names = (
-        "name", "arcs", "distance", "baseline", "head", "direction", "accuracy", "held_out", "gain",
-    )  # fmt: skip
-
     name: str
     arcs: int
     distance: int  # of the baseline: governor minus dependent, in words
@@ -51,11 +46,7 @@ class Relation(results.Result):
     direction: str
     accuracy: float
     held_out: float  # of the head chosen on the other half; NaN where one half has no arc
-
-    @property
-    def gain(self) -> float:
-        """What the head finds beyond the baseline."""
-        return self.accuracy - self.baseline
+    gain: float  # what the head finds beyond the baseline
 
 
 @dataclass(frozen=True)
@@ -64,16 +55,16 @@ class Syntax(results.Result):
 
     heads: tuple[AttentionHead, ...]
     relations: tuple[str, ...]  # most frequent first
-    arcs: NDArray[np.int64]  # [2, R]: in either half of the sentences
-    right: NDArray[np.int64]  # [2, 2, N, R]: halves, DIRECTIONS, heads
+    arcs: results.Array  # [2, R]: in either half of the sentences
+    right: results.Array  # [2, 2, N, R]: halves, DIRECTIONS, heads
     distances: tuple[int, ...]  # R
-    baselines: NDArray[np.float64]  # R
+    baselines: results.Array  # R
     sentences: int
     words: int
     lost: int  # words without a token, or beyond the last token that is read: their arcs count as missed
 
     @property
-    def accuracy(self) -> NDArray[np.float64]:
+    def accuracy(self) -> results.Array:
         """[2, N, R]: for either direction, how often each head is right."""
         return np.asarray(self.right.sum(0) / self.arcs.sum(0))
 
@@ -98,6 +89,7 @@ class Syntax(results.Result):
             direction=DIRECTIONS[direction],
             accuracy=float(accuracy.max()),
             held_out=found / arcs if self.arcs[:, at].all() else float("nan"),
+            gain=float(accuracy.max() - self.baselines[at]),
         )
 
     def table(self, least: int = 1) -> list[Relation]:
@@ -164,7 +156,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     )
 
 
-def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], NDArray[np.float64]]:
+def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], results.Array]:
     """Return relations by frequency, the commonest distance of each (governor - dependent), and its share."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for sentence in sentences:

@@ -182,11 +182,6 @@ class Shelf:
         """The activation of its neurons."""
         return f"{self.stack}blocks.{self.layer}.{self.part}.post"
 
-    @property
-    def router(self) -> str:
-        """The activation that chooses among experts."""
-        return f"{self.stack}blocks.{self.layer}.feedforward.router"
-
     def name(self, row: int) -> str:
         """Return the name of one neuron."""
         return f"{self.own}.{int(self.units[row])}"
@@ -205,8 +200,8 @@ class Shelf:
 
 def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
-    names = {shelf.tap for shelf in shelves} | {one.router for one in shelves if one.expert is not None}
-    seen = inputs.recorded(m.model, sorted(names), **arguments(batch))
+    routers = ["*.router"] if m.config.n_experts else []
+    seen = inputs.recorded(m.model, [*{shelf.tap for shelf in shelves}, *routers], **arguments(batch))
     notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
         post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
@@ -214,7 +209,8 @@ def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> 
         real, notes = real_tokens([range(len(one)) for one in noted]).flatten(), torch.cat(noted)
         experts = stack_of(m, shelf.stack).layers()[shelf.layer].feedforward
         if isinstance(experts, Experts) and shelf.expert is not None:
-            chosen = experts.choose(seen[shelf.router].flatten(0, -2))[1].cpu()
+            router = seen[f"{shelf.stack}blocks.{shelf.layer}.feedforward.router"]
+            chosen = experts.choose(router.flatten(0, -2))[1].cpu()
             here = (chosen == shelf.expert).any(-1)  # an expert gets its tokens in their order
             real, notes = real[here], notes[here[real]]
         shelf.take(post[real], notes)

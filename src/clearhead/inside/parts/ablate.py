@@ -53,19 +53,13 @@ NOTHING_NAMED = "nothing is named to be ablated: name heads such as 0.1, layers 
 class Ablation(Result):
     """What some examples cost with and without parts of a model."""
 
-    json_names = ("ablated", "how", "rows", "targets", "increase", "before", "after")
-
     ablated: tuple[str, ...]  # names of what was off
     how: How
     rows: int
     targets: int
+    increase: float  # by how much the loss is higher without
     before: Quality
     after: Quality
-
-    @property
-    def increase(self) -> float:
-        """By how much the loss is higher without."""
-        return self.after.loss - self.before.loss
 
 
 @dataclass(frozen=True)
@@ -250,7 +244,8 @@ def ablate(
     before = judge(model, examples)
     with _off(model, parts, means):
         after = judge(model, examples)
-    return Ablation(ablated, how, examples.rows, examples.targets, before, after)
+    increase = after.loss - before.loss
+    return Ablation(ablated, how, examples.rows, examples.targets, increase, before, after)
 
 
 # Effect on one text -----------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.config import ModelConfig
@@ -48,7 +47,7 @@ class HeadTable(results.Result):
 
     quantity: str  # what the numbers are
     rows: tuple[str, ...]  # "0", "1", ..., "encoder.0", ..., "cross.0", ...
-    values: NDArray[np.float64]  # L, most heads; NaN where an attention has fewer heads
+    values: results.Array  # L, most heads; NaN where an attention has fewer heads
 
     @classmethod
     def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> Self:
