@@ -77,7 +77,14 @@ def maps_of(
     found: list[LayerMap] = []
 
     def keep(x: Tensor, name: names.AttentionName) -> Tensor:
-        each = _layer_map(x, name, *axes[name.kind])
+        whole, (queries, keys) = x.detach()[0].float(), axes[name.kind]
+        if max(queries.size, keys.size) == 1:
+            cells, entropies = whole.cpu().numpy(), None
+        else:
+            # Copied out of torch's memory: small tensors between large ones would keep their blocks taken.
+            cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
+            entropies = query_entropy(whole).cpu().numpy()
+        each = LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
         if folder is None:
             found.append(each)
         else:
@@ -124,17 +131,6 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
     counts = torch.full((rows.shape[1], 1), float(queries), device=pattern.device)
     counts[-1] -= -T % queries
     return rows / counts
-
-
-def _layer_map(x: Tensor, name: names.AttentionName, queries: Axis, keys: Axis) -> LayerMap:
-    """Return one row's pattern [1, H, T, S] as data; in cells where the axes say so."""
-    whole = x.detach()[0].float()
-    if max(queries.size, keys.size) == 1:
-        return LayerMap(name.kind, name.layer, whole.cpu().numpy(), queries, keys)
-    entropies = query_entropy(whole).cpu().numpy()
-    # Copied out of torch's memory: small tensors between large ones that come and go would keep blocks taken.
-    cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
-    return LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
 
 
 def _chosen(

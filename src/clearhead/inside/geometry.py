@@ -120,7 +120,7 @@ class WordVectors:
         return self.vectors[self.ids(word)].mean(0)
 
     def nearest(self, query: str, words: Sequence[tuple[int, WordOrId]], k: int) -> Nearest:
-        """Return the tokens nearest to a sum of words with signs, but the words' own and any without a name."""
+        """Return the tokens nearest to a signed sum of words, without their own and any without a name."""
         refuse(k < 1, f"k {k} must be 1 or more")
         own, tokenizer = {str(word): self.ids(word) for _, word in words}, self.m.tokenizer
         left_out = {token for ids in own.values() for token in ids}
@@ -247,12 +247,11 @@ def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list
 def _find(word: str, text: str) -> tuple[int, int]:
     """Return the characters of a word in a text: as a whole word first, in its own letters first."""
     refuse(not word.strip(), "the word is empty: name a word of both texts")
-    for pattern in (rf"(?<!\w){re.escape(word)}(?!\w)", re.escape(word)):
-        for flag in (0, re.IGNORECASE):
-            found = re.search(pattern, text, flag)
-            if found:
-                return found.span()
-    raise InputError(f'the word "{word}" does not stand in "{text[:60]}": both texts must have it')
+    patterns = (rf"(?<!\w){re.escape(word)}(?!\w)", re.escape(word))
+    ways = [(pattern, flag) for pattern in patterns for flag in (0, re.IGNORECASE)]
+    found = [match.span() for pattern, flag in ways for match in re.finditer(pattern, text, flag)]
+    refuse(not found, f'the word "{word}" does not stand in "{text[:60]}": both texts must have it')
+    return found[0]
 
 
 # Positions --------------------------------------------------------------------------------------------------

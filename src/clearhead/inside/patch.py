@@ -231,9 +231,9 @@ def _tables(
             for kind in (own, "cross") if spec.cross else (own,):
                 found = names.attentions(first.m.config, kind)
                 heads = range(max(one.n_heads for one in found))
-                name, columns = "cross heads" if kind == "cross" else part, tuple(map(str, heads))
+                name = "cross heads" if kind == "cross" else part
                 yield (
-                    replace(empty, part=name, columns=columns),
+                    replace(empty, part=name, columns=tuple(map(str, heads))),
                     [
                         [Site(f"{one.part}.z", head=head) if head < one.n_heads else None for head in heads]
                         for one in found

@@ -12,7 +12,7 @@ other.
 Shapes: B batch, H heads, N heads of the model, T tokens, W words, A arcs, R relations.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,15 +158,20 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
 
 def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], results.Array]:
     """Return relations by frequency, the commonest distance of each (governor - dependent), and its share."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
-    for sentence in sentences:
-        for own, word in enumerate(sentence.words, 1):
-            if word.head:
-                found[word.relation][word.head - own] += 1
-    names = sorted(found, key=lambda name: (-found[name].total(), name))
-    common = [min(found[name].items(), key=lambda item: (-item[1], abs(item[0]), item[0])) for name in names]
-    shares = np.array([count / found[name].total() for name, (_, count) in zip(names, common)])
-    return names, tuple(distance for distance, _ in common), shares
+    found = Counter(
+        (word.relation, word.head - own)
+        for sentence in sentences
+        for own, word in enumerate(sentence.words, 1)
+        if word.head
+    )
+    totals = Counter(relation for relation, _ in found.elements())
+    names = sorted(totals, key=lambda name: (-totals[name], name))
+    common = [  # of each relation: how often, negative, and the distance
+        min((-count, abs(distance), distance) for (own, distance), count in found.items() if own == name)
+        for name in names
+    ]
+    shares = np.array([-count / totals[name] for name, (count, _, _) in zip(names, common)])
+    return names, tuple(distance for _, _, distance in common), shares
 
 
 def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import nearest, refuse
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.memories.neurons import (
     AROUND,
@@ -33,7 +33,6 @@ from clearhead.inside.memories.neurons import (
     batches,
     directions,
     empty_shelves,
-    extremes,
     output_layer,
     parse_neuron,
     read_batch,
@@ -42,6 +41,7 @@ from clearhead.inside.results import Result, plain
 from clearhead.tokens.labels import label
 
 Order = Literal["agreement", "activation"]
+NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
 DEPTH = 10  # promoted tokens among which the answer must be; of a small vocabulary one in twenty
 
 
@@ -99,11 +99,16 @@ class Memories(Result):
     def neuron(self, name: str) -> Neuron:
         """Return one neuron by its name."""
         own, unit = parse_neuron(self.m, name)
-        for shelf in self.shelves:
-            rows = (shelf.units == unit).nonzero()
-            if shelf.own == own and len(rows):
-                return self._neuron(shelf, int(rows[0]))
-        raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
+        found = [
+            self._neuron(shelf, int(row))
+            for shelf in self.shelves
+            if shelf.own == own
+            for row in (shelf.units == unit).nonzero()
+        ]
+        refuse(
+            not found, f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out'
+        )
+        return found[0]
 
     def ranked(self, by: Order | None = None, count: int | None = 10) -> list[Neuron]:
         """Return the first neurons by agreement beyond chance, or by highest activation.
@@ -233,7 +238,12 @@ def memories(
 def _judge(m: Model, shelf: Shelf, weight: Tensor, depth: int, frequency: Tensor) -> None:
     """Add to a shelf what its neurons promote, and how far that agrees with what fires them."""
     shelf.written = directions(m, shelf)
-    promoted = extremes(shelf.written, weight, max(shelf.top, depth))
+    count, parts = min(max(shelf.top, depth), len(weight)), []
+    for some in torch.split(shelf.written, NEURONS):
+        scores = some @ weight.T  # N V
+        high, low = scores.topk(count), scores.topk(count, largest=False)
+        parts.append((high.indices, high.values, low.indices, low.values))
+    promoted = [torch.cat(column) for column in zip(*parts)]
     shelf.promoted = tuple(part[:, : shelf.top] for part in promoted)
     if depth:
         best = promoted[0][:, :depth]
@@ -276,11 +286,12 @@ def token_id(m: Model, token: str | int) -> int:
     named: int | None = tokenizer.token_to_id(token)
     if named is not None:
         return named
-    plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
-    for encoding in (plain, spaced):
-        if len(encoding.ids) == 1 and encoding.ids[0] != m.special.get("unk"):
-            return int(encoding.ids[0])
-    raise InputError(
-        f'"{token}" is no token of the vocabulary but {len(plain.tokens)} ({" ".join(plain.tokens[:8])}): '
-        "name one of them"
+    whole, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
+    single = [one.ids[0] for one in (whole, spaced) if len(one.ids) == 1]
+    known = [int(one) for one in single if one != m.special.get("unk")]
+    refuse(
+        not known,
+        f'"{token}" is no token of the vocabulary but {len(whole.tokens)} ({" ".join(whole.tokens[:8])}): '
+        "name one of them",
     )
+    return known[0]

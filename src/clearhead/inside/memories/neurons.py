@@ -44,7 +44,6 @@ AROUND = 12  # tokens that are kept on each side of a place
 WINDOW = 2 * AROUND + 1
 NOTE = WINDOW + 3  # a window of ids, then the answer, the number of the text, the place in it
 NOTHING = -1  # in a note: no token, no answer
-NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
 
 
 # Passages of a corpus ---------------------------------------------------------------------------------------
@@ -315,16 +314,6 @@ def directions(m: Model, shelf: Shelf) -> Tensor:
             written = written @ results.on_cpu(head.transform.weight).T
         written = _through(head.norm, written) * head.scale
     return written
-
-
-def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the tokens promoted most, their scores, those suppressed most, their scores: [N, count] each."""
-    count, parts = min(count, len(weight)), []
-    for some in torch.split(written, NEURONS):
-        scores = some @ weight.T  # N V
-        high, low = scores.topk(count), scores.topk(count, largest=False)
-        parts.append((high.indices, high.values, low.indices, low.values))
-    return tuple(torch.cat(column) for column in zip(*parts))
 
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:

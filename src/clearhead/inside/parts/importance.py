@@ -12,8 +12,7 @@ rows whose gradients have opposite signs do not cancel:
 Shapes: B rows, T length, H heads, E head width, D model, L attentions of a model.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -36,7 +35,7 @@ from clearhead.inside.parts.ablate import (
 )
 from clearhead.inside.parts.examples import Data, judge
 from clearhead.model.taps import edit
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.transformer import evaluating
 from clearhead.tasks.table import TASKS
 from clearhead.training.losses import batch_loss
 
@@ -88,9 +87,21 @@ def importance(
         on_progress: told how many batches are done.
     """
     model, examples = opened(m, data, options)
-    sums: dict[str, Tensor] = {}
+    masks, sums = dict[str, Tensor](), dict[str, Tensor]()
+
+    def masked(x: Tensor, name: str) -> Tensor:
+        """Multiply a head's z by ones [B, H, 1, 1], a feed-forward's output by ones [B, 1, 1]."""
+        shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
+        masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
+        return x * masks[name]
+
+    parts = [
+        *(f"{one.part}.z" for one in attentions(model.config)),
+        *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
+    ]
+    changes = {name: partial(masked, name=name) for name in parts}
     for done, batch in enumerate(examples.batches, start=1):
-        with torch.enable_grad(), evaluating(model), _masked(model) as masks:
+        with torch.enable_grad(), evaluating(model), edit(model, changes):
             loss, _ = batch_loss(
                 model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
             )
@@ -110,24 +121,6 @@ def importance(
     }
     quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
     return Importance(HeadTable.of(model.config, quantity, numbers), inner)
-
-
-@contextmanager
-def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
-    """Multiply every head's z by ones [B, H, 1, 1] and every feed-forward's output by ones [B, 1, 1]."""
-    masks: dict[str, Tensor] = {}
-    names = [
-        *(f"{one.part}.z" for one in attentions(model.config)),
-        *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
-    ]
-
-    def multiplied(x: Tensor, name: str) -> Tensor:
-        shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
-        masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
-        return x * masks[name]
-
-    with edit(model, {name: partial(multiplied, name=name) for name in names}):
-        yield masks
 
 
 def ablate_each(

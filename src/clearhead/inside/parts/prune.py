@@ -160,10 +160,14 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
         return None
     ((n_heads, n_kv_heads),) = sizes[False]
-    changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}
-    if sizes[True]:
-        changes["n_encoder_heads"] = sizes[True].pop()[0]
-    return dataclasses.replace(config, **changes)  # widths stay as they are: they are numbers by now
+    n_encoder_heads = sizes[True].pop()[0] if sizes[True] else config.n_encoder_heads
+    return dataclasses.replace(  # widths stay as they are: they are numbers by now
+        config,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        n_encoder_heads=n_encoder_heads,
+        pruned_heads={},
+    )
 
 
 def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
