@@ -88,7 +88,7 @@ def maps_of(
         if folder is None:
             found.append(each)
         else:
-            _write(each, folder)
+            _write_arrays(each, folder)
         return x
 
     with (
@@ -98,10 +98,11 @@ def maps_of(
         prepared.run(logits="none")
     if folder is None:
         return AttentionMaps(tuple(found))
-    sides = {
-        kind: {"queries": queries.to_dict(), "keys": keys.to_dict()} for kind, (queries, keys) in axes.items()
-    }
-    rows = [{"kind": each.kind, "layer": each.layer, **sides[each.kind]} for each in chosen]
+    rows = [
+        {"kind": each.kind, "layer": each.layer}
+        | {name: axis.to_dict() for name, axis in zip(("queries", "keys"), axes[each.kind])}
+        for each in chosen
+    ]
     (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
     return read_maps(folder)
 
@@ -128,8 +129,9 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
     H, T, S = pattern.shape
     columns = nnf.pad(pattern, (0, -S % keys)).view(H, T, -1, keys).sum(-1)
     rows = nnf.pad(columns, (0, 0, 0, -T % queries)).view(H, -1, queries, columns.shape[-1]).sum(2)
-    counts = torch.full((rows.shape[1], 1), float(queries), device=pattern.device)
-    counts[-1] -= -T % queries
+    counts = torch.tensor(
+        [[min(queries, T - first)] for first in range(0, T, queries)], device=pattern.device
+    )
     return rows / counts
 
 
@@ -175,8 +177,7 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _write(each: LayerMap, folder: Path) -> None:
-    """Write the arrays of one attention."""
+def _write_arrays(each: LayerMap, folder: Path) -> None:
     try:
         np.save(folder / f"{each.kind}.{each.layer}.npy", each.pattern)
         if each.recorded_entropies is not None:

@@ -48,11 +48,10 @@ class Axis(Result):
         """Return cells of so many tokens each; a label has the first and last place and the first token."""
         if size == 1:
             return cls(tuple(labels))
-        firsts = range(0, len(labels), size)
-        lasts = [min(first + size, len(labels)) - 1 for first in firsts]
+        cells = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
         names = (
             f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
-            for first, last in zip(firsts, lasts)
+            for first, last in cells
         )
         return cls(tuple(names), size)
 
@@ -91,8 +90,9 @@ class HeadPattern(Result):
         choice = (self.pattern > 0).sum(-1) > 1
         rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
         query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
-        weight = float(self.pattern[query, key])
-        return Link(query, key, self.queries.labels[query], self.keys.labels[key], weight)
+        return Link(
+            query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key])
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return plain JSON values, in few numbers."""

@@ -131,8 +131,9 @@ class WordVectors:
         scores = scores.index_fill(0, torch.tensor(sorted(left_out)), -torch.inf)
         best = scores.topk(min(k, len(scores) - len(left_out)))
         names, ids = {word: labels(tokenizer, own[word]) for word in own}, best.indices.tolist()
-        cosines = tuple(best.values.tolist())
-        return Nearest(query, names, self.table, tuple(ids), labels(tokenizer, ids), cosines)
+        return Nearest(
+            query, names, self.table, tuple(ids), labels(tokenizer, ids), tuple(best.values.tolist())
+        )
 
 
 def word_vectors(m: AnyModel, table: Table = "input") -> WordVectors:
@@ -279,8 +280,7 @@ def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") 
         columns = tuple(str(place - last) for place in range(values.shape[1]))
         row_name, column_name, measure = "head", "key's position - query's", "added to the score"
     elif scheme == "rope":
-        pairs = range(values.shape[-1] // 2)
-        columns = tuple(f"{name} {pair}" for name in ("cos", "sin") for pair in pairs)
+        columns = tuple(f"{name} {pair}" for name in ("cos", "sin") for pair in range(values.shape[-1] // 2))
         column_name, measure = "pair", "cosine or sine of the angle"
     else:
         columns = tuple(map(str, range(values.shape[-1])))

@@ -271,7 +271,7 @@ def _terms(
         return replace(frozen, bias=bias).forward(x)
 
     def out(layer: int, part: str, attention: Attention | None) -> Tensor:
-        """Add what each head writes, and the bias; or what the feed-forward gives: [R, D]."""
+        # What each head writes, and the bias; or what the feed-forward gives: R D.
         if attention is None:
             y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
             return add(f"feedforward {layer}", "feedforward", y, layer)
@@ -323,8 +323,9 @@ def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
         found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
         if stack.embedding.types is not None:
             first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
-            types = first if prepared.types is None else prepared.types
-            found["segment embedding"] = stack.embedding.types(types)
+            found["segment embedding"] = stack.embedding.types(
+                first if prepared.types is None else prepared.types
+            )
         where = stack.positions.embed(
             masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
         )

@@ -221,9 +221,11 @@ def _tables(
     tokens = tuple(one if one == other else f"{one}/{other}" for one, other in pairs)
     layers = tuple(map(str, range(spec.n_layers)))
     taps = {
-        part: [f"{layer}.{part}.out" for layer in layers] for part in ("attention", "cross", "feedforward")
+        "residual": [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"],
+        "attention": [f"{layer}.attention.out" for layer in layers],
+        "cross": [f"{layer}.cross.out" for layer in layers],
+        "feedforward": [f"{layer}.feedforward.out" for layer in layers],
     }
-    taps["residual"] = [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"]
     empty = PatchMap("", stack, layers, tokens, torch.empty(0))
     for part in parts:
         if part == "heads":

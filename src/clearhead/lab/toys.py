@@ -30,7 +30,6 @@ VOCABULARY = [*map(str, range(N_SYMBOLS)), "<", ">", "+"]
 class Toy:
     """A toy task: how sources [B, S] are drawn, and what should come out, [B, T] (or [B] for one label)."""
 
-    name: str
     source: Callable[[int, torch.Generator], Tensor]
     target: Callable[[Tensor], Tensor]
     labels: int = 0  # 0: sequence to sequence
@@ -55,16 +54,16 @@ def _added(source: Tensor) -> Tensor:
 
 
 _digits = partial(_drawn, symbols=N_SYMBOLS, lengths=range(3, 7))
-_bits = partial(_drawn, symbols=2, lengths=range(11, 20, 2))
 TASKS = {
-    toy.name: toy
-    for toy in (
-        Toy("copy", _digits, lambda source: source),
-        Toy("reverse", _digits, lambda source: source.flip(1)),
-        Toy("sort", _digits, lambda source: source.sort(1).values),
-        Toy("add", _sums, _added),
-        Toy("majority", _bits, lambda source: (2 * source.sum(1) > source.shape[1]).long(), labels=2),
-    )
+    "copy": Toy(_digits, lambda source: source),
+    "reverse": Toy(_digits, lambda source: source.flip(1)),
+    "sort": Toy(_digits, lambda source: source.sort(1).values),
+    "add": Toy(_sums, _added),
+    "majority": Toy(
+        partial(_drawn, symbols=2, lengths=range(11, 20, 2)),
+        lambda source: (2 * source.sum(1) > source.shape[1]).long(),
+        labels=2,
+    ),
 }
 
 
@@ -77,12 +76,18 @@ def draw(task: Toy, n: int, generator: torch.Generator, held_out: bool) -> tuple
     return source, task.target(source)
 
 
-def toy_config(task: Toy, family: Family) -> ModelConfig:
+def toy_config(name: str, family: Family) -> ModelConfig:
     """Return the config of a model just large enough for the task."""
-    fitting = "encoder" if task.labels else "decoder or encoder-decoder"
     refuse(
-        (family == "encoder") != bool(task.labels),
-        f"the toy task {task.name} is for family {fitting}, not {family}",
+        name not in TASKS,
+        f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}',
+        ConfigError,
+    )
+    labels = TASKS[name].labels
+    fitting = "encoder" if labels else "decoder or encoder-decoder"
+    refuse(
+        (family == "encoder") != bool(labels),
+        f"the toy task {name} is for family {fitting}, not {family}",
         ConfigError,
     )
     return ModelConfig(
@@ -95,8 +100,8 @@ def toy_config(task: Toy, family: Family) -> ModelConfig:
         d_ff=128,
         activation="relu",
         init="xavier",
-        n_classes=task.labels,
-        pooling="mean" if task.labels else None,
+        n_classes=labels,
+        pooling="mean" if labels else None,
     )
 
 
@@ -172,14 +177,8 @@ def learn(
     enough: float = 0.998,
 ) -> Learned:
     """Train from scratch until `enough` of the held-out inputs come out exactly, or `steps` are done."""
-    refuse(
-        name not in TASKS,
-        f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}',
-        ConfigError,
-    )
-    task = TASKS[name]
     torch.manual_seed(seed)
-    model = Transformer(toy_config(task, family))
+    model, task = Transformer(toy_config(name, family)), TASKS[name]
     examples, trial = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True

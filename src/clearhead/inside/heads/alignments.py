@@ -81,8 +81,13 @@ def align(
     ended = isinstance(m, Model) and m.config.family == "decoder" and count > 1 and ids[-1] in m.stops
     if ended and special[-1]:
         count -= 1
-    spelled = labels(tokenizer, ids[:count])
-    read = WordTokens(spelled, tuple(ids[:count]), tuple(encoding.offsets[:count]), text, special[:count])
+    read = WordTokens(
+        labels(tokenizer, ids[:count]),
+        tuple(ids[:count]),
+        tuple(encoding.offsets[:count]),
+        text,
+        special[:count],
+    )
     return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
 
 
@@ -242,9 +247,15 @@ def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
                 chance[direction] += len(keys) / float(candidates.sum())
     refuse(not counted, "no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
-    directions = ("written", "read") if cross else ("first to second", "second to first")
-    skipped = sum(len(example.pairs) for example in examples) - counted
-    return Agreement(heads, directions, accuracy, attention, random, counted, skipped)
+    return Agreement(
+        heads=heads,
+        directions=("written", "read") if cross else ("first to second", "second to first"),
+        accuracy=accuracy,
+        mass=attention,
+        chance=random,
+        pairs=counted,
+        skipped=sum(len(example.pairs) for example in examples) - counted,
+    )
 
 
 def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputTokens, inputs.InputTokens]:
@@ -254,8 +265,8 @@ def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputToke
         return prepared, prepared.first_tokens, prepared.first_tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
     start = m.start_ids
-    kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
-    kept = kept[: m.config.max_positions - len(start)]
+    own = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
+    kept = own[: m.config.max_positions - len(start)]
     prepared = inputs.prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
     second = replace(
         prepared.tokens,

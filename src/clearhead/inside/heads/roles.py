@@ -119,10 +119,12 @@ def _near(tokens: inputs.InputTokens) -> Tensor:
 
 
 class Tally:
-    """Sums for one attention; rows: the attention of its H heads, the baseline, the queries that counted."""
+    """Sums for one attention, over rows of up to `reach` tokens.
+
+    Rows of a sum are the attention of its H heads, the baseline and the queries that counted.
+    """
 
     def __init__(self, heads: int, reach: int) -> None:
-        """Begin for so many heads and rows of up to `reach` tokens."""
         self.heads, self.reach = heads, reach
         self.sums = defaultdict[str, Tensor](lambda: torch.zeros(heads + 2, dtype=torch.float64))  # by role
         # Key minus query, from -reach to reach.

@@ -118,7 +118,6 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         "there is no arc to judge by: give sentences of two words or more",
     )
     counted, distances, baselines = _fixed_distance(sentences)
-    number = {name: at for at, name in enumerate(counted)}
     kind = "encoder" if m.config.family == "encoder-decoder" else "self"
     heads = tuple(all_heads(m.config, kind))
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
@@ -130,7 +129,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     ):
         batch = [read[place] for place in group]
         rows = [
-            (row, own, word.head - 1, number[word.relation], at % 2)
+            (row, own, word.head - 1, counted.index(word.relation), at % 2)
             for row, at in enumerate(batch)
             for own, word in enumerate(sentences[at].words)
             if word.head

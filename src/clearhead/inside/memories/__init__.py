@@ -120,8 +120,9 @@ class Memories(Result):
             by == "agreement" and not self.agrees, f"no agreement is known ({self.note}): sort by activation"
         )
         places = [(shelf, row) for shelf in self.shelves for row in range(len(shelf.units))]
-        activations = torch.cat([shelf.activations[:, 0] for shelf in self.shelves])
-        order = activations.argsort(descending=True, stable=True)
+        order = torch.cat([shelf.activations[:, 0] for shelf in self.shelves]).argsort(
+            descending=True, stable=True
+        )
         if by == "agreement":
             # Agreement beyond chance; -inf where it is not known.
             gains = [
@@ -287,8 +288,9 @@ def token_id(m: Model, token: str | int) -> int:
     if named is not None:
         return named
     whole, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
-    single = [one.ids[0] for one in (whole, spaced) if len(one.ids) == 1]
-    known = [int(one) for one in single if one != m.special.get("unk")]
+    known = [
+        int(one.ids[0]) for one in (whole, spaced) if len(one.ids) == 1 and one.ids[0] != m.special.get("unk")
+    ]
     refuse(
         not known,
         f'"{token}" is no token of the vocabulary but {len(whole.tokens)} ({" ".join(whole.tokens[:8])}): '

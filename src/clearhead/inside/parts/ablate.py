@@ -244,8 +244,15 @@ def ablate(
     before = judge(model, examples)
     with _off(model, parts, means):
         after = judge(model, examples)
-    increase = after.loss - before.loss
-    return Ablation(ablated, how, examples.rows, examples.targets, increase, before, after)
+    return Ablation(
+        ablated=ablated,
+        how=how,
+        rows=examples.rows,
+        targets=examples.targets,
+        increase=after.loss - before.loss,
+        before=before,
+        after=after,
+    )
 
 
 # Effect on one text -----------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def importance(
     masks, sums = dict[str, Tensor](), dict[str, Tensor]()
 
     def masked(x: Tensor, name: str) -> Tensor:
-        """Multiply a head's z by ones [B, H, 1, 1], a feed-forward's output by ones [B, 1, 1]."""
+        # A head's z by ones B H 1 1, a feed-forward's output by ones B 1 1.
         shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
         masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
         return x * masks[name]
@@ -107,8 +107,8 @@ def importance(
             )
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
-            total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward
-            sums[name] = sums.get(name, torch.zeros_like(total)) + total
+            # H, or 1 of a feed-forward.
+            sums[name] = sums.get(name, 0) + gradient.double().abs().sum(0).flatten().cpu()
         on_progress("gradients", done, len(examples.batches))
     means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
     numbers: dict[AttentionHead, float] = {}
@@ -119,7 +119,7 @@ def importance(
     inner = {
         name: float(means[f"{block}.feedforward.out"][0]) for name, block in layer_names(model.config).items()
     }
-    quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
+    quantity = "|d loss / d mask|, each layer of length 1" if normalise else "|d loss / d mask|"
     return Importance(HeadTable.of(model.config, quantity, numbers), inner)
 
 

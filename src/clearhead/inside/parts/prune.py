@@ -65,8 +65,9 @@ def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model
         "ablate instead",
     )
     for one in names.attentions(whole.config):
-        all_gone = set(one.heads) <= set(gone)
-        refuse(all_gone, f"all {one.n_heads} heads of {one.part} would go: keep one at least")
+        refuse(
+            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+        )
     model = checkpoint.empty_model(_without(whole.config, gone))
     weights, even = _weights(whole.model, model), _evened(model.config)
     if even is not None and not registry.nearest_to(even)[1]:
@@ -160,12 +161,11 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
         return None
     ((n_heads, n_kv_heads),) = sizes[False]
-    n_encoder_heads = sizes[True].pop()[0] if sizes[True] else config.n_encoder_heads
     return dataclasses.replace(  # widths stay as they are: they are numbers by now
         config,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        n_encoder_heads=n_encoder_heads,
+        n_encoder_heads=sizes[True].pop()[0] if sizes[True] else config.n_encoder_heads,
         pruned_heads={},
     )
 
