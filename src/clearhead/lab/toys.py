@@ -129,13 +129,13 @@ def _asked(model: Transformer, source: Tensor, fed: Tensor) -> tuple[Tensor, dic
 def answer(model: Transformer, task: Toy, source: Tensor, length: int) -> Tensor:
     """Return the model's answer: labels [B], or ids [B, length] with `>` at the end."""
     if task.labels:
-        with torch.inference_mode():
-            out: Output = model(source)
-            return out.required_logits.argmax(-1)
+        out: Output = model(source)
+        return out.required_logits.argmax(-1)
     prompt, more = _asked(model, source, torch.full((source.shape[0], 1), BEGIN))
     return greedy(model, prompt, length, **more)
 
 
+@torch.no_grad()
 def accuracy(
     model: Transformer, task: Toy, generator: torch.Generator, batches: int = 8, n: int = 64
 ) -> float:

@@ -209,9 +209,11 @@ def _marked(prepared: inputs.Prepared) -> inputs.Prepared:
     def mark(tokens: inputs.InputTokens) -> inputs.InputTokens:
         return replace(tokens, special=tokens.special or tuple(token in known for token in tokens.ids))
 
-    source = prepared.source_tokens
-    marked = None if source is None else mark(source)
-    return replace(prepared, tokens=mark(prepared.tokens), source_tokens=marked)
+    return replace(
+        prepared,
+        tokens=mark(prepared.tokens),
+        source_tokens=None if prepared.source_tokens is None else mark(prepared.source_tokens),
+    )
 
 
 def repeated_rows(m: Model, seed: int) -> Iterator[tuple[inputs.Prepared, dict[str, int], int]]:

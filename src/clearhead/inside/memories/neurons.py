@@ -82,8 +82,10 @@ def arguments(batch: Sequence[Passage]) -> dict[str, Tensor]:
     for stack, name, mask in (("", "ids", "mask"), ("encoder.", "source", "source_mask")):
         if first.source is not None or not stack:
             rows = [passage.prepared.tokens_of(stack).ids for passage in batch]
-            found[name] = padded(rows, first.m.special.get("pad", 0), first.main.device)
-            found[mask] = real_tokens(rows, first.main.device)
+            found |= {
+                name: padded(rows, first.m.special.get("pad", 0), first.main.device),
+                mask: real_tokens(rows, first.main.device),
+            }
     return found
 
 

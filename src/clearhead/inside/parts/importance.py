@@ -95,11 +95,13 @@ def importance(
         masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
         return x * masks[name]
 
-    parts = [
-        *(f"{one.part}.z" for one in attentions(model.config)),
-        *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
-    ]
-    changes = {name: partial(masked, name=name) for name in parts}
+    changes = {
+        name: partial(masked, name=name)
+        for name in (
+            *(f"{one.part}.z" for one in attentions(model.config)),
+            *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
+        )
+    }
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), edit(model, changes):
             loss, _ = batch_loss(
