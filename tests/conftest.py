@@ -14,6 +14,7 @@ import torch
 
 torch.set_num_threads(1)
 
+pytest_plugins = ["tests.device"]
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
 

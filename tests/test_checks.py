@@ -182,6 +182,7 @@ def test_the_formula_knows_every_choice_of_the_config(name):
     assert {name: difference for name, difference in found.items() if not difference <= 1e-5} == {}
 
 
+@pytest.mark.cpu
 def test_the_formula_and_the_model_agree_in_float64():
     """To the last digits: in float64 the only rounding left is that of RoPE's float32 tables."""
     for changes, allowed in ((BERT, 1e-13), (T5, 1e-13), (LLAMA, 1e-6)):

@@ -37,7 +37,7 @@ def test_rope_angles_are_exact_far_out_in_any_dtype(layout, how):
         model.bfloat16()
     scheme = model.decoder.positions
     ask = torch.compile(scheme.rotary, backend="aot_eager") if "compiled" in how else scheme.rotary
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+    with torch.autocast(FAR.device.type, torch.bfloat16, enabled=how == "autocast"):
         rotary = ask(FAR, None)
     assert rotary.cos.dtype == rotary.sin.dtype == torch.float32
     for number, position in enumerate(FAR[0].tolist()):
@@ -86,6 +86,7 @@ def test_scores_depend_on_the_distance_alone(layout):
 
 
 @pytest.mark.ledger("B4")
+@pytest.mark.cpu
 def test_layouts_convert_into_each_other_exactly():
     for fraction, width in ((1.0, 8), (0.5, 4)):
         shape = {"positions": "rope", "d_head": 8, "rope_fraction": fraction, "qk_norm": "none"}
@@ -191,6 +192,7 @@ SCALINGS = {
 @pytest.mark.ledger("B4")
 @pytest.mark.parametrize("length", [100, 256, 300, 2_000])
 @pytest.mark.parametrize("name", list(SCALINGS))
+@pytest.mark.cpu
 def test_scaled_frequencies_equal_the_reference(name, length):
     kind = name.split()[0]
     ours, theirs = SCALINGS[name]
@@ -232,6 +234,7 @@ def test_relative_buckets_equal_the_reference(both_sides, buckets, most):
 
 
 @pytest.mark.ledger("B5")
+@pytest.mark.cpu
 def test_relative_bias_equals_the_reference_module():
     from transformers import T5Config
 
@@ -258,6 +261,7 @@ def test_relative_bias_equals_the_reference_module():
 
 @pytest.mark.ledger("B6")
 @pytest.mark.parametrize("n_heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 40])
+@pytest.mark.cpu
 def test_alibi_slopes_equal_the_reference(n_heads):
     bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
     assert worst(alibi_slopes(n_heads).float(), bloom) <= 1e-7
@@ -268,6 +272,7 @@ def test_alibi_slopes_equal_the_reference(n_heads):
 
 
 @pytest.mark.ledger("B6")
+@pytest.mark.cpu
 def test_alibi_bias_falls_with_distance():
     bias = build(positions="alibi").decoder.positions.bias(
         torch.tensor([[3]]), torch.tensor([[0, 1, 2, 3, 4]]), torch.float64
@@ -293,6 +298,7 @@ def test_sinusoid_equals_a_loop(width, layout):
 
 @pytest.mark.ledger("B2", "L5")
 @pytest.mark.parametrize("width", [7, 8, 16])
+@pytest.mark.cpu
 def test_sinusoid_equals_published_translation_models(width):
     marian = MarianSinusoidalPositionalEmbedding(40, width)
     if hasattr(marian, "create_weight"):

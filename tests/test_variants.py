@@ -610,8 +610,8 @@ def test_sinks_are_saved_pruned_and_generated_with(tmp_path):
     )
     m = ch.Model(model)
     m.save(tmp_path / "saved")
-    again = ch.load(tmp_path / "saved")
     ids = some_ids(1, 6)
+    again = ch.load(tmp_path / "saved", device=str(ids.device))
     assert worst(again.model(ids).logits, model(ids).logits) == 0
     made = m.generate(ids[0].tolist(), 8).ids
     row = ids[0].tolist()

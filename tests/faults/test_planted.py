@@ -98,7 +98,9 @@ def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch):
     model = build(**{"n_layers": 1, **changes})
     if wants_model:
         plant(monkeypatch, model)
-    assert failed(model) == rows
+    found = failed(model)
+    on_a_device = {"device = CPU"} & found if name == "dropout" else set()  # random, so unlike the CPU's
+    assert found == rows | on_a_device
 
 
 def test_every_plant_has_a_case():

@@ -123,6 +123,7 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
     model = model_of(family)
     prompt, source = asked(family)
     wanted = exhaustive(model, prompt, 4, penalty, **source)
+    close = 1e-6 if next(model.parameters()).device.type == "cpu" else 4e-6  # other kernels for other shapes
     assert len(wanted) == 1 + 4 + 16 + 64 + 256
     for early in (False, "never"):
         request = Request(
@@ -130,7 +131,7 @@ def test_wide_enough_it_is_exhaustive(family, penalty):
         )
         found = beam_search(model, request, Prompts([prompt], **source), ENDS_AT_EOS)[0]
         assert [one.score for one in found] == pytest.approx(
-            [score for score, _ in wanted[:320]], abs=1e-5, rel=1e-6
+            [score for score, _ in wanted[:320]], abs=1e-5, rel=close
         )
         for one, (score, ids) in zip(found[:20], wanted):
             assert one.ids == [token for token in ids if token != EOS] and one.stop_reason == (
@@ -232,6 +233,7 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
 
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.cpu
 def test_equal_to_transformers(name, tmp_path):
     """Twenty random models: greedy, and three of four beams, with every stopping rule and either sign."""
     kind, config = REFERENCES[name]
@@ -275,6 +277,7 @@ def test_adjusted_as_in_transformers(options, tmp_path):
         assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4)
 
 
+@pytest.mark.cpu
 def test_a_forced_first_token_counts_as_written(tmp_path):
     """As in transformers: it has a place in the length, and no log-probability."""
     kind, config = REFERENCES["bart"]

@@ -165,6 +165,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
             decode_compiled(model, Request(max_new_tokens=4), given, steps=steps)
 
 
+@pytest.mark.cpu
 def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch):
     monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)

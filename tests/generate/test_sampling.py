@@ -135,6 +135,7 @@ def test_a_row_draws_the_same_alone_or_in_a_batch():
 
 
 @pytest.mark.ledger("G1")
+@pytest.mark.cpu
 def test_a_history_followed_is_a_history_read():
     """Counted token by token, or all at once: the same penalties."""
     options = Sampling(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, no_repeat_ngram=3)

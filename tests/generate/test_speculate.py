@@ -94,6 +94,7 @@ def test_a_draft_gives_the_same_greedy_tokens(shape, options):
 
 @pytest.mark.ledger("G6")
 @pytest.mark.parametrize("options", ["plain", "top-k, top-p", "min-p, typical"])
+@pytest.mark.cpu
 def test_accepted_and_replaced_guesses_follow_p(options):
     """A chi-squared test of 200,000 draws; the same test finds fault with rules that are nearly right."""
     n, generator = 200_000, torch.Generator().manual_seed(1)
@@ -158,6 +159,7 @@ class Bigrams(torch.nn.Module):
 
 @pytest.mark.ledger("G6")
 @pytest.mark.parametrize("kind", ["draft", "fixed"])
+@pytest.mark.cpu
 def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
     """From end to end: 1,500 pairs of tokens, against the product of the two conditional distributions."""
     sampling = Request(max_new_tokens=3, temperature=1.1, repetition_penalty=1.4)

@@ -260,6 +260,7 @@ def test_penalties_reach_the_loop():
     assert len(set(plain)) < 30
 
 
+@pytest.mark.cpu
 def test_commands(byte_tokenizer, tmp_path, capsys):
     m = ch.Model(model_of("rope, grouped"), byte_tokenizer)
     m.save(tmp_path / "model")

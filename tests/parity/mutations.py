@@ -1,0 +1,315 @@
+"""Change one field of a config.json and ask transformers and clearhead what the model is now.
+
+    python -m tests.parity.mutations [--only Mistral] [--sample 500] [--out OUT.json]
+
+Each mutation ends in one of:
+    equal      both compute the same numbers
+    refused    clearhead refuses the file by name
+    reference  transformers refuses it, or has weights missing: there is nothing to compare with
+    raw        clearhead raises something that is not one of its own errors
+    silent     clearhead computes other numbers without a word
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.errors import ClearheadError
+from tests.parity import harness, seq2seq
+from tests.parity.encoders import said
+
+TOLERANCE = 1e-4
+TEXT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+WINDOW = {"sliding_window": 7}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+DISTIL = {"vocab_size": 61, "dim": 32, "hidden_dim": 40, "n_layers": 3, "n_heads": 4}
+T5 = {"vocab_size": 61, "d_model": 24, "d_kv": 7, "d_ff": 37, "num_layers": 2, "num_heads": 3}
+BART = {
+    "vocab_size": 61,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 29,
+    "decoder_ffn_dim": 37,
+    "max_position_embeddings": 64,
+}
+MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
+VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
+LABELS = {"num_labels": 3}
+
+
+class Subject(NamedTuple):
+    """A model whose config.json is changed: its class in transformers, and its options."""
+
+    config: str
+    model: str
+    options: dict[str, Any]
+
+
+SUBJECTS = {
+    "GPT-2": Subject("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "GPT-NeoX": Subject("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT),
+    "Llama": Subject("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "Llama scaled": Subject(
+        "LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
+    ),
+    "Mistral": Subject("MistralConfig", "MistralForCausalLM", {**GROUPED, **WINDOW}),
+    "Mixtral": Subject("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "Qwen2": Subject("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
+    "Qwen2 windows": Subject(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**GROUPED, **WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "Qwen3": Subject("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "Gemma": Subject("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 10}),
+    "Gemma2": Subject("Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 10}),
+    "Gemma3": Subject("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8}),
+    "Phi": Subject("PhiConfig", "PhiForCausalLM", TEXT),
+    "Phi3": Subject("Phi3Config", "Phi3ForCausalLM", GROUPED),
+    "Phi3 longrope": Subject(
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**GROUPED, "rope_scaling": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "OLMo2": Subject("Olmo2Config", "Olmo2ForCausalLM", GROUPED),
+    "StableLM": Subject("StableLmConfig", "StableLmForCausalLM", GROUPED),
+    "Falcon": Subject("FalconConfig", "FalconForCausalLM", TEXT),
+    "Granite": Subject("GraniteConfig", "GraniteForCausalLM", GROUPED),
+    "SmolLM3": Subject("SmolLM3Config", "SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0, 1]}),
+    "SmolLM3 windows": Subject(
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {**GROUPED, **WINDOW, "use_sliding_window": True, "layer_types": KINDS},
+    ),
+    "BERT": Subject("BertConfig", "BertForMaskedLM", TEXT),
+    "BERT classifier": Subject("BertConfig", "BertForSequenceClassification", {**TEXT, **LABELS}),
+    "BERT decoder": Subject("BertConfig", "BertModel", TEXT),
+    "RoBERTa": Subject("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "max_position_embeddings": 130}),
+    "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
+    "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
+    "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
+    "ALBERT": Subject("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "T5": Subject("T5Config", "T5ForConditionalGeneration", T5),
+    "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
+    "MT5": Subject("MT5Config", "MT5ForConditionalGeneration", T5),
+    "BART": Subject("BartConfig", "BartForConditionalGeneration", BART),
+    "Marian": Subject("MarianConfig", "MarianMTModel", MARIAN),
+    "M2M-100": Subject("M2M100Config", "M2M100ForConditionalGeneration", BART),
+    "ViT": Subject("ViTConfig", "ViTForImageClassification", VIT),
+}
+# Fields that other tools write, that older files have, or that a neighbour's class knows.
+EXTRA: dict[str, list[Any]] = {
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 4.0}],
+    "rope_parameters": [{"rope_type": "default", "rope_theta": 77.0}],
+    "rope_theta": [77.0],
+    "partial_rotary_factor": [0.5],
+    "is_causal": [False, True],
+    "is_decoder": [True],
+    "add_cross_attention": [True],
+    "layer_types": [KINDS, ["full_attention"] * 3, ["sliding_attention"] * 3],
+    "sliding_window": [None, 5],
+    "use_sliding_window": [True, False],
+    "head_dim": [16],
+    "dense_act_fn": ["relu", "silu"],
+    "is_gated_act": [True, False],
+    "hidden_activation": ["relu"],
+    "hidden_act": ["relu", "silu"],
+    "attn_logit_softcapping": [0.5],
+    "final_logit_softcapping": [0.5],
+    "query_pre_attn_scalar": [3],
+    "num_attention_heads": [2],
+    "num_hidden_layers": [2],
+    "hidden_size": [16],
+    "qk_layernorm": [True],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "scale_embedding": [True],
+    "normalize_before": [True],
+    "position_embedding_type": ["relative_key"],
+    "scale_attn_by_inverse_layer_idx": [True],
+    "scale_attn_weights": [False],
+    "quantization_config": [{"quant_method": "gptq", "bits": 4}],
+    "auto_map": [{"AutoModel": "evil.Model"}],
+    "torch_dtype": ["bfloat16"],
+    "dtype": ["float16"],
+}
+ACTIVATIONS = ["relu", "gelu", "gelu_new", "silu", "tanh", "no_such_activation"]
+
+
+def values_for(name: str, value: Any) -> list[Any]:
+    """Return other values for a field: near ones, edges, null and a wrong type."""
+    if isinstance(value, bool):
+        found: list[Any] = [not value, None]
+    elif isinstance(value, int):
+        found = [0, 1, value + 1, value * 2, -1, None, str(value)]
+    elif isinstance(value, float):
+        found = [0.0, value * 2, 1.0, None]
+    elif isinstance(value, str):
+        found = [*ACTIVATIONS, None] if "act" in name else ["no_such_value", None]
+    elif isinstance(value, list):
+        found = [value[::-1], value[:-1], None]
+    elif isinstance(value, dict):
+        found = [None, {}] + [
+            {**value, key: other} for key, old in value.items() for other in values_for(key, old)[:3]
+        ]
+    else:
+        found = [0, 1, 2.0, True]
+    return [other for other in found if other != value or type(other) is not type(value)]
+
+
+def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every field of a config with the values to try."""
+    accepted = inspect.signature(type(config).__init__).parameters
+    names = dict.fromkeys([*written, *accepted, *config.attribute_map, *EXTRA])
+    skipped = {
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "self",
+        "kwargs",
+        "id2label",
+        "label2id",
+    }
+    for name in names:
+        if name not in skipped:
+            values = values_for(name, written.get(name, getattr(config, name, None)))
+            seen: list[str] = []
+            for value in [*values, *EXTRA.get(name, ())]:
+                if (text := json.dumps(value)) not in seen and (
+                    name not in written or value != written[name]
+                ):
+                    seen.append(text)
+                    yield name, value
+
+
+def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return one batch as the reference takes it, and as clearhead does."""
+    config = model.config
+    if config.model_type == "vit":
+        pixels = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1))
+        return {"pixel_values": pixels}, {"ids": pixels}
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 39, (2, 45), generator=generator)
+    if config.is_encoder_decoder:
+        source = torch.randint(3, 39, (2, 40), generator=generator)
+        return {"input_ids": source, "decoder_input_ids": ids}, {"ids": ids, "source": source}
+    return {"input_ids": ids}, {"ids": ids}
+
+
+def prepare(subject: Subject, folder: Path) -> Any:
+    """Save a random model of this kind, and return it."""
+    config = getattr(transformers, subject.config)(**copy.deepcopy(subject.options))
+    maker = seq2seq.reference if config.is_encoder_decoder else harness.reference
+    return maker(subject.model, config, folder)
+
+
+def judge(
+    folder: Path, subject: Subject, inputs: tuple[dict[str, Tensor], dict[str, Tensor]]
+) -> tuple[str, str]:
+    """Open a folder on both sides; return the verdict, and why."""
+    try:
+        reference, info = getattr(transformers, subject.model).from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+        )
+        if info["missing_keys"] or info["mismatched_keys"]:
+            return "reference", "weights missing"
+        with torch.no_grad():
+            wanted = said(reference.eval()(**inputs[0]))
+        if not wanted.isfinite().all():
+            return "reference", "not finite"
+    except Exception as error:  # whatever the reference says to a broken file
+        return "reference", str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+    try:
+        ours = ch.load(folder)
+        with torch.no_grad():
+            found = ours.model.float()(**inputs[1]).logits
+    except ClearheadError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "raw", f"{type(error).__name__}: {error}"
+    if found.shape != wanted.shape:
+        return "silent", f"shape {tuple(found.shape)} for {tuple(wanted.shape)}"
+    gap = float((found - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
+    return ("equal", "") if gap <= TOLERANCE else ("silent", f"off by {gap:.1e}")
+
+
+def run(name: str, folder: Path, share: float = 1.0, seed: int = 0) -> list[dict[str, Any]]:
+    """Judge a share of the mutations of one subject."""
+    subject, rows = SUBJECTS[name], []
+    model = prepare(subject, folder)
+    inputs, path = inputs_of(model), folder / "config.json"
+    written = json.loads(path.read_text())
+    draw = random.Random(f"{seed} {name}")
+    for field, value in mutations(written, model.config):
+        if draw.random() < share:
+            path.write_text(json.dumps({**written, field: value}))
+            verdict, why = judge(folder, subject, inputs)
+            rows.append({"subject": name, "field": field, "value": value, "verdict": verdict, "why": why})
+    return rows
+
+
+def main() -> None:
+    """Judge mutations and print those that are silent or raw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=SUBJECTS, help="these subjects")
+    parser.add_argument("--share", type=float, default=1.0, help="judge this share of the mutations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write all verdicts as JSON")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(50)
+    rows = []
+    for name in options.only or SUBJECTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(name, Path(folder), options.share, options.seed)
+        rows += found
+        print(f"{name:<18} {dict(Counter(row['verdict'] for row in found))}", flush=True)
+        for row in found:
+            if row["verdict"] in ("silent", "raw"):
+                print(
+                    f"    {row['verdict']} {row['field']}={json.dumps(row['value'])}: {row['why']}",
+                    flush=True,
+                )
+    print(len(rows), dict(Counter(row["verdict"] for row in rows)))
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
