@@ -76,7 +76,7 @@ class Passage:
 
 def arguments(batch: Sequence[Passage]) -> dict[str, Tensor]:
     """Return what the model is called with: ids or pixels, masks, the source where there are two stacks."""
-    first, found = batch[0].prepared, {}
+    first, found = batch[0].prepared, dict[str, Tensor]()
     if not first.tokens.ids:
         return {"ids": torch.cat([passage.prepared.main for passage in batch])}
     for stack, name, mask in (("", "ids", "mask"), ("encoder.", "source", "source_mask")):
