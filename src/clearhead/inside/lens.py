@@ -257,60 +257,58 @@ def _terms(
         read = read_span(head, column, choice, other)
     else:
         read = read_back(head, exact(output.hidden[0]), column, choice, other)
-    added: list[tuple[Term, Tensor]] = []
+    added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
 
-    def add(
-        name: str, kind: str, vector: Tensor, layer: int | None = None, number: int | None = None
-    ) -> Tensor:
-        added.append((Term(name, kind, layer=layer, head=number), vector.clone().requires_grad_()))
+    def add(vector: Tensor, *terms: Term) -> Tensor:
+        added.append((terms, vector.clone().requires_grad_()))
         return added[-1][1]
 
     def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
         frozen = freeze(norm, x.detach())
-        bias = None if frozen.bias is None else add(name, "bias", frozen.bias, layer)
+        bias = None if frozen.bias is None else add(frozen.bias, Term(name, "bias", layer=layer))
         return replace(frozen, bias=bias).forward(x)
 
-    def out(layer: int, part: str, attention: Attention | None) -> Tensor:
-        # What each head writes, and the bias; or what the feed-forward gives: R D.
-        if attention is None:
-            y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
-            return add(f"feedforward {layer}", "feedforward", y, layer)
+    def attended(layer: int, part: str, attention: Attention) -> Tensor:
         kind = "self" if part == "attention" else "cross"
-        z = exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows])  # H R E
+        heads = names.AttentionName(kind, layer, attention.n_heads).heads
+        terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
+        z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
         weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
-        written = [
-            add(str(names.AttentionHead(kind, layer, number)), kind, y, layer, number)
-            for number, y in enumerate(torch.einsum("hre,dhe->hrd", z, weight))
-        ]
-        if attention.out.bias is not None:
-            written.append(add(f"{part} bias {layer}", "bias", exact(attention.out.bias), layer))
-        return sum(written, torch.zeros(()))
+        y = torch.einsum("hre,dhe->rd", z, weight)
+        if attention.out.bias is None:
+            return y
+        return y + add(exact(attention.out.bias), Term(f"{part} bias {layer}", "bias", layer=layer))
 
     with torch.enable_grad():
-        vectors = _embeddings(prepared)
-        x = sum(
-            (add(name, "embedding", exact(y[0])[read.rows]) for name, y in vectors.items()), torch.zeros(())
-        )
+        vectors = {name: exact(y[0])[read.rows] for name, y in _embeddings(prepared).items()}  # R D
+        x = torch.stack([add(y, Term(name, "embedding")) for name, y in vectors.items()]).sum(0)
         x = normed(stack.embedding.norm, x, "embedding bias")
         project = stack.embedding.project
         if project is not None:
             x = x @ exact(project.weight).T
             if project.bias is not None:
-                x = x + add("embedding bias", "bias", exact(project.bias))
+                x = x + add(exact(project.bias), Term("embedding bias", "bias"))
         for layer, block in enumerate(stack.layers()):
             for part, attention, residual in (
                 ("attention", block.attention, block.attention_residual),
                 ("cross", block.cross, block.cross_residual),
                 ("feedforward", None, block.feedforward_residual),
             ):
-                if residual is not None:
-                    bias = f"{part} norm bias {layer}"
-                    y = normed(residual.inside, out(layer, part, attention), bias, layer)
-                    x = normed(residual.after, x + residual.scale * y, bias, layer)
+                if residual is None:
+                    continue
+                if attention is None:
+                    y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+                    y = add(y, Term(f"feedforward {layer}", "feedforward", layer=layer))
+                else:
+                    y = attended(layer, part, attention)
+                bias = f"{part} norm bias {layer}"
+                x = x + residual.scale * normed(residual.inside, y, bias, layer)
+                x = normed(residual.after, x, bias, layer)
         logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
     values = defaultdict[Term, float](float)
-    for (term, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
-        values[term] += float((slope * vector.detach()).sum())
+    for (terms, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
+        for term, value in zip(terms, (slope * vector.detach()).reshape(len(terms), -1).sum(1).tolist()):
+            values[term] += value
     values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
     return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
 
