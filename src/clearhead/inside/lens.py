@@ -294,16 +294,15 @@ def _terms(
                 ("cross", block.cross, block.cross_residual),
                 ("feedforward", None, block.feedforward_residual),
             ):
-                if residual is None:
-                    continue
-                if attention is None:
-                    y = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
-                    y = add(y, Term(f"feedforward {layer}", "feedforward", layer=layer))
-                else:
-                    y = attended(layer, part, attention)
-                bias = f"{part} norm bias {layer}"
-                x = x + residual.scale * normed(residual.inside, y, bias, layer)
-                x = normed(residual.after, x, bias, layer)
+                if residual is not None:
+                    if attention is None:
+                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+                        y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
+                    else:
+                        y = attended(layer, part, attention)
+                    bias = f"{part} norm bias {layer}"
+                    y = normed(residual.inside, y, bias, layer)
+                    x = normed(residual.after, x + residual.scale * y, bias, layer)
         logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
     values = defaultdict[Term, float](float)
     for (terms, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):

@@ -206,8 +206,8 @@ def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
 
 def _few(tokens: inputs.InputTokens, start: int) -> str:
     """Return some tokens for a message."""
-    some = tokens.labels[start : start + 8]
-    return " ".join(some if len(tokens) <= start + 8 else (*some, "..."))
+    more = ("...",) if len(tokens) > start + 8 else ()
+    return " ".join((*tokens.labels[start : start + 8], *more))
 
 
 def _tables(

@@ -88,8 +88,11 @@ class HeadRoles(results.Result):
         """Return a role's scores [L, H]; NaN where a layer has fewer heads, or the role cannot be."""
         self.lift(role)
         own = [(head.layer, score) for head, score in zip(self.heads, self.scores[role]) if head.kind == kind]
-        kinds = dict.fromkeys(head.kind for head in self.heads)
-        refuse(not own, f"this model has no {kind}-attention: it has {', '.join(kinds)}")
+        refuse(
+            not own,
+            f"this model has no {kind}-attention: "
+            f"it has {', '.join(dict.fromkeys(head.kind for head in self.heads))}",
+        )
         layers = [[score for _, score in layer] for _, layer in groupby(own, key=lambda pair: pair[0])]
         return results.filled(layers).astype(np.float32)
 

@@ -201,8 +201,8 @@ class Shelf:
 
 def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
-    routers = ["*.router"] if m.config.n_experts else []
-    seen = inputs.recorded(m.model, [*{shelf.tap for shelf in shelves}, *routers], **arguments(batch))
+    taps = [*{shelf.tap for shelf in shelves}, *(["*.router"] if m.config.n_experts else [])]
+    seen = inputs.recorded(m.model, taps, **arguments(batch))
     notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
         post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
