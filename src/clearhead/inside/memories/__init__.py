@@ -267,8 +267,15 @@ def _context(m: Model, value: float, note: list[int]) -> Context:
     if token.strip(" "):  # the space before a word belongs to what comes before
         before, token = before + " " * (len(token) - len(token.lstrip(" "))), token.lstrip(" ")
     after = whole[len(upto) :] if whole.startswith(upto) else _text(m, right)
-    following = None if answer == NOTHING else label(m.tokenizer, answer)
-    return Context(before, token, after, value, following, text, place)
+    return Context(
+        before=before,
+        token=token,
+        after=after,
+        activation=value,
+        answer=None if answer == NOTHING else label(m.tokenizer, answer),
+        text=text,
+        place=place,
+    )
 
 
 def _text(m: Model, ids: list[int]) -> str:
