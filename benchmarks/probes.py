@@ -20,7 +20,7 @@ from pathlib import Path
 from clearhead.api import load
 from clearhead.inside.probe import Probes, probe
 from clearhead.plot.canvas import save as save_figure
-from clearhead.plot.probe import probe_figure
+from clearhead.plot.states import probe_figure
 from common import device_name, save
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -25,7 +25,7 @@ from clearhead.inside.names import all_heads
 from clearhead.inside.parts.examples import Examples, examples_from, judge
 from clearhead.inside.parts.prune import PruneCurve, least, prune, prune_curve, scores
 from clearhead.plot.canvas import save as save_picture
-from clearhead.plot.prune import draw_curves
+from clearhead.plot.parts import draw_curves
 from clearhead.tasks.corpus import open_data
 from common import device_name, save
 

@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import math
 import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from clearhead.errors import ConfigError, nearest, refuse
 
@@ -102,7 +101,7 @@ def hints_of(cls: type) -> dict[str, Any]:
     return _hints(cls)
 
 
-_hints = functools.cache(typing.get_type_hints)
+_hints = functools.cache(get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:

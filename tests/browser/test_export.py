@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.explorer.notebook import show
-from clearhead.explorer.record import export, record
+from clearhead.explorer.record import export, record, show
 from clearhead.generate.sampling import Sampling, distribution
 from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
 from tests.explorer.toys import toy

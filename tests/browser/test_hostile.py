@@ -2,8 +2,7 @@
 
 import pytest
 
-from clearhead.explorer.notebook import show
-from clearhead.explorer.record import export, record
+from clearhead.explorer.record import export, record, show
 from clearhead.explorer.session import Opened
 from clearhead.tokens.labels import visible
 from tests.browser.test_export import offline

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from clearhead.cli import main
-from clearhead.commands.explore import _bind
+from clearhead.commands.models import _bind
 from clearhead.errors import InputError
-from clearhead.explorer.notebook import show
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats
 from clearhead.explorer.pages import modules, page_files, script, single_file
-from clearhead.explorer.record import record
+from clearhead.explorer.record import record, show
 from clearhead.inside.names import attentions
 from tests.explorer.toys import HOSTILE, TEXTS, hostile, toy, unpacked
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import clearhead as ch
-from clearhead.explorer import routes
+from clearhead.explorer import app as routes
 from clearhead.explorer.app import HEADERS, is_loopback
 from clearhead.explorer.pages import page_files
 from clearhead.explorer.record import record

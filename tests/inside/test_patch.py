@@ -13,7 +13,7 @@ from clearhead.cli import main
 from clearhead.inside import patch as module
 from clearhead.inside.inputs import prepare
 from clearhead.inside.patch import PARTS, Site, patch, patched_scores
-from clearhead.plot.patch import draw_patching
+from clearhead.plot.lens import draw_patching
 from tests.harness import build, some_ids
 
 CLEAN, CORRUPT = (some_ids(1, 6, seed=seed)[0].tolist() for seed in (1, 2))

@@ -104,13 +104,13 @@ class ModelConfig(Fields):
 
     def to_dict(self, derived: bool = False) -> dict[str, Any]:
         """Return the given fields as JSON values; with `derived`, all fields."""
-        values: dict[str, Any] = {"family": self.family}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            default = {} if entry.default is dataclasses.MISSING else entry.default
-            if value != default and (derived or entry.name not in self.derived):
-                values[entry.name] = plain(value)
-        return values
+        defaults: dict[str, Any] = {
+            entry.name: {} if entry.default is dataclasses.MISSING else entry.default
+            for entry in dataclasses.fields(self)
+        }
+        stated = {name: getattr(self, name) for name in defaults if derived or name not in self.derived}
+        changed = {name: plain(value) for name, value in stated.items() if value != defaults[name]}
+        return {"family": self.family, **changed}
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads back into an equal config."""

@@ -1,8 +1,8 @@
 """The fields of a config, and the specifications they become.
 
-`Fields` is what a user asks for. A field that is None there is derived from the others, in `resolve`. The
-parts of a model are built from `StackSpec` and `HeadSpec`, where every value is final. None there means
-"none", as in no window or no soft-cap.
+`Fields` is what a user asks for. `resolve` derives a field that is None there from the others, as its comment
+says. The parts of a model are built from `StackSpec` and `HeadSpec`, where every value is final.
+`StackFields` is what a user and a stack have in common.
 """
 
 from collections.abc import Mapping
@@ -53,42 +53,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fields:
-    """What a user may say about a Transformer."""
+class StackFields:
+    """What a user says and the parts of a stack read unchanged; None means "none", as in no soft-cap."""
 
     # Size
-    family: Family = "decoder"
     vocab_size: int = 0  # required wherever ids go in or out
     d_model: int = 512
     n_layers: int = 6  # of the decoder, or of the only stack
-    n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
     n_heads: int = 8
-    n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
-    n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
-    d_head: int | None = None  # None: d_model / n_heads
-    # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
-    d_encoder_head: int | None = None
-    d_value: int | None = None  # width of a value head; None: d_head
-    d_ff: int | None = None  # None: 4 * d_model
-    d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
-    # None: every layer its own weights; k: runs of layers share k sets of weights
-    layer_groups: int | None = None
     # by attention: {"blocks.3.attention": (0, 5)}
     pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     # Embedding
     # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
     input: Input = "tokens"
-    source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
-    d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
-    # a linear layer after the tables; None: where d_embedding is not d_model
-    embedding_projection: bool | None = None
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
     embedding_norm: bool = False
     n_types: int = 0  # segment (token type) embeddings
-    share_embeddings: bool = True  # encoder-decoder: one token table for both sides
-    tie_embeddings: bool = True  # the output layer is the transposed (decoder) token table
-    image_size: tuple[int, int] | None = None  # patches: height, width
     patch_size: int = 16
     n_channels: int = 3
     class_token: bool = False  # patches: a learned vector before the first patch
@@ -107,7 +88,6 @@ class Fields:
     rope_base: float = 10_000.0
     # base in layers that have a window; None: rope_base, with the scaling
     rope_local_base: float | None = None
-    rope_fraction: float = 1.0  # part of each head that is rotated
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
@@ -115,43 +95,80 @@ class Fields:
     relative_max_distance: int = 128
 
     # Attention
-    # keys nearer than this are seen; a tuple sets it per layer
-    window: int | tuple[int | None, ...] | None = None
-    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
     attention_sink: bool = False  # a learned score per head that no key has: it takes weight from all of them
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
-    bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
-    qkv_bias: bool | None = None
-    attention_out_bias: bool | None = None
 
     # Feed-forward
     activation: ActivationName = "gelu"
     gated: bool = False
-    feedforward_bias: bool | None = None
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
     # softmax over the chosen, or over all
     router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
 
-    # Norm
-    norm: NormName = "layernorm"
+    # Residual
     norm_position: NormPosition = "pre"
-    norm_eps: float = 1e-5
-    norm_bias: bool | None = None  # layernorm only
-    norm_unit_offset: bool = False  # the scale is 1 + weight
-    final_norm: bool | None = None  # after the last block; None: all but post-norm
     parallel: bool = False  # attention and feed-forward read the same input and are added together
     parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
     residual_scale: float = 1.0  # on what each sublayer adds
 
     # Dropout, in training only
     dropout: float = 0.0
-    attention_dropout: float | None = None  # on attention weights; None: dropout
-    embedding_dropout: float | None = None  # None: dropout
     feedforward_dropout: float = 0.0  # between the two feed-forward layers
     layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields(StackFields):
+    """All that a user may say about a Transformer: `StackFields`, and what is derived or not a stack's."""
+
+    # Size
+    family: Family = "decoder"
+    n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
+    n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
+    n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
+    d_encoder_head: int | None = None
+    d_value: int | None = None  # width of a value head; None: d_head
+    d_ff: int | None = None  # None: 4 * d_model
+    d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    # None: every layer its own weights; k: runs of layers share k sets of weights
+    layer_groups: int | None = None
+
+    # Embedding
+    source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
+    d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
+    # a linear layer after the tables; None: where d_embedding is not d_model
+    embedding_projection: bool | None = None
+    share_embeddings: bool = True  # encoder-decoder: one token table for both sides
+    tie_embeddings: bool = True  # the output layer is the transposed (decoder) token table
+    image_size: tuple[int, int] | None = None  # patches: height, width
+
+    # Attention
+    # keys nearer than this are seen; a tuple sets it per layer
+    window: int | tuple[int | None, ...] | None = None
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    rope_fraction: float = 1.0  # part of each head that is rotated
+
+    # Biases
+    bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
+    feedforward_bias: bool | None = None
+    norm_bias: bool | None = None  # layernorm only
+
+    # Norm
+    norm: NormName = "layernorm"
+    norm_eps: float = 1e-5
+    norm_unit_offset: bool = False  # the scale is 1 + weight
+    final_norm: bool | None = None  # after the last block; None: all but post-norm
+
+    # Dropout, in training only
+    attention_dropout: float | None = None  # on attention weights; None: dropout
+    embedding_dropout: float | None = None  # None: dropout
 
     # Head
     head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
@@ -181,7 +198,7 @@ class NormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackSpec:
+class StackSpec(StackFields):
     """Everything that the parts of one stack, the encoder's or the decoder's, are built from.
 
     Fields that are not explained here mean what they mean in `Fields`, for this stack.
@@ -191,72 +208,24 @@ class StackSpec:
     causal: bool
     cross: bool  # each block also attends to another stack's output
 
-    d_model: int
-    n_layers: int
-    n_heads: int
     n_kv_heads: int
     d_head: int
     d_value: int
     d_ff: int
-    pruned_heads: Mapping[str, tuple[int, ...]] = field(hash=False)
     block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
-
-    input: Input
-    vocab_size: int
     d_embedding: int  # width of what is embedded, before a projection to d_model
     embedding_projection: bool
-    embedding_scale: float
-    embedding_norm: bool
-    embedding_dropout: float
-    n_types: int
     image_size: tuple[int, int]
-    patch_size: int
-    n_channels: int
-    class_token: bool
-    d_input: int
-    conv_kernel: int
-    conv_stride: int
-
-    positions: PositionName
-    max_positions: int
-    position_offset: int
-    sinusoid_layout: Literal["interleaved", "half"]
-    sinusoid_ends: bool
-    rope_base: float
-    rope_local_base: float | None
-    rope_layout: Literal["half", "interleaved"]
-    rope_scaling: RopeScaling | None
-    rope_skips: tuple[int, ...]
     d_rotary: int  # leading columns of a head that RoPE rotates
-    relative_buckets: int
-    relative_max_distance: int
-
     windows: tuple[int | None, ...]  # one per layer
     attention_scale: float
-    attention_softcap: float | None
-    attention_sink: bool
-    attention_dropout: float
-    qk_norm: Literal["none", "head", "full"]
     qkv_bias: bool
     attention_out_bias: bool
-
-    activation: ActivationName
-    gated: bool
     feedforward_bias: bool
-    feedforward_dropout: float
-    n_experts: int
-    n_active_experts: int
-    router_order: Literal["topk_softmax", "softmax_topk"]
-    router_renormalise: bool
-
     norm: NormSpec
-    norm_position: NormPosition
     final_norm: bool
-    parallel: bool
-    parallel_norms: Literal[1, 2]
-    residual_scale: float
-    dropout: float
-    layer_drop: float
+    attention_dropout: float
+    embedding_dropout: float
 
     @property
     def n_patches(self) -> int:

@@ -66,13 +66,12 @@ def stack_specs(config: Fields) -> tuple[StackSpec | None, StackSpec | None]:
         return None, _stack(config, causal=True)
     if config.family == "encoder":
         return _stack(config), None
-    kv_heads = config.n_encoder_heads if config.n_kv_heads == config.n_heads else config.n_kv_heads
     encoder = _stack(
         config,
         prefix="encoder.",
         n_layers=config.n_encoder_layers,
         n_heads=config.n_encoder_heads,
-        n_kv_heads=kv_heads,
+        n_kv_heads=config.n_encoder_heads if config.n_kv_heads == config.n_heads else config.n_kv_heads,
         d_head=config.d_encoder_head,
         d_ff=config.d_encoder_ff,
         vocab_size=config.source_vocab_size,
@@ -129,5 +128,5 @@ def _norm(config: Fields) -> NormSpec:
 
 def _filled(spec: type[Spec], config: Fields, **own: Any) -> Spec:
     """Build a specification from `own` values and, for the rest, from fields of the same name."""
-    names = (entry.name for entry in dataclasses.fields(spec))
-    return spec(**{name: own[name] if name in own else getattr(config, name) for name in names})
+    names = {entry.name for entry in dataclasses.fields(spec)}
+    return spec(**{name: getattr(config, name) for name in names - own.keys()}, **own)

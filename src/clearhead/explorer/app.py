@@ -1,16 +1,25 @@
-"""The application of the page: its files, its headers and the routes under /inside/."""
+"""The application of the page: its files, its headers, and routes under /inside/ to what `views` computes.
+
+Any server may include the routes.
+"""
 
 import ipaddress
+import json
 from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from clearhead.errors import ClearheadError
-from clearhead.explorer.pages import page_files
-from clearhead.explorer.routes import in_words, inside_routes
+from clearhead.costs import cost
+from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.explorer.pack import finite
+from clearhead.explorer.pages import page_files, single_file
+from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Session
+from clearhead.explorer.views import view
+from clearhead.tokens.labels import labels
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -23,18 +32,21 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LARGEST_BODY = 8_000_000  # bytes
+MOST_LABELS = 2000
+MOST_NAMES = 10_000
 
 
 def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     """Return the page and its routes for one session, answering to the names of `host` only."""
     app = FastAPI(title="clearhead explorer", docs_url=None, redoc_url=None, openapi_url=None)
-    allowed = None if _is_everywhere(host) else {*LOOPBACK, host.lower()}
+    address = _address(host)
+    allowed = None if address is not None and address.is_unspecified else {*LOOPBACK, host.lower()}
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         if allowed is not None and _name(request.headers.get("host", "")) not in allowed:
-            refusal = {"error": "this page answers to its own address only"}
-            return _with_headers(JSONResponse(refusal, status_code=403))
+            return _with_headers(_refusal("this page answers to its own address only", 403))
         return _with_headers(await answer(request))
 
     @app.exception_handler(ClearheadError)
@@ -49,7 +61,7 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     def static(name: str = "index.html") -> Response:
         found = page_files().get(name)  # a name that is not in this fixed table is not looked for
         if found is None:
-            return JSONResponse({"error": "there is no such file"}, status_code=404)
+            return _refusal("there is no such file", 404)
         return Response(found[0], media_type=f"{found[1]}; charset=utf-8")
 
     app.include_router(inside_routes(session))
@@ -58,10 +70,8 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def _with_headers(response: Response) -> Response:
@@ -77,8 +87,148 @@ def _name(host: str) -> str:
     )
 
 
-def _is_everywhere(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host as an address; None for a name."""
     try:
-        return ipaddress.ip_address(host).is_unspecified
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
+
+
+# Routes -----------------------------------------------------------------------------------------------------
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request; refuse anything else, and more bytes than the limit."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    refuse(kind != "application/json", "a request must have the content type application/json")
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        refuse(len(raw) > LARGEST_BODY, f"the request is larger than {LARGEST_BODY:,} bytes")
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InputError("the request is not JSON") from None
+    refuse(not isinstance(body, dict), "the request must be a JSON object")
+    return dict(body)
+
+
+Asked = Annotated[dict[str, Any], Depends(_body)]
+
+
+def inside_routes(session: Session) -> APIRouter:
+    """Return the routes for one session."""
+    router = APIRouter(prefix="/inside")
+
+    @router.get("/model")
+    def model() -> dict[str, Any]:
+        first, *others = session.models
+        return {**first.view(), "other": others[0].view() if others else None}
+
+    @router.get("/example")
+    def example() -> Response:
+        stored = page_files().get("example.json")
+        return Response(stored[0] if stored else "null", media_type="application/json")
+
+    @router.get("/roles")
+    def roles() -> dict[str, Any]:
+        found = session.models[0].roles
+        return {"ready": found is not None, "roles": found or {}}
+
+    @router.get("/labels")
+    def names(ids: str, model: int = 0) -> dict[str, Any]:
+        return {"labels": list(labels(session.model(model).tokenizer, _numbers(ids)))}
+
+    @router.get("/cost")
+    def costs(
+        length: int | None = None,
+        batch: int = 1,
+        dtype: str = "float32",
+        source_length: int | None = None,
+        model: int = 0,
+    ) -> Any:
+        return finite(cost(session.model(model).config, length, batch, dtype, source_length).to_dict())
+
+    @router.post("/run")
+    def begin(asked: Asked) -> dict[str, Any]:
+        return session.begin(asked)
+
+    @router.post("/run/{name}/extend")
+    def extend(name: str, asked: Asked) -> dict[str, Any]:
+        run, token = session.run(name), _whole(asked, "token")
+        last = run.m.config.vocab_size - 1
+        refuse(not 0 <= token <= last, f"token {token} is not in the vocabulary: ids go from 0 to {last}")
+        with session.lock:
+            return session.keep(run.extended(token))
+
+    @router.post("/run/{name}/ablate")
+    def ablate(name: str, asked: Asked) -> Any:
+        run, position = session.run(name), _whole(asked, "position")
+        heads, layers, feedforwards = (_names(asked, key) for key in ("heads", "layers", "feedforwards"))
+        with session.lock:
+            return finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
+
+    @router.get("/export")
+    def export(run: str) -> HTMLResponse:
+        found = session.run(run)
+        with session.lock:
+            page = single_file(record_run(found, session.models[found.number].name))
+        return HTMLResponse(
+            page,
+            headers={
+                "Content-Disposition": 'attachment; filename="clearhead.html"',
+                "Content-Security-Policy": "sandbox; default-src 'none'",
+            },
+        )
+
+    @router.get("/run/{name}/{path:path}")
+    def views(name: str, path: str, request: Request) -> JSONResponse:
+        run = session.run(name)
+        query = f"?{request.url.query}" if request.url.query else ""
+        with session.lock:
+            return JSONResponse(view(run, path + query))
+
+    return router
+
+
+def _whole(asked: dict[str, Any], name: str) -> int:
+    value: Any = asked.get(name)
+    refuse(type(value) is not int, f"{name} must be a whole number")
+    return int(value)
+
+
+def _names(asked: dict[str, Any], name: str) -> list[str]:
+    listed = [] if asked.get(name) is None else asked[name]
+    refuse(
+        not isinstance(listed, list)
+        or len(listed) > MOST_NAMES
+        or not all(isinstance(one, str | int) for one in listed),
+        f"{name} must be a list of names",
+    )
+    return [str(one) for one in listed]
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    refuse(
+        len(parts) > MOST_LABELS or not all(part.strip().isdecimal() and len(part) < 12 for part in parts),
+        f"ids must be at most {MOST_LABELS} whole numbers with commas between them",
+    )
+    return [int(part) for part in parts]
+
+
+def in_words(error: Exception) -> JSONResponse:
+    """Return an error as one line of JSON."""
+    if isinstance(error, KeyError):
+        return _refusal(str(error.args[0]), 404)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return _refusal(f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}", 400)
+    if isinstance(error, ClearheadError):
+        return _refusal(str(error), 400)
+    return _refusal(f"something went wrong: {type(error).__name__}: {str(error)[:200]}", 500)
+
+
+def _refusal(line: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": line}, status_code=status)

@@ -39,18 +39,11 @@ def page_files() -> dict[str, tuple[str, str]]:
     }
 
 
-def modules() -> list[str]:
-    """Return the names of the modules, each after those it imports."""
-    order: list[str] = []
-
-    def visit(name: str) -> None:
-        if name not in order:
-            for needed in _IMPORT.findall(page_files()[name][0]):
-                visit(needed)
-            order.append(name)
-
-    visit(ENTRY)
-    return order
+@cache
+def modules(name: str = ENTRY) -> tuple[str, ...]:
+    """Return the names of a module and of all that it needs, each after those it imports."""
+    needed = [each for imported in _IMPORT.findall(page_files()[name][0]) for each in modules(imported)]
+    return tuple(dict.fromkeys([*needed, name]))
 
 
 def script() -> str:
@@ -64,10 +57,9 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
 
     No text of the record can end its element: `<` is written as an escape.
     """
-    page, style = page_files()["index.html"][0], page_files()["style.css"][0]
+    page, style, icon = (page_files()[name][0] for name in ("index.html", "style.css", "icon.svg"))
     code = f"\n{script()}"
     body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
-    icon = base64.b64encode(page_files()["icon.svg"][0].encode()).decode()
     digest = base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()
     policy = (
         "default-src 'none'; img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -75,13 +67,14 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
     )
     head = [
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">',
+        f'<link rel="icon" href="data:image/svg+xml;base64,{base64.b64encode(icon.encode()).decode()}">',
         f"<style>{style}</style>",
     ]
-    page = re.sub(r"<link[^>]*>\n", "", page)
-    page = page.replace('<script type="module" src="main.js"></script>\n', "")
-    page = page.replace("</head>", "\n".join(head) + "\n</head>")
-    data = f'<script type="application/json" id="record">{body}</script>\n'
-    tail = f'{data}<script type="module">{code}</script>\n'
-    marks = ' data-notebook=""' if notebook else ""
-    return page.replace("<body>", f"<body{marks}>").replace("</body>", tail + "</body>")
+    tail = [
+        f'<script type="application/json" id="record">{body}</script>',
+        f'<script type="module">{code}</script>',
+    ]
+    page = re.sub(r"<link[^>]*>\n", "", page).replace('<script type="module" src="main.js"></script>\n', "")
+    page = page.replace("</head>", "\n".join([*head, "</head>"]))
+    page = page.replace("<body>", '<body data-notebook="">' if notebook else "<body>")
+    return page.replace("</body>", "\n".join([*tail, "</body>"]))

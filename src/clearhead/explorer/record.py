@@ -1,10 +1,12 @@
 """A run recorded: every view that the page can ask for, by its path, in one file that opens anywhere.
 
-A long run is aggregated, so that the file stays small; the page says so.
+A long run is aggregated, so that the file stays small; the page says so. A notebook shows the same page in a
+frame.
 """
 
+import html
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, model_view, view
 from clearhead.hub.files import write_text
 from clearhead.inside.names import attentions
+from clearhead.model.transformer import Transformer
 
 PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
@@ -33,10 +36,10 @@ def record(
     roles: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a model and return the run with all its views, as the page reads them from a file."""
-    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name, roles)
+    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
 
 
-def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> dict[str, Any]:
+def record_run(run: PageRun, name: str) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file."""
     m = run.m
     heads = sum(count for _, _, count in attentions(m.config))
@@ -46,21 +49,26 @@ def record_run(run: PageRun, name: str, roles: dict[str, str] | None = None) -> 
     kinds = list(dict.fromkeys(kind for kind, _, _ in attentions(m.config)))
     views: dict[str, Any] = {
         "model": {**model_view(m, name), "recorded": True},
-        "roles": {"ready": True, "roles": roles or run.roles()},
+        "roles": {"ready": True, "roles": run.roles()},
     }
     for path in _paths(small, kinds, about):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"run/recorded/{path}"] = view(small, path)
-    for kind in kinds:
-        for body in small.attentions(kind):
-            views[f"run/recorded/attention/{kind}/{body['layer']}"] = finite(body)
+    views |= {
+        f"run/recorded/attention/{kind}/{body['layer']}": finite(body)
+        for kind in kinds
+        for body in small.attentions(kind)
+    }
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
     limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
-    for length in sorted(lengths):
-        given = length if m.config.input != "patches" else None
-        views[f"cost?length={length}"] = finite(cost(m.config, given).to_dict())
+    views |= {
+        f"cost?length={length}": finite(
+            cost(m.config, None if m.config.input == "patches" else length).to_dict()
+        )
+        for length in sorted(lengths)
+    }
     cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
@@ -93,10 +101,50 @@ def _early_steps(steps: list[dict[str, Any]]) -> list[str]:
 def export(recorded: dict[str, Any], path: str | Path) -> Path:
     """Write a record as one self-contained page: the whole file, or nothing."""
     path = Path(path)
-    ending = f'the page is written as HTML: name a file that ends in .html, not "{path.name}"'
-    refuse(path.suffix.lower() not in (".html", ".htm"), ending)
+    refuse(
+        path.suffix.lower() not in (".html", ".htm"),
+        f'the page is written as HTML: name a file that ends in .html, not "{path.name}"',
+    )
     try:
         write_text(path, single_file(recorded))
     except CheckpointError as error:
         raise InputError(str(error)) from None
     return path
+
+
+# In a notebook ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What `show` gives: a notebook draws it, `save` writes it as a page."""
+
+    recorded: dict[str, Any]
+    height: int = 720
+
+    def _repr_html_(self) -> str:
+        page = html.escape(single_file(self.recorded, notebook=True), quote=True)
+        return (
+            f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{page}" '
+            f'style="width:100%;height:{self.height}px;border:1px solid #ccc" '
+            'title="clearhead explorer"></iframe>'
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as one self-contained page."""
+        return export(self.recorded, path)
+
+
+def show(
+    m: Model | Transformer, given: Any, target: Any = None, pair: str | None = None, height: int = 720
+) -> Shown:
+    """Show the explorer on one input, inline in a notebook.
+
+    Args:
+        m: what `load` gave, or a bare model, which takes ids or pixels.
+        given, target, pair: as for `inside.inputs.prepare`.
+        height: of the frame, in pixels.
+    """
+    m = m if isinstance(m, Model) else Model(m)
+    name = m.folder.name if m.folder is not None else m.config.family
+    return Shown(record(m, name, given, target, pair), height)

@@ -50,8 +50,10 @@ class Opened:
         """Return what the page says of it."""
         if self.m is not None:
             return model_view(self.m, self.name, self.example or first_example(self.m))
-        loading = {"ready": False, "failed": self.failed, "says": self.says}
-        return {"name": self.name, **loading, "layers": 0, "parameters": 0}
+        return {
+            **{"name": self.name, "ready": False, "failed": self.failed, "says": self.says},
+            **{"layers": 0, "parameters": 0},
+        }
 
 
 def first_example(m: Model) -> dict[str, Any]:
@@ -61,8 +63,7 @@ def first_example(m: Model) -> dict[str, Any]:
     if m.tokenizer is None:
         return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
     if m.config.head == "mlm" and m.special.get("mask") is not None:
-        mask = m.tokenizer.id_to_token(m.special["mask"])
-        return {"text": f"The cat {mask} on the mat."}
+        return {"text": f"The cat {m.tokenizer.id_to_token(m.special['mask'])} on the mat."}
     return {"text": EXAMPLE}
 
 
@@ -117,11 +118,12 @@ class Session:
     def model(self, number: int = 0) -> Model:
         """Return a model that is ready."""
         count = len(self.models)
-        refuse(not (0 <= number < count), f"there is no model {number}: there are {count}")
+        refuse(not 0 <= number < count, f"there is no model {number}: there are {count}")
         opened = self.models[number]
         if opened.m is None:
-            loading = "the model is still loading: try again in a moment"
-            raise InputError(opened.says if opened.failed else loading)
+            raise InputError(
+                opened.says if opened.failed else "the model is still loading: try again in a moment"
+            )
         return opened.m
 
     def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +133,10 @@ class Session:
         m = self.model(number)
         given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
         for name, text in (("target", target), ("pair", pair)):
-            short = text is None or (isinstance(text, str) and len(text) <= LONGEST_TEXT)
-            refuse(not short, f"{name} must be a text of at most {LONGEST_TEXT:,} characters")
+            refuse(
+                text is not None and not _is_short(text),
+                f"{name} must be a text of at most {LONGEST_TEXT:,} characters",
+            )
         opened = self.models[number]
         with self.lock:
             run = begin(m, given, target or None, pair or None)
@@ -141,8 +145,10 @@ class Session:
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
         count = len(run.prepared.tokens)
-        most = f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}"
-        refuse(count > MOST_TOKENS, most)
+        refuse(
+            count > MOST_TOKENS,
+            f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}",
+        )
         name = f"r{next(self._count)}"
         self._runs[name] = run
         if len(self._runs) > KEPT:
@@ -165,14 +171,17 @@ def _given(m: Model, asked: dict[str, Any]) -> Any:
         return _image(m, asked.get("image"))
     ids, text = asked.get("ids"), asked.get("text")
     if ids is None:
-        short = isinstance(text, str) and len(text) <= LONGEST_TEXT
-        refuse(not short, f"text must be a string of at most {LONGEST_TEXT:,} characters")
+        refuse(not _is_short(text), f"text must be a string of at most {LONGEST_TEXT:,} characters")
         return text
     some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(one) is int for one in ids)
     refuse(not some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
-    size = m.model.main.spec.vocab_size
-    refuse(not all(0 <= token < size for token in ids), f"ids must lie between 0 and {size - 1}")
+    last = m.model.main.spec.vocab_size - 1
+    refuse(not 0 <= min(ids) <= max(ids) <= last, f"ids must lie between 0 and {last}")
     return ids
+
+
+def _is_short(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= LONGEST_TEXT
 
 
 def _image(m: Model, encoded: Any) -> Any:

@@ -41,10 +41,8 @@ LISTED = 200  # choices that are sent with their names
 
 def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the model is, and what the page begins with."""
-    config = m.config
-    main = m.model.main.spec
-    encoder = m.model.encoder.spec if m.model.encoder is not None and m.model.decoder is not None else None
-    mask = m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None
+    config, main = m.config, m.config.main
+    encoder = config.encoder if config.decoder is not None else None
     return {
         **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
         "family": config.family,
@@ -63,7 +61,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "n_channels": config.n_channels,
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
-        "mask": mask,
+        "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
         "attentions": [
             {"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)
         ],
@@ -77,8 +75,11 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     text = tokens.text
     if not text and m.tokenizer is not None and tokens.ids:
         text = m.tokenizer.decode(list(tokens.ids))
-    lists = {name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")}
-    return {**lists, "spans": [list(span) for span in tokens.spans], "text": text}
+    return {
+        **{name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")},
+        "spans": [list(span) for span in tokens.spans],
+        "text": text,
+    }
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,6 @@ class PageRun:
         column = len(self.prepared.tokens) - 1 if task in ("next", "fill", "tag") else 0
         if task == "fill" and mask in ids:
             column = ids.index(mask)
-        columns = list(self.choices.columns) if task != "embed" else []
         pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
         return {
             **{"run": name, "model": self.number, "task": task},
@@ -124,7 +124,7 @@ class PageRun:
             "picture": None if pixels is None else packed_picture(pixels),
             "pair": self.pair,
             "position": column,
-            "columns": columns,
+            "columns": list(self.choices.columns) if task != "embed" else [],
         }
 
     def stages(self) -> dict[str, Any]:
@@ -171,12 +171,12 @@ class PageRun:
 
     def _heads(self, found: LayerMap) -> dict[str, Any]:
         roles = self.roles()
-        heads = [
-            {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
-            for one in found.heads()
-        ]
         return {
-            **{"kind": found.kind, "layer": found.layer, "heads": heads},
+            **{"kind": found.kind, "layer": found.layer},
+            "heads": [
+                {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
+                for one in found.heads()
+            ],
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),
             "aggregated": found.aggregated,
@@ -283,8 +283,9 @@ class PageRun:
         refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
-        longer = begin(self.m, given, target, self.pair)
-        return replace(longer, cells=self.cells, roles=self.roles, number=self.number)
+        return replace(
+            begin(self.m, given, target, self.pair), cells=self.cells, roles=self.roles, number=self.number
+        )
 
 
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
@@ -337,10 +338,8 @@ def view(run: PageRun, path: str) -> Any:
 def _numbers_of(step: TraceStep) -> dict[str, Any]:
     """Return a step with its numbers: the corner of the last two axes, at index 0 of all others."""
     assert step.value is not None
-    value = step.value
-    while value.ndim > 2:
-        value = value[0]
-    corner = value[(slice(CORNER),) * value.ndim]
+    shown = min(step.value.ndim, 2)
+    corner = step.value[(0,) * (step.value.ndim - shown) + (slice(CORNER),) * shown]
     return {
         **step.to_dict(),
         "values": packed_floats(corner.numpy()),

@@ -1,5 +1,4 @@
-"""Hugging Face checkpoints, both ways: reversible rule tables, one short file of data per architecture.
+"""Hugging Face checkpoints, both ways: reversible rule tables, data alone for each architecture.
 
-Read `rules` (tensors), `fields` (config.json), `architecture` (the two together), then any architecture's
-file.
+Read `rules` (tensors), `fields` (config.json), `architecture` (the two together), then any family's file.
 """

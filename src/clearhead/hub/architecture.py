@@ -78,8 +78,11 @@ class Architecture:
     def class_of(self, theirs: Json) -> str:
         """Return the class that the checkpoint was saved from."""
         named = (theirs.get("architectures") or list(self.classes))[0]
-        supported = f"supported for {self.model_type} are {', '.join(self.classes)}"
-        refuse(named not in self.classes, f'config.json names the class "{named}": {supported}')
+        refuse(
+            named not in self.classes,
+            f'config.json names the class "{named}": '
+            f"supported for {self.model_type} are {', '.join(self.classes)}",
+        )
         return str(named)
 
     def write(self, config: ModelConfig) -> Json | None:
@@ -108,7 +111,7 @@ class Architecture:
             back = self.read(theirs)
         except (CheckpointError, ConfigError, AssertionError, KeyError, TypeError, ValueError):
             return None
-        names = [each.name for each in dataclasses.fields(ModelConfig)]
+        names = (each.name for each in dataclasses.fields(ModelConfig))
         return [
             f"{name} {getattr(config, name)!r}"
             for name in names
@@ -118,7 +121,7 @@ class Architecture:
 
     def rules_for(self, config: ModelConfig) -> tuple[Rule, ...]:
         """Return the rules that apply to a model with this config, those of its head included."""
-        rules = self.rules + tuple(self.heads.get(config.head or "none", ()))
+        rules = (*self.rules, *self.heads.get(config.head or "none", ()))
         return tuple(rule for rule in rules if rule.applies(config))
 
     def tensor_names(self) -> list[str]:
@@ -131,8 +134,7 @@ class Architecture:
         pattern = re.compile("|".join(numbered))
         bare = bool(self.prefix) and not any(name.startswith(self.prefix) for name in names)
         full = [self.prefix + name if bare else name for name in names]
-        unread = (*self.ignored, *self.carried)
-        return all(pattern.fullmatch(name) or is_among(name, unread) for name in full)
+        return all(pattern.fullmatch(name) or is_among(name, (*self.ignored, *self.carried)) for name in full)
 
 
 def is_among(name: str, patterns: Iterable[str]) -> bool:
@@ -144,11 +146,12 @@ def check_sizes(values: Json) -> None:
     """Refuse numbers that no model has, before anything is made that long."""
     for name, value in values.items():
         most = MOST.get(name, MOST_WIDE)
-        refusal = f"config.json makes {name} {str(value)[:24]}: {most:,} is the most"
-        refuse(not (not isinstance(value, int) or abs(value) <= most), refusal)
+        refuse(
+            isinstance(value, int) and abs(value) > most,
+            f"config.json makes {name} {str(value)[:24]}: {most:,} is the most",
+        )
 
 
 def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-12)
-    return bool(a == b)
+    floats = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=1e-12) if floats else bool(a == b)

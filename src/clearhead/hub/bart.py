@@ -1,10 +1,19 @@
 """BART and mBART: encoder and decoder with learned positions, norms after (BART) or before (mBART) each part.
 
-M2M-100 and Marian come from the same code and build on these tables.
+M2M-100 with NLLB, and Marian, come from the same code and build on these tables.
 """
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, cases, field, fixed, scaled
+from clearhead.hub.fields import (
+    ACTIVATIONS,
+    ConfigPart,
+    Json,
+    cases,
+    field,
+    fixed,
+    positions_after_padding,
+    scaled,
+)
 from clearhead.hub.rules import Rule, reshaped, same
 
 PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
@@ -41,7 +50,6 @@ GELU: tuple[ConfigPart, ...] = (
     scaled("scale_embedding", "embedding_scale", 0.5, default=False, width="d_model"),
 )
 BART_LIKE: Json = {"family": "encoder-decoder", "norm": "layernorm", "head_bias": True}
-BART_LEARNED: Json = {**BART_LIKE, "positions": "learned", "position_offset": 2, "embedding_norm": True}
 
 # One table: the name "shared". Two tables: the stacks' own names.
 STACK_TABLES = (
@@ -91,11 +99,17 @@ OLD = ("model.encoder.version", "model.decoder.version")
 
 def bart(model_type: str, name: str, norm_position: str) -> Architecture:
     """Return BART or mBART, which differ in where their norms stand."""
-    always = fixed({**BART_LEARNED, "norm_position": norm_position})
     return Architecture(
         model_type,
         classes(name),
-        config=(always, *SHAPE, field("vocab_size", "vocab_size", 50265), *GELU, TYING),
+        config=(
+            fixed({**BART_LIKE, "positions": "learned", "position_offset": 2, "embedding_norm": True}),
+            fixed({"norm_position": norm_position}),
+            *SHAPE,
+            field("vocab_size", "vocab_size", 50265),
+            *GELU,
+            TYING,
+        ),
         rules=(*TABLES, *BODY),
         prefix="model.",
         ignored=OLD,
@@ -104,3 +118,67 @@ def bart(model_type: str, name: str, norm_position: str) -> Architecture:
 
 
 BART, MBART = bart("bart", "Bart", "post"), bart("mbart", "MBart", "pre")
+
+# M2M-100 and NLLB: norms before each part, sinusoidal positions that begin after the padding id.
+
+M2M100 = Architecture(
+    model_type="m2m_100",
+    classes=classes("M2M100"),
+    prefix="model.",
+    config=(
+        fixed(
+            {
+                "family": "encoder-decoder",
+                "positions": "sinusoidal",
+                "sinusoid_layout": "half",
+                "sinusoid_ends": True,
+                "norm": "layernorm",
+                "norm_position": "pre",
+                "head_bias": False,
+            }
+        ),
+        *SHAPE,
+        field("vocab_size", "vocab_size", 128112),
+        positions_after_padding(rows=1024, padding=1, counted=False),
+        field("activation_function", "activation", "relu", ACTIVATIONS),
+        field("attention_dropout", "attention_dropout", 0.1),
+        scaled("scale_embedding", "embedding_scale", 0.5, default=True, width="d_model"),
+        TYING,
+    ),
+    rules=(*TABLES, *BODY),
+    ignored=(*OLD, "*.embed_positions.weights"),
+)
+
+# Marian (Opus-MT): norms after each part, sinusoidal positions, some with two vocabularies.
+
+SHARE, TIE = "share_encoder_decoder_embeddings", "tie_word_embeddings"
+
+MARIAN = Architecture(
+    model_type="marian",
+    classes=classes("Marian", "MTModel"),
+    prefix="model.",
+    config=(
+        fixed({**BART_LIKE, "positions": "sinusoidal", "sinusoid_layout": "half", "norm_position": "post"}),
+        *SHAPE,
+        field("vocab_size", "source_vocab_size", 58101),
+        field("decoder_vocab_size", "vocab_size", 58101, otherwise="vocab_size"),
+        *GELU,
+        cases(
+            {SHARE: True, TIE: True},
+            ({SHARE: True, TIE: True}, {"share_embeddings": True, "tie_embeddings": True}),
+            ({SHARE: False, TIE: True}, {"share_embeddings": False, "tie_embeddings": True}),
+            ({SHARE: False, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
+            # As in BART's TYING: what is not tied is not shared.
+            ({SHARE: True, TIE: False}, {"share_embeddings": False, "tie_embeddings": False}),
+        ),
+        fixed(written={"pad_token_id": None, "decoder_start_token_id": 0}),
+    ),
+    rules=(
+        *STACK_TABLES,
+        Rule("model.shared.weight", (SOURCE,)),
+        Rule("model.shared.weight", (TARGET,)),
+        *BODY,
+    ),
+    ignored=(*OLD, "*.embed_positions.weight"),
+    open=("head_bias",),
+)

@@ -1,7 +1,18 @@
-"""BERT: a post-norm encoder with learned positions and segments. Others build on its tables."""
+"""BERT: a post-norm encoder with learned positions and segments.
+
+RoBERTa, DistilBERT and ALBERT build on its tables.
+"""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
+from clearhead.hub.fields import (
+    ACTIVATIONS,
+    LABELS,
+    ConfigPart,
+    Json,
+    field,
+    fixed,
+    positions_after_padding,
+)
 from clearhead.hub.rules import Rule, renamed, same
 
 BLOCK = "encoder.blocks.{i}"
@@ -99,8 +110,11 @@ def heads(masked: tuple[Rule, ...], pooler: str) -> dict[str, tuple[Rule, ...]]:
 
 def older(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return the rules, and again with the names that norms had in the first checkpoints."""
-    first = renamed(rules, "LayerNorm.gamma", "LayerNorm.weight")
-    return rules + first + renamed(rules, "LayerNorm.beta", "LayerNorm.bias")
+    return (
+        *rules,
+        *renamed(rules, "LayerNorm.gamma", "LayerNorm.weight"),
+        *renamed(rules, "LayerNorm.beta", "LayerNorm.bias"),
+    )
 
 
 BERT = Architecture(
@@ -112,4 +126,124 @@ BERT = Architecture(
     heads=heads(older(MASKED), "bert.pooler.dense"),
     ignored=("bert.embeddings.position_ids",),
     carried=("bert.pooler.*", "cls.seq_relationship.*"),
+)
+
+# RoBERTa: positions that start at padding id + 1, and heads of its own.
+
+ROBERTA = Architecture(
+    model_type="roberta",
+    classes=classes(
+        "Roberta",
+        # This head has GELU, whatever activation the layers have.
+        ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
+    ),
+    prefix="roberta.",
+    config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
+    rules=embedding("roberta") + layers("roberta"),
+    heads={
+        **heads(masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head"), "roberta.pooler.dense"),
+        "classifier": same({"classifier.dense": "head.pooler", "classifier.out_proj": "head.out"}),
+    },
+    ignored=("roberta.embeddings.position_ids",),
+    carried=("roberta.pooler.*",),
+)
+
+# DistilBERT: no segments and no pooler, under names of its own.
+
+DISTIL_BLOCK = "distilbert.transformer.layer.{i}"
+
+DISTILBERT = Architecture(
+    model_type="distilbert",
+    classes=classes("DistilBert", pooler="relu", Model={"head": "none"}),
+    prefix="distilbert.",
+    config=(
+        # sinusoidal_pos_embds says how the position table was initialised; it is stored like any other.
+        fixed({**KIND, "norm_eps": 1e-12}),
+        field("vocab_size", "vocab_size", 30522),
+        field("max_position_embeddings", "max_positions", 512),
+        field("dim", "d_model", 768),
+        field("n_layers", "n_layers", 6),
+        field("n_heads", "n_heads", 12),
+        field("hidden_dim", "d_ff", 3072),
+        field("activation", "activation", "gelu", ACTIVATIONS),
+        field("dropout", "dropout", 0.1),
+        field("attention_dropout", "attention_dropout", 0.1),
+        field("initializer_range", "init_std", 0.02),
+        field("tie_word_embeddings", "tie_embeddings", True),
+        LABELS,
+    ),
+    rules=(
+        Rule("distilbert.embeddings.word_embeddings.weight", ("encoder.embedding.front.tokens.weight",)),
+        Rule("distilbert.embeddings.position_embeddings.weight", ("encoder.positions.table.weight",)),
+        *same(
+            {
+                "distilbert.embeddings.LayerNorm": "encoder.embedding.norm",
+                **{
+                    f"{DISTIL_BLOCK}.attention.{x}_lin": f"{BLOCK}.attention.{x}"
+                    for x in ("q", "k", "v", "out")
+                },
+                f"{DISTIL_BLOCK}.sa_layer_norm": f"{BLOCK}.attention_residual.after",
+                f"{DISTIL_BLOCK}.ffn.lin1": f"{BLOCK}.feedforward.up",
+                f"{DISTIL_BLOCK}.ffn.lin2": f"{BLOCK}.feedforward.down",
+                f"{DISTIL_BLOCK}.output_layer_norm": f"{BLOCK}.feedforward_residual.after",
+            }
+        ),
+    ),
+    heads={
+        "mlm": same(
+            {
+                "vocab_transform": "head.transform",
+                "vocab_layer_norm": "head.norm",
+                "vocab_projector": "head.out",
+            }
+        ),
+        "classifier": same({"pre_classifier": "head.pooler", "classifier": "head.out"}),
+        "tagger": TAGGER,
+        "span": SPAN,
+    },
+    ignored=("distilbert.embeddings.position_ids",),
+)
+
+# ALBERT: a narrow token table, projected up, and layers that share their weights in groups.
+
+ALBERT_BLOCK = "albert.encoder.albert_layer_groups.{i}.albert_layers.0"
+
+ALBERT = Architecture(
+    model_type="albert",
+    classes=classes("Albert"),
+    prefix="albert.",
+    config=(
+        *SHAPE,
+        fixed({"embedding_projection": True}),
+        fixed(only={"inner_group_num": 1}),
+        field("vocab_size", "vocab_size", 30000),
+        field("embedding_size", "d_embedding", 128),
+        field("hidden_size", "d_model", 4096),
+        field("num_hidden_groups", "layer_groups", 1),
+        field("num_attention_heads", "n_heads", 64),
+        field("intermediate_size", "d_ff", 16384),
+        field("hidden_act", "activation", "gelu_new", ACTIVATIONS),
+        field("hidden_dropout_prob", "dropout", 0.0),
+        field("attention_probs_dropout_prob", "attention_dropout", 0.0),
+        field("max_position_embeddings", "max_positions", 512),
+    ),
+    rules=(
+        *embedding("albert"),
+        *same(
+            {
+                "albert.encoder.embedding_hidden_mapping_in": "encoder.embedding.project",
+                f"{ALBERT_BLOCK}.attention.query": f"{BLOCK}.attention.q",
+                f"{ALBERT_BLOCK}.attention.key": f"{BLOCK}.attention.k",
+                f"{ALBERT_BLOCK}.attention.value": f"{BLOCK}.attention.v",
+                f"{ALBERT_BLOCK}.attention.dense": f"{BLOCK}.attention.out",
+                f"{ALBERT_BLOCK}.attention.LayerNorm": f"{BLOCK}.attention_residual.after",
+                f"{ALBERT_BLOCK}.ffn": f"{BLOCK}.feedforward.up",
+                f"{ALBERT_BLOCK}.ffn_output": f"{BLOCK}.feedforward.down",
+                f"{ALBERT_BLOCK}.full_layer_layer_norm": f"{BLOCK}.feedforward_residual.after",
+            }
+        ),
+    ),
+    heads=heads(masked_head("predictions.dense", "predictions.LayerNorm", "predictions"), "albert.pooler"),
+    ignored=("albert.embeddings.position_ids",),
+    carried=("albert.pooler.*", "sop_classifier.*"),
 )

@@ -37,18 +37,13 @@ class Description:
 
     theirs: dict[str, Any]
     config: ModelConfig
-    architecture: Architecture
+    kind: str  # the model_type of its architecture
     carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the architecture, which is a table of functions, by its name."""
-        return _described, (self.theirs, self.config, self.architecture.model_type, dict(self.carried))
-
-
-def _described(
-    theirs: dict[str, Any], config: ModelConfig, kind: str, carried: dict[str, Entry]
-) -> Description:
-    return Description(theirs, config, OWN if kind == OWN.model_type else ARCHITECTURES[kind], carried)
+    @property
+    def architecture(self) -> Architecture:
+        """The table of rules by which the checkpoint is read and written."""
+        return OWN if self.kind == SECTION else ARCHITECTURES[self.kind]
 
 
 def describe(folder: Path) -> Description:
@@ -64,13 +59,13 @@ def describe(folder: Path) -> Description:
     section = theirs.get(SECTION)
     architecture = OWN if theirs.get("model_type") == SECTION else architecture_of(theirs)
     if section is None and architecture is not OWN:
-        return Description(theirs, architecture.read(theirs), architecture)
+        return Description(theirs, architecture.read(theirs), architecture.model_type)
     stated = section.get("config") if isinstance(section, dict) else None
     if not isinstance(stated, dict):
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
     check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(stated), architecture)
+        return Description(theirs, ModelConfig.from_dict(stated), architecture.model_type)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
@@ -88,10 +83,10 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         for name in architecture.classes:
             guess = {**theirs, "model_type": kind, "architectures": [name]}
             try:
-                filling = _fill(folder, Description(guess, architecture.read(guess), architecture), entries)
+                filled, _, _ = _fill(folder, Description(guess, architecture.read(guess), kind), entries)
+                found.append((len(filled.carried), guess))
             except ClearheadError:
                 continue
-            found.append((len(filling.description.carried), guess))
     if len({guess["model_type"] for _, guess in found}) != 1:
         return theirs
     return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
@@ -122,61 +117,68 @@ def load_model(
 
     The dtype is that of the file unless `dtype` is given.
     """
-    filling = _fill(folder, description, open_weights(folder))
-    readers = READERS if dtype is None else 1  # a converted tensor is a copy besides the file's pages
-    with ThreadPoolExecutor(readers) as pool:
-        loaded = list(pool.map(lambda rule: filling.load(rule, dtype), filling.rules))
-    for rule, tensors in zip(filling.rules, loaded):
-        wrong, shape = f"{folder}: tensor {rule.theirs} has", filling.entries[rule.theirs].shape
+    description, model, sources = _fill(folder, description, open_weights(folder))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def read(source: tuple[Rule, Entry]) -> list[Tensor]:
+        rule, entry = source
+        return _read(rule, entry, [shapes[name] for name in rule.ours], description.config, dtype)
+
+    # A converted tensor is a copy besides the file's pages.
+    with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
+        loaded = list(pool.map(read, sources))
+    for (rule, entry), tensors in zip(sources, loaded):
+        wrong = f"{folder}: tensor {rule.theirs} has"
         for name, tensor in zip(rule.ours, tensors):
-            needed, real = filling.shapes[name], tensor.is_floating_point()
-            other = f"{wrong} shape {shape} and {name} needs {needed}: config.json does not fit"
-            refuse(tensor.shape != needed, other)
-            refuse(not real, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+            refuse(
+                tensor.shape != shapes[name],
+                f"{wrong} shape {entry.shape} and {name} needs {shapes[name]}: config.json does not fit",
+            )
+            refuse(
+                not tensor.is_floating_point(),
+                f"{wrong} dtype {tensor.dtype}: weights must be floating point",
+            )
             path, _, last = name.rpartition(".")
-            setattr(filling.model.get_submodule(path), last, nn.Parameter(tensor))
-    filling.model.tie()
-    return filling.model.eval(), filling.description
+            setattr(model.get_submodule(path), last, nn.Parameter(tensor))
+    model.tie()
+    return model.eval(), description
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """How the tensors of a file fill a model that is still empty."""
-
-    description: Description
-    entries: dict[str, Entry]
-    model: Transformer
-    rules: list[Rule]  # one for each tensor that is read
-    shapes: dict[str, Shape]  # of the model's parameters
-
-    def load(self, rule: Rule, dtype: torch.dtype | None) -> list[Tensor]:
-        """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
-        entry = self.entries[rule.theirs]
-        theirs = entry.read()
-        if not theirs.is_floating_point():
-            return [theirs]
-        try:
-            shapes = [self.shapes[name] for name in rule.ours]
-            ours = rule.operation.load([theirs], shapes, self.description.config)
-        except RuntimeError:  # it cannot be split into those shapes
-            return [theirs]
-        if dtype is not None:
-            ours = [tensor.to(dtype) for tensor in ours]
-        if rule.operation.copies or dtype not in (None, theirs.dtype):
-            entry.release()
-        return ours
+def _read(
+    rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
+    theirs = entry.read()
+    if not theirs.is_floating_point():
+        return [theirs]
+    try:
+        ours = rule.operation.load([theirs], shapes, config)
+    except RuntimeError:  # it cannot be split into those shapes
+        return [theirs]
+    if dtype is not None:
+        ours = [tensor.to(dtype) for tensor in ours]
+    if rule.operation.copies or dtype not in (None, theirs.dtype):
+        entry.release()
+    return ours
 
 
-def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> _Filling:
-    """Decide which tensor fills which parameter; refuse the file when one is left over on either side."""
+def _fill(
+    folder: Path, description: Description, entries: dict[str, Entry]
+) -> tuple[Description, Transformer, list[tuple[Rule, Entry]]]:
+    """Decide which tensor fills which parameter; refuse the file when one is left over on either side.
+
+    Return the description with what the weights add, an empty model, and the rule for each tensor to read.
+    """
     architecture, prefix = description.architecture, description.architecture.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
         entries = {prefix + name: entry for name, entry in entries.items()}
-    description = _with_stored_output(_without_pooler(description, entries), entries)
+    description = _as_stored(description, entries)
     layers = description.config.layer_groups or description.config.n_layers
-    stated = f"config.json says {layers} layers, and the weights are {len(entries)} tensors"
-    # Before so many layers are built:
-    refuse(layers > len(entries), f"{folder}: {stated}: they do not belong together")
+    refuse(  # before so many layers are built
+        layers > len(entries),
+        f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: "
+        "they do not belong together",
+    )
     model = empty_model(description.config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
@@ -186,9 +188,8 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
             chosen.setdefault(rule.ours[0], rule)
     carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
     unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     filled = {name for rule in chosen.values() for name in rule.ours}
-    missing = [name for name in shapes if name not in filled]
+    missing = [name for name, _ in model.named_parameters() if name not in filled]
     if unused:
         name = min(unused)
         raise CheckpointError(
@@ -196,56 +197,54 @@ def _fill(folder: Path, description: Description, entries: dict[str, Entry]) -> 
             f"{nearest(name, architecture.tensor_names())}: config.json and weights do not belong together"
         )
     if missing:
-        why = "the file is incomplete, or config.json is another model's"
-        raise CheckpointError(f"{folder}: no tensor fills {missing[0]}{_more(missing)}: {why}")
-    description = dataclasses.replace(description, carried=carried)
-    return _Filling(description, entries, model, list(chosen.values()), shapes)
+        raise CheckpointError(
+            f"{folder}: no tensor fills {missing[0]}{_more(missing)}: "
+            "the file is incomplete, or config.json is another model's"
+        )
+    sources = [(rule, entries[rule.theirs]) for rule in chosen.values()]
+    return dataclasses.replace(description, carried=carried), model, sources
 
 
-def _without_pooler(description: Description, entries: dict[str, Entry]) -> Description:
-    """Return the description without a pooler where a base model's file holds none; else unchanged."""
-    config, theirs = description.config, description.theirs
-    expected = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
-    if not expected or any(".pooler." in name for name in entries):
-        return description
-    without = description.architecture.read({**theirs, POOLER_KEY: False})
-    return dataclasses.replace(description, config=without)
-
-
-def _with_stored_output(description: Description, entries: dict[str, Entry]) -> Description:
-    """Return the description with the output layer that the file holds: tied or not, with a bias or without.
+def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
+    """Return the description with what the file holds: a pooler, and an output layer, tied or not, its bias.
 
     Some config.json say "tied" of weights that are not: two tensors that differ are two, whatever it says.
     """
-    config, architecture = description.config, description.architecture
-    if config.head not in ("lm", "mlm"):
-        return description
-    stored = {
-        rule.ours: entries[rule.theirs]
-        for rule in reversed(architecture.rules_for(config))
-        if rule.theirs in entries
-    }
-    stacks = ("decoder", "encoder")
-    tables = [stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in stacks]
-    table, out = tables[0] or tables[1], stored.get(("head.out.weight",))
-    if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
-        config = config.replace(tie_embeddings=False)
-    if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
-        config = config.replace(head_bias=False)
+    config, theirs, architecture = description.config, description.theirs, description.architecture
+    pooled = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
+    if pooled and not any(".pooler." in name for name in entries):
+        config = architecture.read({**theirs, POOLER_KEY: False})
+    if config.head in ("lm", "mlm"):
+        stored = {
+            rule.ours: entries[rule.theirs]
+            for rule in reversed(architecture.rules_for(config))
+            if rule.theirs in entries
+        }
+        source, target = (
+            stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in ("encoder", "decoder")
+        )
+        table, out = target or source, stored.get(("head.out.weight",))
+        if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
+            config = config.replace(tie_embeddings=False)
+        if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
+            config = config.replace(head_bias=False)
     return dataclasses.replace(description, config=config)
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
     """Return the rules that apply to this model; our own format has each parameter under its own name."""
-    own = tuple(Rule(name, (name,)) for name, _ in model.named_parameters())
-    return architecture.rules_for(model.config) or own
+    return architecture.rules_for(model.config) or tuple(
+        Rule(name, (name,)) for name, _ in model.named_parameters()
+    )
 
 
 def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
     """Yield the rules with layers and experts filled in; tied parameters go by their first name."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    names = {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for rule in matches(rules_of(architecture, model), names):
         yield dataclasses.replace(rule, ours=tuple(names[name] for name in rule.ours))
 
@@ -257,56 +256,62 @@ def _more(names: Collection[str]) -> str:
 # Saving -----------------------------------------------------------------------------------------------------
 
 
-def exported_config(
-    config: ModelConfig, original: Description | None = None
-) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture to save as, and its config.json.
+def exported(config: ModelConfig, original: Description | None = None) -> Description:
+    """Return what a model is saved as: its architecture and config.json, and tensors of other heads.
 
-    Keys of the config.json a model came with are kept where we have no word for them. Where no architecture
-    expresses all of our config, a section of our own does.
+    A model that is as it was loaded is saved as it came, with keys that we have no word for. Where no
+    architecture expresses all of our config, a section of our own does.
     """
     if original is not None and original.config == config:
-        return original.architecture, dict(original.theirs)
+        return original
     architecture, differences = nearest_to(config)
     own = {SECTION: {"config": config.to_dict()}}
     theirs = None if architecture is None or differences else architecture.write(config)
     if architecture is None or theirs is None:
-        return OWN, {"architectures": list(OWN.classes), "model_type": SECTION, **own}
+        return Description(
+            {"architectures": list(OWN.classes), "model_type": SECTION, **own}, config, SECTION
+        )
     if architecture.read(theirs) != config:  # it computes the same, and would train differently
         theirs |= own
-    return architecture, theirs
+    return Description(theirs, config, architecture.model_type)
 
 
 def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
     """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
-    architecture, theirs = exported_config(config, original)
-    if architecture is not OWN:
-        return f"{theirs['architectures'][0]} ({architecture.model_type})", ""
+    saved = exported(config, original)
+    if saved.kind != SECTION:
+        return f"{saved.theirs['architectures'][0]} ({saved.kind})", ""
     closest, differences = nearest_to(config)
-    why = "no Hugging Face architecture has this family and head, so config.json has clearhead's own section"
-    if closest is not None:
-        listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
-        why = f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
-    return SECTION, why
+    if closest is None:
+        return SECTION, (
+            "no Hugging Face architecture has this family and head, "
+            "so config.json has clearhead's own section"
+        )
+    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+    return SECTION, (
+        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+    )
 
 
 def save_model(
     folder: Path,
     model: Transformer,
-    architecture: Architecture,
-    theirs: dict[str, Any],
+    description: Description,
     shard_size: int,
     dtype: torch.dtype | None = None,
-    carried: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Write config.json and the weights into a folder that exists; `carried` tensors stay as they are."""
-    carried = carried or {}
+    """Write config.json and the weights into a folder that exists; carried tensors stay as they are."""
+    architecture, carried = description.architecture, description.carried
     rules = export_state(model, architecture)
     parameters = dict(model.named_parameters())
-    dtypes = {name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()}
-    dtypes |= {name: dtype or entry.dtype for name, entry in carried.items()}
-    counts = {name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()}
-    counts |= {name: math.prod(entry.shape) for name, entry in carried.items()}
+    dtypes = {
+        **{name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()},
+        **{name: dtype or entry.dtype for name, entry in carried.items()},
+    }
+    counts = {
+        **{name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()},
+        **{name: math.prod(entry.shape) for name, entry in carried.items()},
+    }
     base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 
     def make(name: str) -> Tensor:
@@ -320,8 +325,8 @@ def save_model(
 
     sizes = {name.removeprefix(base): count * dtypes[name].itemsize for name, count in counts.items()}
     write_weights(folder, sizes, make, shard_size)
-    stated = str(next(iter(dtypes.values()))).removeprefix("torch.")
-    write_json(folder / "config.json", {**theirs, "dtype": stated})
+    first = str(next(iter(dtypes.values())))
+    write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:

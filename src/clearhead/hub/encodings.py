@@ -38,14 +38,17 @@ def windows(
     first = None if question is None else encoding_of(tokenizer, question)
     taken = tokenizer.num_special_tokens_to_add(is_pair=first is not None) + len(first or [])
     room = max_length - taken
-    fit = f"a question takes {taken} tokens, special ones too, and a window has {max_length}: shorten it"
-    refuse(room < 1, fit)
+    refuse(
+        room < 1,
+        f"a question takes {taken} tokens, special ones too, and a window has {max_length}: shorten it",
+    )
     stride = min(stride, room // 2)
     whole = encoding_of(tokenizer, text)
     whole.truncate(room, stride=stride)
-    pieces = [whole, *whole.overflowing]
-    framed_pieces = [
-        tokenizer.post_process(piece) if first is None else tokenizer.post_process(first, piece)
-        for piece in pieces
+    return [
+        (
+            number * (room - stride),
+            tokenizer.post_process(piece) if first is None else tokenizer.post_process(first, piece),
+        )
+        for number, piece in enumerate([whole, *whole.overflowing])
     ]
-    return [(number * (room - stride), piece) for number, piece in enumerate(framed_pieces)]

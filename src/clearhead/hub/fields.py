@@ -28,16 +28,12 @@ ACTIVATIONS = {
 }
 
 
-def _nothing(_: object) -> Json:
-    return {}
-
-
 @dataclass(frozen=True)
 class ConfigPart:
     """One piece of a config, both ways."""
 
-    read: Callable[[Json], Json] = _nothing  # config.json -> fields of ours
-    write: Callable[[ModelConfig], Json] = _nothing  # our config -> keys of theirs
+    read: Callable[[Json], Json]  # config.json -> fields of ours
+    write: Callable[[ModelConfig], Json]  # our config -> keys of theirs
 
 
 def field(
@@ -62,8 +58,10 @@ def field(
     """
 
     def checked(value: Any) -> Any:
-        small = f"config.json has {theirs} {value}: this architecture needs {least} at least"
-        refuse(not (least is None or value >= least), small)
+        refuse(
+            least is not None and value < least,
+            f"config.json has {theirs} {value}: this architecture needs {least} at least",
+        )
         return value
 
     def read(config_json: Json) -> Json:
@@ -72,11 +70,15 @@ def field(
             value = config_json.get(otherwise)
         if value is None and not (null and theirs in config_json):
             value = default
-        missing = f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint'
-        refuse(value is REQUIRED, missing)
+        refuse(
+            value is REQUIRED,
+            f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint',
+        )
         if names is not None and value is not None:
-            supported = ", ".join(map(str, names))
-            refuse(value not in names, f'config.json has {theirs} "{value}": supported are {supported}')
+            refuse(
+                value not in names,
+                f'config.json has {theirs} "{value}": supported are {", ".join(map(str, names))}',
+            )
             value = names[value]
         return {ours: checked(value)}
 
@@ -105,8 +107,10 @@ def fixed(
     def read(config_json: Json) -> Json:
         for key, value in (only or {}).items():
             stated = config_json.get(key)
-            supported = f"only {value!r} is supported for this architecture"
-            refuse(stated not in (None, value), f"config.json has {key} {stated!r}: {supported}")
+            refuse(
+                stated not in (None, value),
+                f"config.json has {key} {stated!r}: only {value!r} is supported for this architecture",
+            )
         return dict(ours or {})
 
     return ConfigPart(read, lambda config: dict(written or {}))
@@ -164,17 +168,18 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
             **defaults,
             **{key: config_json[key] for key in defaults if config_json.get(key) is not None},
         }
-        for theirs, ours in rows:
-            if all(stated[key] == value for key, value in theirs.items()):
-                return dict(ours)
+        found = next((ours for theirs, ours in rows if theirs.items() <= stated.items()), None)
         listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
-        raise CheckpointError(f"config.json has {listed}: not supported together")
+        refuse(found is None, f"config.json has {listed}: not supported together")
+        return dict(found or {})
 
     def write(config: ModelConfig) -> Json:
-        for theirs, ours in rows:
-            if all(value in (None, getattr(config, name)) for name, value in ours.items()):
-                return dict(theirs)
-        return {}
+        fitting = (
+            theirs
+            for theirs, ours in rows
+            if all(value in (None, getattr(config, name)) for name, value in ours.items())
+        )
+        return dict(next(fitting, {}))
 
     return ConfigPart(read, write)
 
@@ -220,8 +225,9 @@ def sliding_windows(
         without = None if pattern is None else default
         written: Json = {"sliding_window": windows[sliding[0]] if sliding else without}
         if pattern is not None or switch is not None:
-            kinds = {True: "full_attention", False: "sliding_attention"}
-            written["layer_types"] = [kinds[window is None] for window in windows]
+            written["layer_types"] = [
+                "full_attention" if window is None else "sliding_attention" for window in windows
+            ]
         if switch is not None:
             written[switch] = bool(sliding)
         if full_below is not None:
@@ -260,10 +266,16 @@ def patches(image: int, patch: int) -> ConfigPart:
     def read(config_json: Json) -> Json:
         height, width = _pair(config_json.get("image_size", image))
         side, other = _pair(config_json.get("patch_size", patch))
-        stated = config_json.get("patch_size")
-        refuse(not (side == other >= 1), f"config.json has patch_size {stated!r}: only squares are supported")
-        rows = (height // side) * (width // side) + 1
-        return {"image_size": (height, width), "patch_size": side, "class_token": True, "max_positions": rows}
+        refuse(
+            not side == other >= 1,
+            f"config.json has patch_size {config_json.get('patch_size')!r}: only squares are supported",
+        )
+        return {
+            "image_size": (height, width),
+            "patch_size": side,
+            "class_token": True,
+            "max_positions": (height // side) * (width // side) + 1,
+        }
 
     def write(config: ModelConfig) -> Json:
         assert config.image_size is not None
@@ -290,7 +302,7 @@ def _write_labels(config: ModelConfig) -> Json:
 
 
 # Names of classes for other tools, until a model brings its own; `count_labels` reads them.
-LABELS = ConfigPart(write=_write_labels)
+LABELS = ConfigPart(lambda config_json: {}, _write_labels)
 
 
 def count_labels(config_json: Json) -> int:

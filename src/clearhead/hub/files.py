@@ -51,9 +51,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long, too deep
         raise CheckpointError(f"{path} is not readable JSON: {first_line(error)}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    refuse(not isinstance(value, dict), f"{path} must hold a JSON object, not {type(value).__name__}")
+    return dict(value)
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     Other files of `target` stay, save for weights: one directory holds one model.
     """
-    refuse(not (target.is_dir() or not target.exists()), f"{target} is a file: name a directory to write to")
+    refuse(target.exists() and not target.is_dir(), f"{target} is a file: name a directory to write to")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -116,12 +115,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 def _replace_all(work: Path, target: Path, new: list[Path]) -> None:
     """Move files into place, config.json last, and remove old weights; on failure put the old files back."""
-    found = [path.relative_to(target) for pattern in ALL_WEIGHTS for path in target.glob(pattern)]
-    stale = [name for name in found if name not in new]
+    stale = {path.relative_to(target) for pattern in ALL_WEIGHTS for path in target.glob(pattern)} - {*new}
     old = work / ".old"
     done: list[Path] = []
     try:
-        for name in sorted(new, key=lambda name: name.name == "config.json") + stale:
+        for name in [*sorted(new, key=lambda name: name.name == "config.json"), *stale]:
             done.append(name)
             if (target / name).exists():
                 _keep(target / name, old / name)

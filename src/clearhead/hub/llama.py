@@ -15,16 +15,14 @@ QKV = [f"{BLOCK}.attention.{x}" for x in "qkv"]
 
 def classes(name: str, lm: str = "", sequence: bool = True, token: bool = True) -> dict[str, Json]:
     """Return the classes that a decoder of this kind has: some lack those for whole texts or for tokens."""
-    heads: dict[str, Json] = {lm or f"{name}ForCausalLM": {"head": "lm"}}
-    if sequence:
-        heads[f"{name}ForSequenceClassification"] = {
-            "head": "classifier",
-            "head_bias": False,
-            "pooling": "last",
-        }
-    if token:
-        heads[f"{name}ForTokenClassification"] = {"head": "tagger", "head_bias": True}
-    return {**heads, f"{name}Model": {"head": "none"}}
+    classifier = {"head": "classifier", "head_bias": False, "pooling": "last"}
+    tagger = {"head": "tagger", "head_bias": True}
+    return {
+        lm or f"{name}ForCausalLM": {"head": "lm"},
+        **({f"{name}ForSequenceClassification": classifier} if sequence else {}),
+        **({f"{name}ForTokenClassification": tagger} if token else {}),
+        f"{name}Model": {"head": "none"},
+    }
 
 
 def heads(tagger: str = "classifier", lm: tuple[str, ...] = ("lm_head",)) -> dict[str, tuple[Rule, ...]]:

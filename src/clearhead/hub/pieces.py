@@ -43,21 +43,20 @@ class PieceModel:
 
 def read_pieces(path: Path) -> PieceModel:
     """Read a SentencePiece file."""
-    with reading(path, "is no SentencePiece model, or is cut short"):
-        model = _model(path.read_bytes())
-    return model
-
-
-def _model(data: bytes) -> PieceModel:
-    top = list(_fields(data))
-    entries = [dict(_fields(value)) for number, value in top if number == 1]
-    pieces = [(entry[1].decode("utf-8"), _float(entry.get(2)), entry.get(3, 1)) for entry in entries]
-    trainer, normalizer = (
-        dict(_fields(next((value for number, value in top if number == wanted), b""))) for wanted in (2, 3)
-    )
+    refusal = "is no SentencePiece model, or is cut short"
+    with reading(path, refusal):
+        top = list(_fields(path.read_bytes()))
+        entries = [dict(_fields(value)) for number, value in top if number == 1]
+        pieces = [
+            (entry[1].decode("utf-8"), struct.unpack("<f", entry.get(2, bytes(4)))[0], entry.get(3, 1))
+            for entry in entries
+        ]
+        trainer, normalizer = (
+            dict(_fields(next((value for number, value in top if number == wanted), b"")))
+            for wanted in (2, 3)
+        )
     kind = trainer.get(3, UNIGRAM)
-    if not pieces or kind not in (UNIGRAM, BYTE_PAIRS):
-        raise ValueError
+    refuse(not pieces or kind not in (UNIGRAM, BYTE_PAIRS), f"{path} {refusal}")
     return PieceModel(
         pieces=pieces,
         unigram=kind == UNIGRAM,
@@ -92,10 +91,6 @@ def _scored_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
         at += 8 + length
 
 
-def _float(raw: bytes | None) -> float:
-    return 0.0 if raw is None else float(struct.unpack("<f", raw)[0])
-
-
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the fields of one protocol buffer message: number and value, an int or bytes."""
     at = 0
@@ -126,9 +121,9 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 def t5(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build T5's and mT5's: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
-    sentinels = [f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100)))]
-    known = {text for text, _, _ in model.pieces}
-    sentinels = [token for token in sentinels if token not in known]
+    known = dict(model.scores)
+    names = (f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100))))
+    sentinels = [token for token in names if token not in known]
     tokenizer = _words(model, model.scores + [(token, 0.0) for token in sentinels], model.unk_id)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sentinels])
     return tokenizer
@@ -142,18 +137,20 @@ def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build ALBERT's: plain quotes, accents and case removed unless the settings keep them."""
-    before: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-    if not settings.get("keep_accents", False):
-        before += [normalizers.NFKD(), normalizers.StripAccents()]
-    if settings.get("do_lower_case", True):
-        before += [normalizers.Lowercase()]
+    quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    accents = [normalizers.NFKD(), normalizers.StripAccents()]
+    before = [
+        *quotes,
+        *([] if settings.get("keep_accents", False) else accents),
+        *([normalizers.Lowercase()] if settings.get("do_lower_case", True) else []),
+    ]
     return _words(model, model.scores, model.unk_id, before)
 
 
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Llama's (1 and 2) and Mistral's: unknown characters become bytes, and spaces stay as they are."""
-    prefix = settings.get("add_prefix_space")
-    prefix = bool(model.dummy_prefix if prefix is None else prefix)
+    stated = settings.get("add_prefix_space")
+    prefix = bool(model.dummy_prefix if stated is None else stated)
     with_prefix = "always" if settings.get("legacy", False) else "first"
     spaces = pre_tokenizers.Metaspace(SPACE, with_prefix if prefix else "never", split=False)
     return assembled(_bpe(model.scores, fallback=True), None, spaces, _spell(strip=prefix))
@@ -161,25 +158,31 @@ def llama(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Gemma's: as Llama's, without a space before the first word."""
-    pairs = _bpe(model.scores, fallback=True, unk="<unk>")
-    return assembled(pairs, normalizers.Replace(" ", SPACE), None, _spell(strip=False))
+    return assembled(
+        _bpe(model.scores, fallback=True, unk="<unk>"),
+        normalizers.Replace(" ", SPACE),
+        words=None,
+        decoder=_spell(strip=False),
+    )
 
 
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build any other family's: what the file alone says."""
     if model.unigram and not model.byte_fallback:
         return _words(model, model.scores, model.unk_id)
-    steps = [*_charsmap(model), normalizers.Replace(SPACE, " ")]
-    if model.collapse:
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
-    if model.dummy_prefix:
-        steps += [normalizers.Prepend(" ")]
-    normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    collapsed = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    steps = [
+        *_charsmap(model),
+        normalizers.Replace(SPACE, " "),
+        *(collapsed if model.collapse else ()),
+        *([normalizers.Prepend(" ")] if model.dummy_prefix else ()),
+        normalizers.Replace(" ", SPACE),
+    ]
     if model.unigram:
         units: Any = Unigram(model.scores, model.unk_id, byte_fallback=True)
     else:
         units = _bpe(model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
-    return assembled(units, normalizer, None, _spell(strip=model.dummy_prefix))
+    return assembled(units, normalizers.Sequence(steps), None, _spell(strip=model.dummy_prefix))
 
 
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
@@ -213,9 +216,10 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     """
     model = read_pieces(source)
     scores = dict(model.scores)
-    numbered = sorted(vocabulary.values()) == list(range(len(vocabulary))) and unk in vocabulary
-    rule = f"must number its tokens from 0 without a gap, and hold {unk}"
-    refuse(not numbered, f"{source.parent / 'vocab.json'} {rule}")
+    refuse(
+        sorted(vocabulary.values()) != list(range(len(vocabulary))) or unk not in vocabulary,
+        f"{source.parent / 'vocab.json'} must number its tokens from 0 without a gap, and hold {unk}",
+    )
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     tokenizer = _words(
@@ -242,11 +246,13 @@ def assembled(units: Any, normalizer: Any, words: Any, decoder: Any) -> Tokenize
 def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
     """Return a Unigram model that reads word by word, each with a space before it."""
     steps = [*(before or []), *_charsmap(model)]
-    normalizer = normalizers.Sequence(steps) if steps else None
     spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
-    words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
-    to_text = decoders.Metaspace(SPACE, "always", split=True)
-    return assembled(Unigram(scores, unk_id, byte_fallback=False), normalizer, words, to_text)
+    return assembled(
+        Unigram(scores, unk_id, byte_fallback=False),
+        normalizers.Sequence(steps) if steps else None,
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces]),
+        decoders.Metaspace(SPACE, "always", split=True),
+    )
 
 
 def _bpe(scores: Scores, fallback: bool, unk: str | None = None) -> BPE:

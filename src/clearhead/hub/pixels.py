@@ -34,35 +34,40 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
     assert config.image_size is not None
     if isinstance(image, str | Path):
         image = read_image(Path(image), config.n_channels, str(image))
-    last = not isinstance(image, Tensor)  # arrays have their channels last, tensors first
-    pixels = _channels_first(torch.as_tensor(image), config.n_channels, last)
+    # Arrays have their channels last, tensors first.
+    pixels = _channels_first(torch.as_tensor(image), config.n_channels, last=not isinstance(image, Tensor))
     if pixels.is_floating_point():
-        if tuple(pixels.shape[1:]) != config.image_size:
-            size = [config.n_channels, *config.image_size]
-            raise InputError(
-                f"pixels are {list(pixels.shape)} and the model reads {size}: give that size, "
-                "or an image of whole numbers 0 to 255, which is resized"
-            )
+        refuse(
+            tuple(pixels.shape[1:]) != config.image_size,
+            f"pixels are {list(pixels.shape)} and the model reads {[config.n_channels, *config.image_size]}: "
+            "give that size, or an image of whole numbers 0 to 255, which is resized",
+        )
         return pixels.float()
-    if pixels.dtype != torch.uint8 and (int(pixels.min()) < 0 or int(pixels.max()) > 255):
-        found = f"an image holds {int(pixels.min())} to {int(pixels.max())}"
-        raise InputError(f"{found}: whole numbers must lie between 0 and 255")
+    if pixels.dtype != torch.uint8 and not 0 <= int(pixels.min()) <= int(pixels.max()) <= 255:
+        raise InputError(
+            f"an image holds {int(pixels.min())} to {int(pixels.max())}: "
+            "whole numbers must lie between 0 and 255"
+        )
     return _prepared(pixels.to(torch.uint8), config.image_size, settings)
 
 
 def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
     """Resize, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
     stated = settings.get("size")
-    wanted = size
-    if isinstance(stated, int):
-        wanted = (stated, stated)
-    elif isinstance(stated, dict):
+    wanted = (stated, stated) if isinstance(stated, int) else size
+    if isinstance(stated, dict):
         wanted = (stated.get("height", 0), stated.get("width", 0))
-    other = f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels"
-    refuse(not (wanted == size and not settings.get("do_center_crop")), other, CheckpointError)
+    refuse(
+        wanted != size or settings.get("do_center_crop"),
+        f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
+        CheckpointError,
+    )
     if tuple(image.shape[1:]) != size:
-        both = f"an image is {list(image.shape[1:])} and the model reads {list(size)}"
-        refuse(not settings.get("do_resize", True), f"{both}: {PREPROCESSOR} says not to resize")
+        refuse(
+            not settings.get("do_resize", True),
+            f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
+            f"{PREPROCESSOR} says not to resize",
+        )
         kernel = KERNELS.get(settings.get("resample", 2))
         if kernel is None:
             raise CheckpointError(
@@ -83,9 +88,11 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
     """Return one number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
-    numbers = len(listed) == channels and all(isinstance(value, int | float) for value in listed)
-    refusal = f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel"
-    refuse(not numbers, refusal, CheckpointError)
+    refuse(
+        len(listed) != channels or not all(isinstance(value, int | float) for value in listed),
+        f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel",
+        CheckpointError,
+    )
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
@@ -94,8 +101,11 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
     if image.ndim == 2:
         image = image[None].expand(channels, -1, -1)
     fits = image.ndim == 3 and channels in (image.shape[0], image.shape[2]) and 0 not in image.shape
-    allowed = f"[{channels}, H, W], [H, W, {channels}] or [H, W]"
-    refuse(not fits, f"an image has shape {list(image.shape)}: it must be {allowed}")
+    refuse(
+        not fits,
+        f"an image has shape {list(image.shape)}: "
+        f"it must be [{channels}, H, W], [H, W, {channels}] or [H, W]",
+    )
     if image.shape[2] == channels and (last or image.shape[0] != channels):
         return image.permute(2, 0, 1)
     return image
@@ -110,8 +120,9 @@ def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | No
     try:
         with Picture.open(file) as picture:
             if most is not None and picture.width * picture.height > most:
-                size = f"{picture.width} x {picture.height}"
-                raise InputError(f"{name} has {size} pixels: at most {most:,} are read")
+                raise InputError(
+                    f"{name} has {picture.width} x {picture.height} pixels: at most {most:,} are read"
+                )
             return np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
     except InputError:
         raise

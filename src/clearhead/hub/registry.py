@@ -7,56 +7,18 @@ from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, nearest
-from clearhead.hub import (
-    albert,
-    bart,
-    bert,
-    distilbert,
-    falcon,
-    gemma,
-    gpt2,
-    gpt_neox,
-    granite,
-    llama,
-    m2m100,
-    marian,
-    mistral,
-    olmo2,
-    phi,
-    qwen,
-    roberta,
-    smollm3,
-    stablelm,
-    t5,
-    vit,
-)
+from clearhead.hub import bart, bert, gpt, llama, llama_relatives, t5, vit
 from clearhead.hub.architecture import Architecture
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
 KNOWN = (
-    *(
-        gpt2.GPT2,
-        llama.LLAMA,
-        mistral.MISTRAL,
-        mistral.MIXTRAL,
-        qwen.QWEN2,
-        qwen.QWEN3,
-        gemma.GEMMA,
-        gemma.GEMMA2,
-        gemma.GEMMA3,
-    ),
-    *(
-        gpt_neox.GPT_NEOX,
-        falcon.FALCON,
-        phi.PHI,
-        phi.PHI3,
-        olmo2.OLMO2,
-        stablelm.STABLELM,
-        granite.GRANITE,
-        smollm3.SMOLLM3,
-    ),
-    *(bert.BERT, roberta.ROBERTA, distilbert.DISTILBERT, albert.ALBERT, vit.VIT),
-    *(t5.T5, bart.BART, bart.MBART, m2m100.M2M100, marian.MARIAN, t5.MT5),
+    *(gpt.GPT2, llama.LLAMA, llama_relatives.MISTRAL, llama_relatives.MIXTRAL),
+    *(llama_relatives.QWEN2, llama_relatives.QWEN3),
+    *(llama_relatives.GEMMA, llama_relatives.GEMMA2, llama_relatives.GEMMA3),
+    *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
+    *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3),
+    *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, vit.VIT),
+    *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
 )
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}
 

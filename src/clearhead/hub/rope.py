@@ -48,10 +48,15 @@ def rope(
     def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
         part = float(_first(stated, theirs, fraction_keys, 1.0 if fraction is None else fraction))
-        partial = f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads"
-        refuse(not (fraction is not None or part == 1), partial)
-        theta = float(_first(stated, theirs, theta_keys, base))
-        return {"rope_base": theta, "rope_fraction": part, "rope_scaling": read_scaling(stated, theirs)}
+        refuse(
+            fraction is None and part != 1,
+            f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads",
+        )
+        return {
+            "rope_base": float(_first(stated, theirs, theta_keys, base)),
+            "rope_fraction": part,
+            "rope_scaling": read_scaling(stated, theirs),
+        }
 
     def write(config: ModelConfig) -> Json:
         parameters = write_scaling(config, config.rope_base, config.rope_scaling)
@@ -78,20 +83,25 @@ def two_ropes(base: float, local: float) -> ConfigPart:
         near_theta = float(_first(near, old, ("rope_theta",), local))
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
         alike = (theta, scaling) == (near_theta, near_scaling)
-        refusal = (
-            "config.json scales the rotation of layers with a window: supported there is rope_type default"
+        refuse(
+            not alike and near_scaling is not None,
+            "config.json scales the rotation of layers with a window: supported there is rope_type default",
         )
-        refuse(not (alike or near_scaling is None), refusal)
-        own = None if alike else near_theta
-        return {"rope_base": theta, "rope_local_base": own, "rope_scaling": scaling}
+        return {
+            "rope_base": theta,
+            "rope_local_base": None if alike else near_theta,
+            "rope_scaling": scaling,
+        }
 
     def write(config: ModelConfig) -> Json:
         full = near = write_scaling(config, config.rope_base, config.rope_scaling)
         if config.rope_local_base is not None:
             near = write_scaling(config, config.rope_local_base, None)
-        new = {"full_attention": full, "sliding_attention": dict(near)}
-        old = {"rope_theta": config.rope_base, "rope_local_base_freq": near["rope_theta"]}
-        return {**old, "rope_parameters": new}
+        return {
+            "rope_theta": config.rope_base,
+            "rope_local_base_freq": near["rope_theta"],
+            "rope_parameters": {"full_attention": full, "sliding_attention": dict(near)},
+        }
 
     return ConfigPart(read, write)
 
@@ -112,17 +122,16 @@ def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
 
 def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
     """Return the scaling a config states; None for plain rotary positions."""
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    if kind == "su":
-        kind = "longrope"
-    if kind in ("default", None):
+    named = stated.get("rope_type", stated.get("type", "default"))
+    if named in ("default", None):
         return None
-    supported = ", ".join(("default", *KEYS_BY_KIND))
-    refuse(kind not in KEYS_BY_KIND, f'config.json has rope_type "{kind}": supported are {supported}')
-    keys = KEYS_BY_KIND[kind]
-    given: Json = {key: stated[key] for key in keys if stated.get(key) is not None}
-    if TRAINED in keys and theirs.get(TRAINED) is not None:
-        given[TRAINED] = theirs[TRAINED]
+    kind: Any = "longrope" if named == "su" else named
+    refuse(
+        kind not in KEYS_BY_KIND,
+        f'config.json has rope_type "{kind}": supported are {", ".join(("default", *KEYS_BY_KIND))}',
+    )
+    merged = stated if theirs.get(TRAINED) is None else {**stated, TRAINED: theirs[TRAINED]}
+    given = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
     values: Json = {
         SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value
         for key, value in given.items()

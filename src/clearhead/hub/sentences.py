@@ -3,12 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clearhead.hub.files import read_json, read_json_if_any, reading, refuse, write_json
 
 MODULES, POOLING, LENGTH = "modules.json", "1_Pooling", "sentence_bert_config.json"
-TYPE = "sentence_transformers.models."
+TYPE, MODE = "sentence_transformers.models.", "pooling_mode_"  # how their names begin
+SUPPORTED = ("Transformer", "Pooling", "Normalize")  # modules
 # Their name after pooling_mode_ -> ours.
 MODES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
 
@@ -31,20 +31,16 @@ def read_sentences(folder: Path) -> Sentences | None:
         modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     for kind in kinds:
-        supported = ("Transformer", "Pooling", "Normalize")
-        refuse(kind not in supported, f"{path} names a module {kind}: supported are {', '.join(supported)}")
+        refuse(kind not in SUPPORTED, f"{path} names a module {kind}: supported are {', '.join(SUPPORTED)}")
+    stated = read_json(folder / POOLING / "config.json") if "Pooling" in kinds else {}
+    on = [key.removeprefix(MODE) for key in stated if key.startswith(MODE) and stated[key] is True]
+    refuse(
+        len(on) > 1 or not set(on) <= set(MODES),
+        f"{folder / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}",
+    )
     most = read_json_if_any(folder / LENGTH).get("max_seq_length")
     length = most if type(most) is int and most > 0 else None
-    stated = read_json(folder / POOLING / "config.json") if "Pooling" in kinds else {}
-    return Sentences(_mode(stated, path), "Normalize" in kinds, length)
-
-
-def _mode(stated: dict[str, Any], path: Path) -> str:
-    prefix = "pooling_mode_"
-    on = [key.removeprefix(prefix) for key in stated if key.startswith(prefix) and stated[key] is True]
-    refusal = f"{path.parent / POOLING} pools by {', '.join(on)}: supported is one of {', '.join(MODES)}"
-    refuse(not (len(on) <= 1 and set(on) <= set(MODES)), refusal)
-    return MODES[on[0]] if on else "mean"
+    return Sentences(MODES[on[0]] if on else "mean", "Normalize" in kinds, length)
 
 
 def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
@@ -57,7 +53,7 @@ def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
     ]
     write_json(folder / MODULES, modules)
     (folder / POOLING).mkdir()
-    modes = {f"pooling_mode_{theirs}": ours == sentences.pooling for theirs, ours in MODES.items()}
+    modes = {MODE + theirs: ours == sentences.pooling for theirs, ours in MODES.items()}
     write_json(folder / POOLING / "config.json", {"word_embedding_dimension": d_model, **modes})
     if sentences.max_length is not None:
         write_json(folder / LENGTH, {"max_seq_length": sentences.max_length, "do_lower_case": False})

@@ -88,21 +88,21 @@ def special_ids(
     tokenizer's files name comes first, then an id of generation_config.json, then one of config.json. Where
     several end a text, `eos` is the first of them: `stop_ids` returns all.
     """
+    marked: dict[str, int] = {}
+    if tokenizer is not None:
+        added = tokenizer.get_added_tokens_decoder().items()
+        marked = {token.content: index for index, token in added if token.special}
     special: dict[str, int] = {}
     for role in (*ROLES, "decoder_start", "forced_bos", "forced_eos"):
         text = token_text(settings.get(f"{role}_token"))
-        known = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
         key = f"{role}_token_id"
-        found = [*_ids(known), *_ids(generation.get(key)), *_ids(config.get(key))]
+        known = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
+        # Roles that no file names go by the usual spelling.
+        usual = [f"[{role.upper()}]", f"<{role}>"] if role in ("pad", "unk", "cls", "sep", "mask") else []
+        stated = (known, generation.get(key), config.get(key), *(marked.get(text) for text in usual))
+        found = [index for value in stated for index in _ids(value)]
         if found:
             special[role] = found[0]
-    if tokenizer is not None:  # roles that no file names, by the usual spelling
-        added = tokenizer.get_added_tokens_decoder().items()
-        marked = {token.content: index for index, token in added if token.special}
-        for role in ("pad", "unk", "cls", "sep", "mask"):
-            for text in (f"[{role.upper()}]", f"<{role}>"):
-                if text in marked:
-                    special.setdefault(role, marked[text])
     return special
 
 
@@ -132,16 +132,16 @@ def save_tokenizer(
         tokenizer.save(str(folder / TOKENIZER))
     except Exception as error:
         raise CheckpointError(f"{folder / TOKENIZER} cannot be written: {error}") from None
-    written: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if max_length is not None:
-        written["model_max_length"] = max_length
-    written |= {key: settings[key] for key in KEPT if key in settings}
     named = {role: tokenizer.id_to_token(special[role]) for role in ROLES if role in special}
-    written |= {f"{role}_token": text for role, text in named.items() if text is not None}
     others = [text for text in extra_tokens(settings) if text not in named.values()]
     extra = [text for text in others if tokenizer.token_to_id(text) is not None]
-    if extra:
-        written["additional_special_tokens"] = extra
+    written = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **({} if max_length is None else {"model_max_length": max_length}),
+        **{key: settings[key] for key in KEPT if key in settings},
+        **{f"{role}_token": text for role, text in named.items() if text is not None},
+        **({"additional_special_tokens": extra} if extra else {}),
+    }
     write_json(folder / SETTINGS, written)
 
 

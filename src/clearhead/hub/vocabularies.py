@@ -16,6 +16,7 @@ from clearhead.hub.pieces import FAMILIES, assembled, from_pieces, from_pieces_a
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
 ROLES = ("pad", "bos", "eos", "unk", "cls", "sep", "mask")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 Settings = dict[str, Any]
 
 # The class that a model's tokenizer has when tokenizer_config.json does not name it.
@@ -70,20 +71,15 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
-        kind = "Bert"
-        tokenizer = _wordpiece(folder / "vocab.txt", settings)
-    elif (folder / "source.spm").exists() and (folder / "vocab.json").exists():
-        kind = "Marian"
-        tokenizer = _marian(folder, settings)
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return _completed(folder, _wordpiece(folder / "vocab.txt", settings), "Bert", settings)
+    if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
+        return _completed(folder, _marian(folder, settings), "Marian", settings)
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
-        tokenizer = _byte_level(folder, kind, settings)
-    elif pieces is not None and kind in FAMILIES:
-        tokenizer = from_pieces(pieces, kind, settings)
-    else:
-        return None
-    _complete(folder, tokenizer, kind, settings)
-    return tokenizer
+        return _completed(folder, _byte_level(folder, kind, settings), kind, settings)
+    if pieces is not None and kind in FAMILIES:
+        return _completed(folder, from_pieces(pieces, kind, settings), kind, settings)
+    return None
 
 
 def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Tokenizer, Settings]:
@@ -91,11 +87,12 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
     kind = class_of(folder, settings)
     if path.suffix == ".bin":
         kind = "Llama"
-        usual = {f"{role}_token": text for role, text in USUAL[kind].items()}
-        settings = {**usual, "add_bos_token": True, **settings}
+        settings = {
+            **{f"{role}_token": text for role, text in USUAL[kind].items()},
+            **{"add_bos_token": True, **settings},
+        }
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
-    _complete(folder, tokenizer, kind, settings)
-    return tokenizer, settings
+    return _completed(folder, tokenizer, kind, settings), settings
 
 
 def class_of(folder: Path, settings: Settings) -> str:
@@ -131,16 +128,17 @@ def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
-    unknown = special_tokens(settings, "Bert")["unk"]
-    normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=settings.get("do_lower_case", True),
+    return assembled(
+        WordPiece(WordPiece.read_file(str(path)), unk_token=special_tokens(settings, "Bert")["unk"]),
+        normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+            strip_accents=settings.get("strip_accents"),
+            lowercase=settings.get("do_lower_case", True),
+        ),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(prefix="##"),
     )
-    units = WordPiece(WordPiece.read_file(str(path)), unk_token=unknown)
-    words, to_text = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(prefix="##")
-    return assembled(units, normalizer, words, to_text)
 
 
 def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
@@ -149,25 +147,27 @@ def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
     prefix = bool(settings.get("add_prefix_space", False))
     if kind != "Qwen2":
         return assembled(units, None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel())
-    words = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-    both = pre_tokenizers.Sequence([words, to_bytes])
-    return assembled(units, normalizers.NFC(), both, decoders.ByteLevel())
+    words = [
+        pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
+    ]
+    return assembled(units, normalizers.NFC(), pre_tokenizers.Sequence(words), decoders.ByteLevel())
 
 
 def _marian(folder: Path, settings: Settings) -> Tokenizer:
     vocabulary = read_json(folder / "vocab.json")
     unknown = special_tokens(settings, "Marian")["unk"]
     tokenizer = from_pieces_and_vocabulary(folder / "source.spm", vocabulary, unknown)
-    languages = [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
-    tokenizer.add_special_tokens(languages)
+    tokenizer.add_special_tokens(
+        [token for token in vocabulary if token.startswith(">>") and token.endswith("<<")]
+    )
     return tokenizer
 
 
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-def _complete(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> None:
+def _completed(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
     _add_named(folder, tokenizer, settings, special)
@@ -176,18 +176,19 @@ def _complete(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings)
         _frame_roberta(tokenizer, settings, special, ids)
     else:
         _frame(tokenizer, kind, settings, special, ids)
+    return tokenizer
 
 
 def _add_named(folder: Path, tokenizer: Tokenizer, settings: Settings, special: dict[str, str]) -> None:
     """Add tokens that are never split; those that the vocabulary lacks come after it."""
     numbered = settings.get("added_tokens_decoder") or {}
-    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, entry in sorted(numbered.items(), key=lambda item: int(item[0])):
-        flags = {name: bool(entry[name]) for name in names if name in entry}
-        tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
+    for number in sorted(numbered, key=int):
+        flags = {name: bool(value) for name, value in numbered[number].items() if name in FLAGS}
+        tokenizer.add_tokens([AddedToken(numbered[number]["content"], **flags)])
     added = read_json_if_any(folder / "added_tokens.json")
-    in_order = sorted(added, key=added.__getitem__)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in in_order])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in sorted(added, key=added.__getitem__)]
+    )
     stated = {*tokenizer.get_vocab(), *special_tokens(settings).values()}
     wanted = [*(text for text in special.values() if text in stated), *extra_tokens(settings)]
     done = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -199,8 +200,10 @@ def _frame_roberta(
     tokenizer: Tokenizer, settings: Settings, special: dict[str, str], ids: dict[str, Any]
 ) -> None:
     sep, cls = ((special[role], ids[role]) for role in ("sep", "cls"))
-    known = sep[1] is not None and cls[1] is not None
-    refuse(not known, f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text")
+    refuse(
+        sep[1] is None or cls[1] is None,
+        f"the vocabulary lacks {cls[0]} or {sep[0]}, which stand around each text",
+    )
     prefix, trim = bool(settings.get("add_prefix_space", False)), bool(settings.get("trim_offsets", True))
     tokenizer.post_processor = processors.RobertaProcessing(sep, cls, trim, prefix)
 

@@ -59,8 +59,10 @@ class Entry:
 
 def open_weights(folder: Path) -> dict[str, Entry]:
     """Return every tensor of a model directory, by name: from safetensors, or else from a pickle."""
-    known = ((WEIGHTS, INDEX, open_safetensors), (PICKLED, PICKLED_INDEX, open_pickle))
-    for name, index, opener in known:
+    for name, index, opener in (
+        (WEIGHTS, INDEX, open_safetensors),
+        (PICKLED, PICKLED_INDEX, open_pickle),
+    ):
         if (folder / name).exists():
             return opener(_inside(folder, name))
         if (folder / index).exists():
@@ -76,13 +78,16 @@ def _inside(folder: Path, name: str) -> Path:
     A hub cache keeps each file as a link from `snapshots/X/` into `blobs/`, both under one model's folder:
     such links are followed.
     """
-    path = folder / name
-    leaves = os.path.isabs(name) or ".." in Path(name).parts
-    refuse(leaves, f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory")
-    real, root = path.resolve(), folder.resolve()
+    refuse(
+        os.path.isabs(name) or ".." in Path(name).parts,
+        f"{folder / INDEX} names {name!r}: shards must lie in the model's own directory",
+    )
+    path, root = folder / name, folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    within = any(real.is_relative_to(place) for place in allowed)
-    refuse(not within, f"{path} is a link out of the model's directory: copy the file itself into it")
+    refuse(
+        not any(path.resolve().is_relative_to(place) for place in allowed),
+        f"{path} is a link out of the model's directory: copy the file itself into it",
+    )
     return path
 
 
@@ -93,12 +98,15 @@ def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, En
     shards: dict[str, dict[str, Entry]] = {}
     for name in sorted(set(weight_map.values())):
         path = _inside(folder, name)
-        missing = f"{folder / index} names the shard {name}, which is missing: fetch it again"
-        refuse(not path.exists(), missing)
+        refuse(
+            not path.exists(), f"{folder / index} names the shard {name}, which is missing: fetch it again"
+        )
         shards[name] = opener(path)
     for tensor, name in weight_map.items():
-        stray = f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete"
-        refuse(tensor not in shards[name], stray)
+        refuse(
+            tensor not in shards[name],
+            f"{folder / index} says {tensor} is in {name}, and it is not: the download may be incomplete",
+        )
     return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
 
 
@@ -111,8 +119,11 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            claim = f"its header claims {length:,} bytes and the file has {size:,}"
-            refuse(length > min(MAX_HEADER, size - 8), f"{path} is no whole safetensors file: {claim}")
+            refuse(
+                length > min(MAX_HEADER, size - 8),
+                f"{path} is no whole safetensors file: "
+                f"its header claims {length:,} bytes and the file has {size:,}",
+            )
             header = json.loads(file.read(length).decode("utf-8"))
     refuse(
         not isinstance(header, dict), f"{path} is no safetensors file: its header is not a table of tensors"
@@ -123,8 +134,10 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
     end = 0
     for name, (_, _, start, stop) in sorted(spans.items(), key=lambda item: item[1][2:]):
         refuse(start < end, f"{path}: tensor {name} overlaps the tensor before it; the file is damaged")
-        unused = f"leaves {start - end} bytes before it unused"
-        refuse(start != end, f"{path}: tensor {name} {unused}; the file is damaged")
+        refuse(
+            start != end,
+            f"{path}: tensor {name} leaves {start - end} bytes before it unused; the file is damaged",
+        )
         end = stop
     refuse(end != room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
     mapped = None
@@ -139,15 +152,23 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
     with reading(path, f"has a header whose entry for {name} lacks dtype, shape or data_offsets"):
         kind, shape, (start, stop) = stated["dtype"], stated["shape"], stated["data_offsets"]
     wrong = f"{path}: tensor {name}"
-    known = isinstance(kind, str) and kind in DTYPES
-    refuse(not known, f"{wrong} has dtype {kind!r}; known are {', '.join(DTYPES)}")
+    refuse(
+        not isinstance(kind, str) or kind not in DTYPES,
+        f"{wrong} has dtype {kind!r}; known are {', '.join(DTYPES)}",
+    )
     whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
-    numbers = f"has shape {shape!r} and offsets {start!r}, {stop!r}"
-    refuse(not whole, f"{wrong} {numbers}: they must be whole numbers")
-    place = f"lies at bytes {start} to {stop} of {room}"
-    refuse(not (start <= stop <= room), f"{wrong} {place}: the file is cut short or damaged")
-    filled = stop - start == math.prod(shape) * DTYPES[kind].itemsize
-    refuse(not filled, f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}")
+    refuse(
+        not whole,
+        f"{wrong} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers",
+    )
+    refuse(
+        not start <= stop <= room,
+        f"{wrong} lies at bytes {start} to {stop} of {room}: the file is cut short or damaged",
+    )
+    refuse(
+        stop - start != math.prod(shape) * DTYPES[kind].itemsize,
+        f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}",
+    )
     return DTYPES[kind], tuple(shape), start, stop
 
 
@@ -211,14 +232,11 @@ def write_weights(
             filled = 0
         shards[-1].append(name)
         filled += size
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = [WEIGHTS]
-    for file, tensors in zip(names, shards):
-        save_file(
-            {name: make(name).contiguous() for name in tensors}, folder / file, metadata={"format": "pt"}
-        )
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: make(name).contiguous() for name in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        weight_map = {name: file for file, tensors in zip(names, shards) for name in tensors}
-        total = {"total_size": sum(sizes.values())}
-        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)

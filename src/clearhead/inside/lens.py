@@ -265,8 +265,9 @@ def _terms(
 
     def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
         frozen = freeze(norm, x.detach())
-        bias = None if frozen.bias is None else add(frozen.bias, Term(name, "bias", layer=layer))
-        return replace(frozen, bias=bias).forward(x)
+        if isinstance(frozen.bias, Tensor):
+            frozen = replace(frozen, bias=add(frozen.bias, Term(name, "bias", layer=layer)))
+        return frozen.forward(x)
 
     def attended(layer: int, part: str, attention: Attention) -> Tensor:
         kind = "self" if part == "attention" else "cross"

@@ -5,7 +5,7 @@ weights are small, and would otherwise all look like zero. Rollout alone goes up
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,14 +25,17 @@ SMALL_LABELS = 40  # labels that are still legible beside a small picture
 def draw_head(one: HeadPattern) -> Figure:
     """Draw a table of weights, queries down and keys across."""
     title = f"head {one.head}, {KINDS[one.head.kind]}, entropy {one.entropy:.2f} bits"
-    return _weights(one.pattern, one.queries, one.keys, title, WEIGHT)
+    title += _cells(max(one.queries.size, one.keys.size))
+    return heatmap(
+        one.pattern, one.queries.labels, one.keys.labels, title, WEIGHT, "query", "key", 0, 1, root=True
+    )
 
 
 def draw_rollout(rollout: Rollout) -> Figure:
     """Draw what each place is made of after the last layer. Shares of many tokens stay far below 1."""
-    title = f"rollout over {len(rollout.flow)} layers, {KINDS[rollout.kind]}"
-    most = float(rollout.last.max())
-    return _weights(rollout.last, rollout.tokens, rollout.tokens, title, SHARE, "place", "token", most)
+    title = f"rollout over {len(rollout.flow)} layers, {KINDS[rollout.kind]}{_cells(rollout.tokens.size)}"
+    labels, most = rollout.tokens.labels, float(rollout.last.max())
+    return heatmap(rollout.last, labels, labels, title, SHARE, "place", "token", 0, most, root=True)
 
 
 def draw_layer(layer: LayerMap) -> Figure:
@@ -47,7 +50,7 @@ def draw_layer(layer: LayerMap) -> Figure:
     for axes in grid.flat[len(layer.pattern) :]:
         axes.set_axis_off()
     for number, (axes, pattern) in enumerate(zip(grid.flat, layer.pattern)):
-        image = _draw_weights(axes, pattern)
+        image = draw(axes, np.asarray(pattern, dtype=float), 0, 1, root=True)
         axes.set_title(f"head {layer.name}.{number}", fontsize=9)
         _label(axes, layer.queries if number % columns == 0 else None, "y", side)
         _label(axes, layer.keys if number + columns >= count else None, "x", side)
@@ -67,7 +70,7 @@ def draw_model(maps: AttentionMaps, kind: str = "self") -> Figure:
     figure = new(max(heads * side + 2.2, 5.0), max(len(layers) * side + 1.6, 3.0))
     axes = figure.add_subplot()
     mosaic, height, width = _mosaic(layers, heads)
-    image = _draw_weights(axes, mosaic)
+    image = draw(axes, mosaic.astype(float), 0, 1, root=True)
     axes.set_yticks(_centres(len(layers), height), [str(each.layer) for each in layers], fontsize=8)
     axes.set_xticks(_centres(heads, width), [str(head) for head in range(heads)], fontsize=8)
     axes.tick_params(length=0)
@@ -84,35 +87,6 @@ def draw_entropy(maps: AttentionMaps, kind: str = "self") -> Figure:
     rows, columns = [str(each.layer) for each in maps.of(kind)], [str(head) for head in range(table.shape[1])]
     title, scale = f"{KINDS[kind]}: entropy of each head", "entropy in bits, mean over queries"
     return heatmap(table, rows, columns, title, scale, "layer", "head", low=0, numbers=True)
-
-
-def _weights(
-    table: Array,
-    rows: Axis,
-    columns: Axis,
-    title: str,
-    scale: str,
-    row_name: str = "query",
-    column_name: str = "key",
-    most: float = 1.0,
-) -> Figure:
-    """Draw one table of weights on the scale that all pictures share."""
-    title += _cells(max(rows.size, columns.size))
-    figure = heatmap(table, rows.labels, columns.labels, title, scale, row_name, column_name)
-    _to_root_scale(figure.axes[0].images[0], most)
-    return figure
-
-
-def _draw_weights(axes: Axes, table: Array) -> Any:
-    image = draw(axes, np.asarray(table, dtype=float), 0, 1)
-    _to_root_scale(image)
-    return image
-
-
-def _to_root_scale(image: Any, most: float = 1.0) -> None:
-    from matplotlib.colors import PowerNorm
-
-    image.set_norm(PowerNorm(0.5, vmin=0, vmax=most))
 
 
 def _cells(size: int) -> str:

@@ -1,7 +1,7 @@
-"""What the pictures share: one look, heat maps, curves, bars, legible labels, and writing to a file."""
+"""What the pictures share: one look, heat maps, bars, legible labels, and writing to a file."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,11 +39,12 @@ def single(
     x_name: str,
     y_name: str = "",
     grid: Literal["x", "both"] | None = None,
+    size: float = 11,
 ) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, titled and named; `grid` draws lines along them."""
     figure = new(width, height)
     axes = figure.add_subplot()
-    name(axes, title, x_name, y_name)
+    name(axes, title, x_name, y_name, size)
     if grid:
         axes.grid(alpha=0.3, axis=grid)
     return figure, axes
@@ -81,39 +82,52 @@ def heatmap(
     low: float | None = None,
     high: float | None = None,
     diverging: bool = False,
+    root: bool = False,
     numbers: bool = False,
 ) -> Figure:
     """Return one table of numbers [rows, columns] as colours; `scale` names what the colours stand for.
 
-    `diverging` centres the colours on zero. `numbers` writes each value into its cell.
+    `low`, `high`, `diverging` and `root` are as in `draw`. `numbers` writes each value into its cell.
     """
     table = np.asarray(values, dtype=float)
     width = min(max(0.28 * table.shape[1] + 2.8, 4.5), 20)
     height = min(max(0.24 * table.shape[0] + 1.8, 3.0), 20)
     figure, axes = single(width, height, title, column_name, row_name)
-    image = draw(axes, table, low, high, diverging)
-    label_axes(axes, rows, columns)
-    if numbers:
-        write_numbers(axes, table)
+    image = draw(axes, table, low, high, diverging, root, rows, columns, numbers="{:.2f}" if numbers else "")
     figure.colorbar(image, ax=axes, label=scale, fraction=0.046)
     return figure
 
 
 def draw(
-    axes: Axes, table: np.ndarray[Any, Any], low: float | None, high: float | None, diverging: bool = False
+    axes: Axes,
+    table: np.ndarray[Any, Any],
+    low: float | None,
+    high: float | None,
+    diverging: bool = False,
+    root: bool = False,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    numbers: str = "",
 ) -> Any:
-    """Draw the colours alone; several axes with the same `low` and `high` have one scale."""
-    reach = float(np.nanmax(np.abs(table))) if table.size and not np.all(np.isnan(table)) else 1.0
+    """Draw the colours of one table; several axes with the same `low` and `high` have one scale.
+
+    `diverging` centres the colours on zero. `root` gives small values more of them: colours go by the root.
+    `rows` and `columns` are the labels. `numbers` is how each value is written into its cell, as "{:.2f}".
+    """
+    from matplotlib.colors import Normalize, PowerNorm
+
     if diverging:
+        reach = float(np.nanmax(np.abs(table))) if table.size and not np.all(np.isnan(table)) else 1.0
         low, high = (-reach if low is None else low), (reach if high is None else high)
+    scale = PowerNorm(0.5, low, high) if root else Normalize(low, high)
     colours = DIVERGING if diverging else SEQUENTIAL
-    return axes.imshow(table, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-
-
-def label_axes(axes: Axes, rows: Sequence[str], columns: Sequence[str]) -> None:
-    """Write the names of rows and columns."""
-    label_axis(axes, rows, "y")
-    label_axis(axes, columns, "x")
+    image = axes.imshow(table, cmap=colours, norm=scale, aspect="auto", interpolation="nearest")
+    if rows or columns:
+        label_axis(axes, rows, "y")
+        label_axis(axes, columns, "x")
+    if numbers:
+        write_numbers(axes, table, numbers)
+    return image
 
 
 def label_axis(axes: Axes, names: Sequence[str], side: Literal["x", "y"], most: int = LEGIBLE) -> int:
@@ -124,33 +138,11 @@ def label_axis(axes: Axes, names: Sequence[str], side: Literal["x", "y"], most: 
     every = max(1, math.ceil(len(names) / most))
     places = list(range(0, len(names), every))
     shown = [plain(shortened(names[place])) for place in places]
-    size = 8 if len(places) <= 40 else 7
-    upright = all(len(label) <= 2 for label in shown)
-    if side == "y":
-        axes.set_yticks(places, shown, fontsize=size)
-    elif upright:
-        axes.set_xticks(places, shown, fontsize=size)
-    else:
-        axes.set_xticks(places, shown, fontsize=size, rotation=60, ha="right")
+    upright = side == "y" or all(len(label) <= 2 for label in shown)
+    style: dict[str, Any] = {} if upright else {"rotation": 60, "ha": "right"}
+    axis = axes.yaxis if side == "y" else axes.xaxis
+    axis.set_ticks(places, shown, fontsize=8 if len(places) <= 40 else 7, **style)
     return every
-
-
-def curves(
-    lines: Mapping[str, Sequence[float]],
-    places: Sequence[float],
-    title: str,
-    x_name: str,
-    y_name: str,
-    ticks: Sequence[str],
-) -> Figure:
-    """Return curves over the same places, each with its name; `ticks` are written below the places."""
-    figure, axes = single(6.5, 4.0, title, x_name, y_name, grid="both")
-    for label, values in lines.items():
-        axes.plot(places, values, marker="o", markersize=4, label=plain(label))
-    axes.set_xticks(list(places), [plain(tick) for tick in ticks], fontsize=8)
-    if len(lines) > 1:
-        axes.legend(fontsize=8)
-    return figure
 
 
 def bars(
@@ -174,7 +166,7 @@ def write(axes: Axes, row: float, column: float, text: str, size: float = 7, **s
     axes.text(column, row, text, ha="center", va="center", fontsize=size, **style)
 
 
-def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str = "{:.2f}") -> None:
+def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str) -> None:
     """Write each value into its cell, with dark edges that keep it legible on any colour."""
     from matplotlib.patheffects import withStroke
 

@@ -13,8 +13,8 @@ from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate.beam import Hypothesis, beam_search
-from clearhead.generate.compiled import decode_compiled
 from clearhead.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.generate.engine import decode_compiled
 from clearhead.generate.request import Request, RequestOptions
 from clearhead.generate.speculate import Guesser, guessers_for, speculate
 from clearhead.generate.stream import TextStream

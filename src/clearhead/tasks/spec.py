@@ -13,9 +13,9 @@ from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
 from clearhead.data.examples import Shape
 from clearhead.errors import ConfigError, InputError, refuse
+from clearhead.losses import Objective
 from clearhead.presets import preset
 from clearhead.tokens.training import SpecialTokens
-from clearhead.training.losses import Objective
 
 # What a model is used for, by its head; every model also embeds.
 USES: dict[HeadName, tuple[str, ...]] = {

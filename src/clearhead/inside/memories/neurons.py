@@ -33,7 +33,7 @@ from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
 from clearhead.inside import frozen, inputs, results
 from clearhead.inside.names import layer_names
-from clearhead.model.experts import Experts
+from clearhead.model.feedforward import Experts
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.stack import Stack
 
@@ -320,4 +320,4 @@ def directions(m: Model, shelf: Shelf) -> Tensor:
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
     """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
-    return replace(frozen.freeze(norm, written), size=1.0, bias=None).forward(written).float()
+    return replace(frozen.freeze(norm, written), size=1.0, bias=0.0).forward(written).float()

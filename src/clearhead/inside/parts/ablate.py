@@ -37,9 +37,9 @@ from clearhead.inside.inputs import AnyModel, Prepared, Target, as_model, device
 from clearhead.inside.names import AttentionHead, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
 from clearhead.inside.results import Result
+from clearhead.losses import arguments_for
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[AttentionHead | str] | AttentionHead | str

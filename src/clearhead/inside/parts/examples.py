@@ -26,11 +26,11 @@ from clearhead.errors import refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
 from clearhead.inside import inputs, results
+from clearhead.losses import arguments_for, default_chunk, objective_of, summed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS
-from clearhead.training.losses import arguments_for, default_chunk, objective_of, summed
 
 
 @dataclass(frozen=True, eq=False)

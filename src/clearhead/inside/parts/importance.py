@@ -34,10 +34,10 @@ from clearhead.inside.parts.ablate import (
     opened,
 )
 from clearhead.inside.parts.examples import Data, judge
+from clearhead.losses import batch_loss
 from clearhead.model.taps import edit
 from clearhead.model.transformer import evaluating
 from clearhead.tasks.table import TASKS
-from clearhead.training.losses import batch_loss
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
+from clearhead.losses import CLASSES, SPANS, TAGGED
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
 from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
-from clearhead.training.losses import CLASSES, SPANS, TAGGED
-from clearhead.training.plan import GeneratePlan
 
 
 def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
@@ -38,8 +38,9 @@ def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) ->
 def _class_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and the mean F1 of the classes."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
-    judgement.figures.classes(said, meant)
-    return [judgement.labels[place] for place in said]
+    for name in ("accuracy", "macro_f1"):
+        judgement.figures.add(name, said, meant)
+    return [judgement.loaded.class_names[place] for place in said]
 
 
 def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
@@ -63,7 +64,11 @@ def _tag_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
     found = tag(judgement.loaded, [row.words for row in judgement.rows])
     tags = [[word.label for word in one.words] for one in found]
-    judgement.figures.tags(tags, [row.tags for row in judgement.rows])
+    wanted = [row.tags for row in judgement.rows]
+    judgement.figures.add("accuracy", tags, wanted, "word_accuracy")
+    if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
+        for name in ("span_f1", "span_precision", "span_recall"):
+            judgement.figures.add(name, tags, wanted)
     return [" ".join(row) for row in tags]
 
 

@@ -25,11 +25,11 @@ from clearhead.data.tables import Record
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import Counts, Metric
+from clearhead.losses import Answered, Objective
 from clearhead.model.dtypes import wide
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import ENCODER, Answers, TaskSpec
 from clearhead.tokens.training import READER
-from clearhead.training.losses import Answered, Objective
-from clearhead.training.plan import GeneratePlan
 
 STATED = {"problem_type": "regression"}
 

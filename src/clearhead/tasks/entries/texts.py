@@ -1,5 +1,6 @@
 """Tasks whose targets are text: the next token, masked tokens, spans that were taken out, a translation."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -12,9 +13,9 @@ from clearhead.batches.encoding import encode_pairs, encode_text
 from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
-from clearhead.training.plan import GeneratePlan
 
 PROMPT = 32  # characters of the validation text that a language model continues
 
@@ -53,7 +54,10 @@ def _bits(judgement: Judgement) -> list[str]:
         return []
     chunks = cast(Iterable[Chunk], judgement.rows)
     sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in chunks]
-    judgement.figures.bits(tokens, *np.sum(sizes, 0).tolist())
+    n_bytes, characters = np.sum(sizes, 0).tolist()
+    figures = judgement.figures
+    figures.derive("bits_per_byte", "loss", lambda loss: loss / math.log(2) * tokens / n_bytes)
+    figures.derive("bits_per_character", "loss", lambda loss: loss / math.log(2) * tokens / characters)
     return []
 
 
@@ -70,8 +74,8 @@ def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
 
 def _texts(judgement: Judgement) -> list[str]:
     """Add exact match, edits per token, BLEU and chrF."""
-    written, options = judgement.written, judgement.options
-    judgement.figures.texts(written, judgement.references, options.tokenize, options.lowercase)
+    written, references = judgement.write(), judgement.references
+    judgement.figures.texts(written, references, judgement.tokenize, judgement.lowercase)
     return written
 
 
