@@ -32,9 +32,9 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.fast import kernels as kernels_module
 from clearhead.fast import prepare
-from clearhead.generate import compiled
-from clearhead.generate.compiled import CompiledStep, Handover, Steps, decode_compiled
+from clearhead.generate import engine
 from clearhead.generate.decode import Ends, Prompts, decode, prefill
+from clearhead.generate.engine import CompiledStep, Handover, Steps, decode_compiled
 from clearhead.generate.request import Request
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
@@ -48,11 +48,10 @@ AUTOTUNE = {**DESCENT, "max_autotune_gemm": True, "max_autotune_gemm_backends": 
 # computed otherwise.
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "default": ("some", "inductor", DESCENT, "fused"),  # what `generate` does
-    "kernels": ("all", "inductor", DESCENT, "fused"),
     "attention": ("attention", "inductor", DESCENT, "fused"),
     "descent": ("none", "inductor", DESCENT, "fused"),
     # Nothing is compiled but our kernels, and the step is recorded as a graph.
-    "kernels-recorded": ("all", "eager", {}, "fused"),
+    "kernels-recorded": ("some", "eager", {}, "fused"),
     "recorded": ("none", "eager", {}, "fused"),
     "attention-autotune": ("attention", "inductor", AUTOTUNE, "fused"),
     "prototype": ("none", "inductor", DEFAULT, "fused"),
@@ -114,10 +113,9 @@ def formula(
 def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]:
     """How a model is made ready for a variant, and the compiler's name."""
     kernels, backend, options, attention = VARIANTS[name]
-    compiled.OPTIONS.clear()
-    compiled.OPTIONS.update(options)
-    rows = {"all": 64, "attention": 0}
-    kernels_module.MOST_ROWS = rows.get(kernels, kernels_module.MOST_ROWS)
+    engine.OPTIONS.clear()
+    engine.OPTIONS.update(options)
+    kernels_module.MOST_ROWS = 0 if kernels == "attention" else kernels_module.MOST_ROWS
     KERNELS["formula"] = formula
 
     def ready(model: ch.Transformer) -> ch.Transformer:
@@ -230,7 +228,7 @@ def equality() -> Rows:
     greedy = Request(max_new_tokens=100, compile=True)
     sampled = dataclasses.replace(greedy, temperature=0.8, top_p=0.9)
     ends = Ends(frozenset([7, 8]))
-    for name in ("kernels", "descent", "kernels-recorded"):
+    for name in ("default", "descent", "kernels-recorded"):
         ready, backend = variant(name)
         torch._dynamo.reset()
         fast = ready(model)
@@ -257,7 +255,7 @@ def lengths() -> Rows:
     """How many steps are made, and how many graphs the compiler sees, over prompts of twenty lengths."""
     from torch._dynamo.utils import counters
 
-    ready, backend = variant("kernels")
+    ready, backend = variant("default")
     model = ready(built(SMALL))
     steps = Steps(model, backend)
     counters.clear()

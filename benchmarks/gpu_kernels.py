@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.fast import kernels
 from clearhead.fast.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
@@ -48,18 +47,15 @@ def noted(check: str, value: float, allowed: float) -> dict[str, object]:
 
 def kernel_equality() -> Rows:
     """The kernels against their formulas in float64."""
-    kernels.MOST_ROWS = 64  # all sizes, whether or not it pays
     torch.manual_seed(0)
     found = []
     for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 6e-2)):
         made = {"device": "cuda", "dtype": dtype}
         worst = 0.0
-        for rows, (norm, gate, add) in itertools.product(
-            (1, 3, 32), ((True, "silu", False), (True, None, False), (False, None, True))
-        ):
-            x, weight = torch.randn(rows, 1, 704, **made), torch.randn(512, 704, **made) / 704**0.5
+        for norm, gate, add in ((True, "silu", False), (True, None, False), (False, None, True)):
+            x, weight = torch.randn(1, 1, 704, **made), torch.randn(512, 704, **made) / 704**0.5
             bias, scale = torch.randn(512, **made), torch.rand(704, **made) if norm else None
-            added = torch.randn(rows, 1, 256 if gate else 512, **made) if add else None
+            added = torch.randn(1, 1, 256 if gate else 512, **made) if add else None
             exact = step_linear(*map(_double, (x, weight, bias, scale)), 1e-5, False, gate, _double(added))
             worst = max(
                 worst,
@@ -97,25 +93,21 @@ def _double(x: Tensor | None) -> Tensor | None:
 @torch.inference_mode()
 def tiles() -> Rows:
     """Each kernel at the sizes of the big model; beside it PyTorch's own."""
-    found = [linear_tiles(rows, name) for rows, name in itertools.product(BATCHES, SHAPES)]
+    found = [linear_tiles(name) for name in SHAPES]
     return found + [attend_tiles(rows, slots) for rows, slots in itertools.product(BATCHES, (512, 2048))]
 
 
-def linear_tiles(rows: int, name: str) -> dict[str, object]:
-    """One linear layer of the model."""
+def linear_tiles(name: str) -> dict[str, object]:
+    """One linear layer of the model, on one row."""
     from clearhead.fast.triton_step import Tile, linear
 
     n, d = SHAPES[name]
     weights = [torch.randn(n, d, **HALF) for _ in range(max(8, 400_000_000 // (n * d * 2)))]
-    x = torch.randn(rows, 1, d, **HALF)
+    x = torch.randn(1, 1, d, **HALF)
     scale = torch.ones(d, **HALF) if name in ("qkv", "both", "head") else None
-    added = torch.randn(rows, 1, n, **HALF) if name in ("out", "down") else None
-    alone, several = (
-        itertools.product((2, 4, 8), (1024, 2048), (4, 8)),
-        itertools.product((16, 32, 64), (128, 256), (4,), (3, 5)),
-    )
+    added = torch.randn(1, 1, n, **HALF) if name in ("out", "down") else None
     by_tile = {}
-    for cut in alone if rows == 1 else several:
+    for cut in itertools.product((2, 4, 8), (1024, 2048), (4, 8)):
         run = functools.partial(
             linear,
             bias=None,
@@ -131,7 +123,7 @@ def linear_tiles(rows: int, name: str) -> dict[str, object]:
         except Exception as error:
             print(f"{name} {cut}: {type(error).__name__}: {str(error)[:100]}", flush=True)
     reference = time_of([functools.partial(nnf.linear, x, weight) for weight in weights])
-    return _row(f"{name} {n}x{d}, {rows} rows", n * d * 2, by_tile, reference)
+    return _row(f"{name} {n}x{d}, 1 row", n * d * 2, by_tile, reference)
 
 
 def attend_tiles(rows: int, slots: int) -> dict[str, object]:

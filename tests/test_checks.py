@@ -13,10 +13,9 @@ import torch
 
 import clearhead as ch
 from clearhead.inside import checks
-from clearhead.inside.checks.formula import formula_rows
-from clearhead.inside.checks.inputs import Inputs
+from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.plainly import plainly
-from clearhead.inside.checks.row import Comparison, gap
+from clearhead.inside.checks.rows import Comparison, Inputs, gap
 from clearhead.model import positions
 from tests.harness import build, pad, some_ids, worst
 

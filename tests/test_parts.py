@@ -9,8 +9,7 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.model.attend import KERNELS
-from clearhead.model.experts import Experts
-from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.feedforward import ACTIVATIONS, Experts, FeedForward
 from clearhead.model.fronts import FRONTS
 from clearhead.model.heads import HEADS
 from clearhead.model.norms import NORMS

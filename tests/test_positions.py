@@ -15,8 +15,14 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import clearhead as ch
-from clearhead.model.positions import alibi_slopes, relative_bucket, sinusoid
-from clearhead.model.rope import rope_frequencies, rope_order, rotate
+from clearhead.model.positions import (
+    alibi_slopes,
+    relative_bucket,
+    rope_frequencies,
+    rope_order,
+    rotate,
+    sinusoid,
+)
 from tests.harness import build, config, some_ids, worst
 
 FAR = torch.tensor([[0, 1, 17, 4_095, 65_536]])

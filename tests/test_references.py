@@ -13,8 +13,8 @@ from torch import nn
 import clearhead as ch
 from clearhead.model.attend import KERNELS, eager
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block
 from clearhead.model.masks import View
+from clearhead.model.stack import Block
 from tests.harness import config, scramble, some_ids, worst
 
 D, H = 16, 4
@@ -184,7 +184,7 @@ def test_block_equals_transformer_decoder_layer(place, activation, kernel):
 
 @pytest.mark.ledger("D3", "D6")
 def test_residual_layouts_equal_their_formulas():
-    """Each line of the drawing in block.py, written out with the block's own parts."""
+    """Each line of the drawing in stack.py, written out with the block's own parts."""
     x = torch.randn(2, 5, D)
     for place in ("sandwich", "output"):
         block = scramble(ch.Transformer(config(norm_position=place))).decoder.blocks[0].eval()

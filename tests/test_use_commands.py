@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
 from clearhead import cli
-from clearhead.commands.output import writing
+from clearhead.commands.common import writing
 from clearhead.commands.texts import Input, results
-from clearhead.tasks.words import tag
+from clearhead.tasks.reading import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
 

@@ -26,7 +26,8 @@ from clearhead.inside.checks import check as check
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
 from clearhead.model.cache import Cache as Cache
-from clearhead.model.experts import balance_loss as balance_loss
+from clearhead.model.cache import WindowCache as WindowCache
+from clearhead.model.feedforward import balance_loss as balance_loss
 from clearhead.model.fixed_cache import FixedCache as FixedCache
 from clearhead.model.taps import Recording as Recording
 from clearhead.model.taps import edit as edit
@@ -35,9 +36,10 @@ from clearhead.model.taps import tap_names as tap_names
 from clearhead.model.transformer import Output as Output
 from clearhead.model.transformer import Transformer as Transformer
 from clearhead.model.transformer import attending as attending
-from clearhead.model.window_cache import WindowCache as WindowCache
 from clearhead.presets import PRESETS as PRESETS
 from clearhead.presets import preset as preset
+from clearhead.recipe import Recipe as Recipe
+from clearhead.recipe import read_recipe as read_recipe
 from clearhead.tasks.results import Answer as Answer
 from clearhead.tasks.results import Candidate as Candidate
 from clearhead.tasks.results import Classification as Classification
@@ -46,8 +48,6 @@ from clearhead.tasks.results import Score as Score
 from clearhead.tasks.results import Span as Span
 from clearhead.tasks.results import Tags as Tags
 from clearhead.tasks.results import Word as Word
-from clearhead.training.recipe import Recipe as Recipe
-from clearhead.training.recipe import read_recipe as read_recipe
 from clearhead.training.run import Trained as Trained
 from clearhead.training.run import train as train
 

@@ -10,20 +10,11 @@ from torch import Tensor
 from clearhead.bundle import Bundle, default_names
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS, make_request
-from clearhead.hub.checkpoint import Description, describe, load_model
-from clearhead.hub.files import read_json
-from clearhead.hub.pixels import PREPROCESSOR, Image
-from clearhead.hub.sentences import read_sentences
+from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.tasks.answers import AnswerOptions, answer
-from clearhead.tasks.blanks import fill
-from clearhead.tasks.classes import classify
-from clearhead.tasks.embeddings import embed
+from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
-from clearhead.tasks.scores import score
-from clearhead.tasks.translation import translate
-from clearhead.tasks.words import tag
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
@@ -153,17 +144,17 @@ class Model(Bundle):
         replaces the beams.
         """
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
+        asked = {**own, "num_return": num_return, **options}
         single, prompts = _prompts(text)
-        hooks = Hooks(on_text, cancel, draft)
-        made = translate(self, prompts, {**own, "num_return": num_return, **options}, hooks)
+        made = generation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
         return _best(made, num_return, single)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""
-        return score(self, text, source)
+        return generation.score(self, text, source)
 
     @overload
-    def classify(self, inputs: str | Pair | Image, batch_size: int = ...) -> Classification: ...
+    def classify(self, inputs: str | Pair | pixels.Image, batch_size: int = ...) -> Classification: ...
 
     @overload
     def classify(self, inputs: list[Any], batch_size: int = ...) -> list[Classification]: ...
@@ -177,7 +168,7 @@ class Model(Bundle):
         single = not isinstance(inputs, list)
         if self.config.input == "patches":
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
-        return _unwrapped(classify(self, [inputs] if single else list(inputs), batch_size), single)
+        return _unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
 
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
@@ -193,7 +184,7 @@ class Model(Bundle):
         """
         single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
         texts: Any = [text] if single else text
-        return _unwrapped(tag(self, texts, batch_size), single)
+        return _unwrapped(reading.tag(self, texts, batch_size), single)
 
     @overload
     def fill(self, text: str, k: int = ..., batch_size: int = ...) -> Filled: ...
@@ -206,19 +197,21 @@ class Model(Bundle):
 
         Several masks give a list for each. Each mask is filled on its own, the others left standing.
         """
-        found = fill(self, [text] if isinstance(text, str) else text, k, batch_size)
+        found = reading.fill(self, [text] if isinstance(text, str) else text, k, batch_size)
         made: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in found]
         return made[0] if isinstance(text, str) else made
 
     @overload
-    def answer(self, question: str, context: str, **options: Unpack[AnswerOptions]) -> Answer: ...
+    def answer(self, question: str, context: str, **options: Unpack[reading.AnswerOptions]) -> Answer: ...
 
     @overload
     def answer(
-        self, question: list[str], context: list[str], **options: Unpack[AnswerOptions]
+        self, question: list[str], context: list[str], **options: Unpack[reading.AnswerOptions]
     ) -> list[Answer]: ...
 
-    def answer(self, question: Any, context: Any, **options: Unpack[AnswerOptions]) -> Answer | list[Answer]:
+    def answer(
+        self, question: Any, context: Any, **options: Unpack[reading.AnswerOptions]
+    ) -> Answer | list[Answer]:
         """Return the part of the context that answers the question; a long context is read in windows.
 
         Options: `none` allows "no answer", an empty text where the model finds that likelier than any answer.
@@ -226,8 +219,8 @@ class Model(Bundle):
         windows at a time.
         """
         if isinstance(question, str):
-            return answer(self, [question], [context], **options)[0]
-        return answer(self, question, context, **options)
+            return reading.answer(self, [question], [context], **options)[0]
+        return reading.answer(self, question, context, **options)
 
     def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
@@ -235,7 +228,7 @@ class Model(Bundle):
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
         else by their mean. Texts longer than the model takes are cut.
         """
-        return embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
+        return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
 
 
 def _prompts(given: Any) -> tuple[bool, list[Any]]:
@@ -249,10 +242,8 @@ def _best(
     made: list[list[Generation]], num_return: int, single: bool
 ) -> Generation | list[Generation] | list[list[Generation]]:
     """Return one generation of each prompt, or a list where several were asked for."""
-    if num_return > 1:
-        return _unwrapped(made, single)
-    best = [row[0] for row in made]
-    return best[0] if single else best
+    kept: list[Any] = made if num_return > 1 else [row[0] for row in made]
+    return kept[0] if single else kept
 
 
 def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
@@ -280,8 +271,8 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
-    model, description = load_model(path, describe(path), dtype)
-    generation = _read_optional(path / "generation_config.json")
+    model, description = checkpoint.load_model(path, checkpoint.describe(path), dtype)
+    generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
     else:
@@ -299,16 +290,12 @@ def load(
         special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
         labels=_labels(description),
-        sentences=read_sentences(path),
-        images=_read_optional(path / PREPROCESSOR),
+        sentences=sentences.read_sentences(path),
+        images=files.read_json_if_any(path / pixels.PREPROCESSOR),
     )
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _labels(description: Description) -> tuple[str, ...]:
+def _labels(description: checkpoint.Description) -> tuple[str, ...]:
     """Return the names of the classes in the order of their ids, where config.json names each."""
     names = description.theirs.get("id2label")
     numbers = [str(number) for number in range(description.config.n_classes)]
@@ -322,8 +309,8 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
+    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
     try:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

@@ -13,10 +13,9 @@ import torch
 from tokenizers import Tokenizer
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
-from clearhead.hub.checkpoint import Description, exported, save_model
-from clearhead.hub.files import whole_folder, write_json
+from clearhead.hub import checkpoint, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import encode, save_tokenizer, stop_ids
@@ -37,7 +36,7 @@ class Bundle:
     model: Transformer
     tokenizer: Tokenizer | None = None
     generation: dict[str, Any] = field(default_factory=dict)  # defaults: special token ids, sampling
-    description: Description | None = None  # the config.json it came with
+    description: checkpoint.Description | None = None  # the config.json it came with
     folder: Path | None = None
     special: dict[str, int] = field(default_factory=dict)  # ids by role: pad, bos, eos, cls, sep, mask, ...
     settings: dict[str, Any] = field(default_factory=dict)  # the tokenizer_config.json it came with
@@ -77,8 +76,8 @@ class Bundle:
         """The ids that the decoder of an encoder-decoder begins with; none for a model of one stack."""
         if self.config.family != "encoder-decoder":
             return []
-        roles = [role for role in ("decoder_start", "bos", "pad") if role in self.special]
-        start = self.special[roles[0]] if roles else 0
+        roles = ("decoder_start", "bos", "pad")
+        start = next((self.special[role] for role in roles if role in self.special), 0)
         return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
 
     @property
@@ -110,10 +109,10 @@ class Bundle:
         """Return the ids of a prompt; where the model continues it, without the token that ends a text."""
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-            if not all(isinstance(token, int) for token in ids):
-                raise InputError(
-                    f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers"
-                )
+            refuse(
+                not all(isinstance(token, int) for token in ids),
+                f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
+            )
             return ids
         ids = self.encode([prompt])[0]
         if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
@@ -126,7 +125,7 @@ class Bundle:
         self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        saved = exported(self.config, self.description)
+        saved = checkpoint.exported(self.config, self.description)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {
@@ -135,14 +134,13 @@ class Bundle:
             }
         if saved is not self.description:  # whose config.json says the special ids
             theirs |= self._named_ids(theirs)
-        with whole_folder(Path(folder)) as work:
-            save_model(work, self.model, replace(saved, theirs=theirs), shard_size, dtype)
+        with files.whole_folder(Path(folder)) as work:
+            checkpoint.save_model(work, self.model, replace(saved, theirs=theirs), shard_size, dtype)
             if self.tokenizer is not None:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
-            if self.generation:
-                write_json(work / "generation_config.json", self.generation)
-            if self.images:
-                write_json(work / PREPROCESSOR, self.images)
+            for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
+                if settings:
+                    files.write_json(work / name, settings)
             if self.sentences is not None:
                 write_sentences(work, self.sentences, self.config.d_model)
 

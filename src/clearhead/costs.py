@@ -11,8 +11,7 @@ Every figure is a sum over the steps that the parts of the model yield. What is 
                     pattern that the kernel keeps for attention dropout
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from clearhead.config import ModelConfig, StackSpec
@@ -39,7 +38,7 @@ class Parts:
     @property
     def total(self) -> int:
         """The sum over the parts."""
-        return sum(getattr(self, part.name) for part in dataclasses.fields(Parts))
+        return sum(getattr(self, part.name) for part in fields(Parts))
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,7 @@ class Cost:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values with totals, without the steps."""
         return {
-            entry.name: _plain(getattr(self, entry.name))
-            for entry in dataclasses.fields(self)
-            if entry.name != "steps"
+            entry.name: _plain(getattr(self, entry.name)) for entry in fields(self) if entry.name != "steps"
         }
 
 
@@ -149,20 +146,20 @@ def cost(
 
     steps = tuple(model_steps(config, Pass(batch, size), length, source_length or 0))
     active = sum(step.parameters - step.idle for step in steps)
-    parameters = Parameters(**_by_part(steps, "parameters"), active=active)
-    scores = (step for step in steps if step.name.endswith(".scores"))
+    parameters = Parameters(**vars(_by_part(steps, "parameters")), active=active)
     out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
     memory = MemoryUse(
         weights=parameters.total * size,
-        activations=Parts(**_by_part(steps, "kept")),
+        activations=_by_part(steps, "kept"),
         loss=out.m * out.n * max(size, 4),
-        attention_matrix=max(step.m * step.n * step.count * size for step in scores),
+        attention_matrix=max(
+            step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
+        ),
         kv_cache=_cache(main, "attention", tokens, batch) * size,
         window_cache=_cache(main, "attention", tokens, batch, ring=True) * size,
         cross_cache=_cache(main, "cross", source_tokens, batch) * size,
     )
-    forward, backward = Parts(**_by_part(steps, "forward")), Parts(**_by_part(steps, "backward"))
-    flops = Flops(forward, backward, tokens=batch * tokens)
+    flops = Flops(_by_part(steps, "forward"), _by_part(steps, "backward"), tokens=batch * tokens)
     return Cost(config, length, source_length, batch, dtype, parameters, flops, memory, steps)
 
 
@@ -173,9 +170,11 @@ def attention_matrix_bytes(length: int, dtype: str = "float32", heads: int = 1, 
 
 def bytes_of(dtype: str) -> int:
     """Return the bytes of one value."""
-    if dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise ConfigError(f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {known}')
+    refuse(
+        dtype not in DTYPES,
+        f'dtype "{dtype}" is not known{nearest(dtype, DTYPES)}: choose from {", ".join(DTYPES)}',
+        ConfigError,
+    )
     return DTYPES[dtype]
 
 
@@ -209,19 +208,21 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     return length, tokens
 
 
-def _by_part(steps: tuple[Step, ...], figure: str) -> dict[str, int]:
-    return {
-        part.name: sum(getattr(step, figure) for step in steps if step.part == part.name)
-        for part in dataclasses.fields(Parts)
-    }
+def _by_part(steps: tuple[Step, ...], figure: str) -> Parts:
+    return Parts(
+        **{
+            part.name: sum(getattr(step, figure) for step in steps if step.part == part.name)
+            for part in fields(Parts)
+        }
+    )
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ModelConfig):
         return value.to_dict(derived=True)
-    if not dataclasses.is_dataclass(value):
+    if not is_dataclass(value):
         return value
-    names = [entry.name for entry in dataclasses.fields(value)]
+    names = [entry.name for entry in fields(value)]
     names += [name for name, member in vars(type(value)).items() if isinstance(member, property)]
     if isinstance(value, Parts) and "total" not in names:
         names.append("total")

@@ -9,8 +9,8 @@ import clearhead as ch
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
+Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
 SHADES = " .:-=+*#%@"
 PARTS = ("embedding", "positions", "attention", "cross", "feedforward", "norms", "head", "total")
 VERDICTS = {
@@ -24,7 +24,7 @@ VERDICTS = {
 def table(
     title: str,
     headings: Iterable[str],
-    rows: Iterable[Iterable[str | Text]],
+    rows: Iterable[Iterable[Cell]],
     caption: str | None = None,
     **style: Any,
 ) -> Table:
@@ -40,11 +40,10 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    below = None if caption is None else Text(caption)
     made = Table(
         title=Text(title) if title else None,
         title_justify="left",
-        caption=below,
+        caption=None if caption is None else Text(caption),
         caption_justify="left",
         **style,
     )
@@ -53,7 +52,7 @@ def table(
         made.add_column(heading.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for cells in (list(row) for row in rows):
         if cells:
-            made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            made.add_row(*(Text(cell) if isinstance(cell, str) else Text.assemble(*cell) for cell in cells))
         else:
             made.add_section()
     return made
@@ -77,43 +76,46 @@ def size(number: float) -> str:
 
 def cost_table(figures: ch.Cost, name: str) -> Table:
     """Show parameters, FLOPs and activations by part, then memory."""
+    flops, memory = figures.flops, figures.memory
     rows: list[Sequence[str]] = []
     for part in PARTS:
-        parameters, forward = getattr(figures.parameters, part), getattr(figures.flops.forward, part)
-        backward, kept = getattr(figures.flops.backward, part), getattr(figures.memory.activations, part)
+        counted = (figures.parameters, flops.forward, flops.backward, memory.activations)
+        parameters, forward, backward, kept = (getattr(figure, part) for figure in counted)
         if part == "total":
             rows.append(())
         if parameters or forward or kept:
             rows.append((part, f"{parameters:,}", count(forward), count(forward + backward), size(kept)))
-    per_token = (count(figures.flops.forward_per_token), count(figures.flops.training_per_token))
-    rows += [(), ("per token", "", *per_token)]
-    memory = figures.memory
     caches = {"KV cache": memory.kv_cache, "cross cache": memory.cross_cache}
-    rows.append(("weights", size(memory.weights)))
-    rows += [(label, size(cache)) for label, cache in caches.items() if cache]
-    rows.append(("to train", size(memory.training)))
+    rows += [
+        (),
+        ("per token", "", count(flops.forward_per_token), count(flops.training_per_token)),
+        ("weights", size(memory.weights)),
+        *((label, size(cache)) for label, cache in caches.items() if cache),
+        ("to train", size(memory.training)),
+    ]
     title = f"{name}: {figures.length} tokens, batch {figures.batch}, {figures.dtype}"
     return table(title, ("part", ">parameters", ">FLOPs forward", ">FLOPs training", ">activations"), rows)
 
 
 def check_table(checks: Sequence[ch.Check]) -> Table:
     """Show one row for each check: what was compared, the largest difference, the tolerance, the verdict."""
-    from rich.text import Text
-
-    rows = []
-    for check in checks:
-        verdict, style = VERDICTS[check.verdict]
-        compared = f"{check.compared}\n{check.note}" if check.note else check.compared
-        difference = "" if check.difference is None else f"{check.difference:.1e}"
-        figures = (difference, f"{check.tolerance:.0e}", Text(verdict, style=style))
-        rows.append((check.name, compared, *figures, f"{check.seconds * 1000:.0f}"))
-    headings = ("check", "compared", ">difference", ">allowed", "verdict", ">ms")
-    return table("equality checks", headings, rows)
+    rows = (
+        (
+            check.name,
+            f"{check.compared}\n{check.note}" if check.note else check.compared,
+            "" if check.difference is None else f"{check.difference:.1e}",
+            f"{check.tolerance:.0e}",
+            [VERDICTS[check.verdict]],
+            f"{check.seconds * 1000:.0f}",
+        )
+        for check in checks
+    )
+    return table("equality checks", ("check", "compared", ">difference", ">allowed", "verdict", ">ms"), rows)
 
 
 def score_table(result: ch.Score, words: Sequence[str]) -> Table:
     """Show each token with its log-probability, under the total and the perplexity."""
-    logprobs = ["" if value is None else f"{value:.4f}" for value in result.logprobs]
+    logprobs = ("" if value is None else f"{value:.4f}" for value in result.logprobs)
     title = f"log-probability {result.total:.3f}, perplexity {result.perplexity:.3f}"
     return table(title, ("token", ">id", ">log-probability"), zip(words, map(str, result.ids), logprobs))
 
@@ -145,8 +147,10 @@ def fill_table(masks: Sequence[Sequence[ch.Candidate]]) -> Table:
 
 def attention_map(pattern: Any, rows: Sequence[str], columns: Sequence[str]) -> str:
     """Draw one head's pattern [T, S] in characters, darker for more: a row per query, a column per key."""
-    lines = ["    " + " ".join(f"{label:>1}" for label in columns)]
-    for label, weights in zip(rows, pattern.tolist()):
-        shades = (SHADES[min(int(weight * len(SHADES)), len(SHADES) - 1)] for weight in weights)
-        lines.append(f"  {label:>1} " + " ".join(shades))
-    return "\n".join(lines)
+    darkest = len(SHADES) - 1
+    drawn = (
+        " ".join(SHADES[min(int(weight * len(SHADES)), darkest)] for weight in weights)
+        for weights in pattern.tolist()
+    )
+    heading = "    " + " ".join(f"{label:>1}" for label in columns)
+    return "\n".join([heading, *(f"  {label:>1} {shades}" for label, shades in zip(rows, drawn))])

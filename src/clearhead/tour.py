@@ -3,7 +3,6 @@
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,11 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
     console.rule("1. A small GPT learns the prose of Python's own documentation")
     writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", PROSE, steps, seed)
-    made: Any = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
-    console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text), sep="")
+    made = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
+    console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text or ""), sep="")
     console.rule("2. An encoder-decoder learns to read dates")
     reader = _train(console, "dates", "seq2seq-dates", place / "reader", DATES, steps * 3 // 2, seed)
-    answer: Any = reader.generate(DATE, 12)
+    answer = reader.generate(DATE, 12)
     console.print(f"\n{DATE}  becomes  {answer.text}\n")
     console.rule("3. Where it looks while it writes")
     _show_attention(console, reader, DATE, answer.ids)
@@ -58,8 +57,7 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     console.rule("5. The equality checks, on the model just trained")
     rows = check(reader)
     console.print(check_table(rows))
-    failed = sum(not row.passed for row in rows)
-    console.print(f"{len(rows) - failed} of {len(rows)} equal.\n")
+    console.print(f"{sum(row.passed for row in rows)} of {len(rows)} equal.\n")
     console.rule("Next")
     console.print(NEXT.format(writer=place / "writer", reader=place / "reader"), soft_wrap=True)
 
@@ -70,16 +68,11 @@ def _train(
     """Train with one live line or, without a terminal, with a line at each validation."""
     start = time.perf_counter()
     length = {"train.steps": steps, "train.validate_every": max(1, steps // 2), "train.seed": seed}
-    settings = {**settings, **length}
-    live = (
-        Live(Text("reading"), console=console, refresh_per_second=8, transient=True)
-        if console.is_terminal
-        else None
-    )
+    live = Live(Text("reading"), console=console, refresh_per_second=8, transient=True)
 
     def show(event: Event) -> None:
         took = f"{time.perf_counter() - start:4.0f} s"
-        if isinstance(event, Stepped) and live is not None:
+        if isinstance(event, Stepped):
             bar = "█" * round(30 * event.step / event.steps)
             figures = f"loss {event.loss:.3f}  {event.tokens_per_second:>6,.0f} tok/s"
             live.update(Text(f"step {event.step:>4}/{event.steps}  {figures}  {bar:<30} {took}"))
@@ -89,7 +82,8 @@ def _train(
             for sample in event.samples[:1]:
                 console.print(Text("    " + sample.replace("\n", "⏎")[: console.width - 6]))
 
-    with live if live is not None else nullcontext():
+    settings = {**settings, **length}
+    with live:
         return train(data, recipe=recipe, out=out, settings=settings, on_event=show, overwrite=True).model
 
 
@@ -107,11 +101,10 @@ def _show_attention(console: Console, reader: Model, source: str, answer: list[i
     written, letters = (
         [reader.tokenizer.id_to_token(token) or "" for token in ids] for ids in (answer, read)
     )
-    legend = "A row for each character written, a column for each character read; darker is more."
-    console.print(f"{name}, head {head}. {legend}\n")
     console.print(
-        attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters])
-    )
-    console.print(
-        f"\nOn average {float(pattern.amax(-1).mean()):.0%} of a row lies on one character of {len(read)}.\n"
+        f"{name}, head {head}. A row for each character written, a column for each character read; "
+        "darker is more.\n",
+        attention_map(pattern, written, [letter if len(letter) == 1 else "." for letter in letters]),
+        f"\nOn average {float(pattern.amax(-1).mean()):.0%} of a row lies on one character of {len(read)}.\n",
+        sep="\n",
     )

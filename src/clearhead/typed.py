@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import math
 import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from clearhead.errors import ConfigError, nearest, refuse
 
@@ -47,11 +46,9 @@ def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> 
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:
-        refuse(
-            name not in known,
-            f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}',
-            ConfigError,
-        )
+        if name not in known:
+            near = nearest(str(name), known)
+            raise ConfigError(f'unknown {table} key "{name}"{near}: {table} has {", ".join(known)}')
 
 
 def shaped(value: Any, hint: Any) -> Any:
@@ -102,7 +99,7 @@ def hints_of(cls: type) -> dict[str, Any]:
     return _hints(cls)
 
 
-_hints = functools.cache(typing.get_type_hints)
+_hints = functools.cache(get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:

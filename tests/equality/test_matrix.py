@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.checks.row import TOLERANCE
+from clearhead.inside.checks.rows import TOLERANCE
 from tests.harness import T, V, build, chunks, gradients, in_pieces, pad, some_ids, through_bytes
 
 POSITIONS = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from clearhead.cli import main
-from clearhead.commands.explore import _bind
+from clearhead.commands.models import _bind
 from clearhead.errors import InputError
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats
 from clearhead.explorer.pages import modules, page_files, script, single_file

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.prepare import prepared
-from clearhead.fast.step import StepBlock
+from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import greedy
 
 CONFIGS = {

@@ -13,22 +13,19 @@ from collections.abc import Callable
 import torch.nn.functional as nnf
 from torch import nn
 
-from clearhead.inside.checks import inside as check_inside
+from clearhead.inside.checks import forward as check_forward
 from clearhead.inside.checks import training as check_training
 from clearhead.model import (
     attention,
-    block,
     cache,
-    experts,
     feedforward,
     fronts,
     heads,
+    masks,
     norms,
     positions,
-    rope,
     stack,
     transformer,
-    window_cache,
 )
 from clearhead.model.attend import KERNELS
 
@@ -64,18 +61,18 @@ def built_with(monkeypatch, kind: type, change: Callable) -> None:
 @code
 def rope_layout(monkeypatch):
     """Pairs (2i, 2i + 1) where the weights expect (i, i + E/2)."""
-    right = attention.rotate
+    right = positions.rotate
 
     def other(x, rotary, layout):
         half = rotary.cos.shape[-1] // 2
-        turned = rope.Rotary(*(angles[..., :half].repeat_interleave(2, -1) for angles in rotary))
+        turned = positions.Rotary(*(angles[..., :half].repeat_interleave(2, -1) for angles in rotary))
         return right(x, turned, "interleaved")
 
-    monkeypatch.setattr(attention, "rotate", other)
+    monkeypatch.setattr(positions, "rotate", other)
 
 
 def _shifted(monkeypatch, applies, shift):
-    right = stack.compose
+    right = masks.compose
 
     def compose(queries, keys, *, causal=False, window=None, prefix=None):
         if not causal or not applies(queries, keys):
@@ -86,7 +83,7 @@ def _shifted(monkeypatch, applies, shift):
         seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[:, None]
         return (seen if mask is None else seen & mask), False
 
-    monkeypatch.setattr(stack, "compose", compose)
+    monkeypatch.setattr(masks, "compose", compose)
 
 
 @code
@@ -167,9 +164,9 @@ def untied_when_loaded(monkeypatch, model):
 @code
 def dropout(monkeypatch):
     """Dropout on what a sublayer adds, in evaluation too."""
-    right = block.Residual.add
+    right = stack.Residual.add
     monkeypatch.setattr(
-        block.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap)
+        stack.Residual, "add", lambda self, x, y, tap: right(self, x, nnf.dropout(y, 0.1), tap)
     )
 
 
@@ -214,14 +211,14 @@ def position_offset(monkeypatch):
 @code
 def window(monkeypatch):
     """A window that holds one key too many."""
-    right = stack.compose
+    right = masks.compose
 
     def compose(queries, keys, *, causal=False, window=None, prefix=None):
         return right(
             queries, keys, causal=causal, window=None if window is None else window + 1, prefix=prefix
         )
 
-    monkeypatch.setattr(stack, "compose", compose)
+    monkeypatch.setattr(masks, "compose", compose)
 
 
 @code
@@ -239,8 +236,8 @@ def queries_for_keys(monkeypatch):
 @code
 def post_for_pre(monkeypatch):
     """The norm stands after the sum in place of before the sublayer."""
-    monkeypatch.setattr(block.Residual, "read", lambda self, x, tap: x)
-    monkeypatch.setattr(block.Residual, "add", lambda self, x, y, tap: self.before(x + y))
+    monkeypatch.setattr(stack.Residual, "read", lambda self, x, tap: x)
+    monkeypatch.setattr(stack.Residual, "add", lambda self, x, y, tap: self.before(x + y))
 
 
 @code
@@ -270,12 +267,12 @@ def bucket_sides(monkeypatch):
 @code
 def padding_in_the_source(monkeypatch):
     """Cross-attention reads the padding of the source."""
-    right = stack.compose
+    right = masks.compose
 
     def compose(queries, keys, **options):
         return right(queries, keys, **options) if options else (None, False)
 
-    monkeypatch.setattr(stack, "compose", compose)
+    monkeypatch.setattr(masks, "compose", compose)
 
 
 @code
@@ -285,7 +282,7 @@ def router_order(monkeypatch):
     def change(part):
         part.order, part.renormalise = "softmax_topk", False
 
-    built_with(monkeypatch, experts.Experts, change)
+    built_with(monkeypatch, feedforward.Experts, change)
 
 
 @code
@@ -298,7 +295,7 @@ def mean_over_padding(monkeypatch):
 @code
 def ring_forgets(monkeypatch):
     """A windowed cache that loses the value in its first slot."""
-    right = window_cache.RingKeys.update
+    right = cache.RingKeys.update
 
     def update(self, k, v):
         k, v = right(self, k, v)
@@ -306,7 +303,7 @@ def ring_forgets(monkeypatch):
         v[:, :, 0] = 0
         return k, v
 
-    monkeypatch.setattr(window_cache.RingKeys, "update", update)
+    monkeypatch.setattr(cache.RingKeys, "update", update)
 
 
 # Of what is done with a model -------------------------------------------------------------------------------
@@ -333,7 +330,7 @@ def mean_of_means(monkeypatch):
 @code
 def lens_without_norm(monkeypatch):
     """The lens leaves the last norm out."""
-    right = check_inside.stopped_at
+    right = check_forward.stopped_at
 
     def stopped_at(model, state):
         bare = copy.copy(model)
@@ -341,15 +338,15 @@ def lens_without_norm(monkeypatch):
         bare.decoder._modules = {**model.decoder._modules, "norm": None}
         return right(bare, state)
 
-    monkeypatch.setattr(check_inside, "stopped_at", stopped_at)
+    monkeypatch.setattr(check_forward, "stopped_at", stopped_at)
 
 
 @code
 def another_head_pruned(monkeypatch):
     """Pruning takes the neighbour of the head away."""
-    right = check_inside.prune
+    right = check_forward.prune
 
     def prune(model, chosen):
         return right(model, [type(head)(head.kind, head.layer, head.number + 1) for head in chosen])
 
-    monkeypatch.setattr(check_inside, "prune", prune)
+    monkeypatch.setattr(check_forward, "prune", prune)

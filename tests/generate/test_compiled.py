@@ -9,14 +9,13 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.kernels import step_attend, step_linear
-from clearhead.fast.prepare import prepared
-from clearhead.fast.step import StepBlock
-from clearhead.generate.compiled import Steps, decode_compiled, rows_bucket, slots_bucket
+from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import Ends, Prompts, decode
+from clearhead.generate.engine import Steps, decode_compiled, rows_bucket, slots_bucket
 from clearhead.generate.request import Request
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm
-from clearhead.model.rope import Rotary, rotate
+from clearhead.model.positions import Rotary, rotate
 
 DECODER = ch.preset("micro-decoder").replace(n_layers=2, n_heads=4)
 BOTH = ch.preset("micro-encoder-decoder").replace(n_layers=2, n_heads=4)

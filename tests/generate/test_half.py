@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.checks.row import TOLERANCE
+from clearhead.inside.checks.rows import TOLERANCE
 from tests.generate.test_decode import SHAPES, START, STOP, model_of, prompts_of
 
 WAYS = {

@@ -18,10 +18,18 @@ import clearhead as ch
 from clearhead.cli import main
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.treebank import Sentence, TreeWord
-from clearhead.inside.probe import Probes, probe
+from clearhead.inside.probe import (
+    Probes,
+    baselines,
+    control_labels,
+    interval,
+    numbered,
+    predict,
+    probe,
+    standardised,
+)
 from clearhead.inside.probe import states as probe_states
 from clearhead.inside.probe.data import ProbeItem, apart, choose_items, governor, read_items, split_items
-from clearhead.inside.probe.fit import baselines, control_labels, interval, numbered, predict, standardised
 from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
 from clearhead.plot.states import probe_figure
 from tests.harness import build

@@ -1,18 +1,19 @@
-"""What the commands share: common options, loading a model, progress, and showing a result."""
+"""What the commands share: common options, loading a model, progress, printing a result, writing lines."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.errors import refuse
+from clearhead.errors import ClearheadError, InputError, refuse
 
 
 def option(help: str, **more: Any) -> Any:
@@ -49,37 +50,37 @@ Settings = Annotated[
 
 def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
     """Refuse a missing model, an empty text or an unknown format of picture, before importing torch."""
-    fetch = f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`"
-    refuse(not folder.is_dir(), f"{folder} is not a directory: name a model directory; {fetch}")
+    refuse(
+        not folder.is_dir(),
+        f"{folder} is not a directory: name a model directory; "
+        f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
+    )
     refuse("" in texts, "the text is empty: give some text, or the name of an image file")
     if plot is not None:
         from clearhead.plot.canvas import FORMATS
 
-        formats = f"its name must end in a format: use {', '.join(FORMATS)}"
-        refuse(plot.suffix.lower() not in FORMATS, f"--plot {plot} cannot be written: {formats}")
+        refuse(
+            plot.suffix.lower() not in FORMATS,
+            f"--plot {plot} cannot be written: its name must end in a format: use {', '.join(FORMATS)}",
+        )
 
 
 def load_model(
-    folder: Path, tokenizer: Path | None = None, device: str = "cpu", dtype: str | None = None
+    folder: Path,
+    *texts: str,
+    tokenizer: Path | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    plot: Path | None = None,
 ) -> ch.Model:
-    """Return the model of a directory, on a device and in a dtype."""
-    check_inputs(folder)
+    """Return the model of a directory, on a device and in a dtype, once the inputs are checked."""
+    check_inputs(folder, *texts, plot=plot)
     import torch
 
-    from clearhead.training.precision import best_device
+    from clearhead.training.machine import best_device
 
     wanted = getattr(torch, dtype) if dtype is not None else None
     return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)
-
-
-def save_plot(plot: Path | None, draw: Callable[[], Any]) -> dict[str, str]:
-    """Draw and save a picture, where one is asked for. Return its name for the JSON output."""
-    if plot is None:
-        return {}
-    from clearhead.plot.canvas import save
-
-    print_notes([f"saved {save(draw(), plot)}"])
-    return {"plot": str(plot)}
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -88,15 +89,29 @@ def print_notes(notes: Iterable[str]) -> None:
         print(line, file=sys.stderr)
 
 
-def show_result(body: dict[str, Any], as_json: bool, parts: Iterable[Any], width: int = 0) -> None:
-    """Print one JSON object, or else the parts: lines of text, tables, whatever rich prints.
+def show_result(
+    body: dict[str, Any],
+    as_json: bool,
+    parts: Iterable[Any],
+    plot: Path | None = None,
+    draw: Callable[[], Any] | None = None,
+    width: int = 0,
+) -> None:
+    """Save a picture where one is asked for, then print one JSON object, or else the parts.
 
     Args:
         body: the JSON object.
         as_json: print that.
-        parts: what is printed otherwise; a generator is not run for JSON.
+        parts: what is printed otherwise, lines and tables; a generator is not run for JSON.
+        plot: the file of the picture; the JSON object names it.
+        draw: makes the picture.
         width: columns to use, even where the terminal has fewer.
     """
+    if plot is not None and draw is not None:
+        from clearhead.plot.canvas import save
+
+        print_notes([f"saved {save(draw(), plot)}"])
+        body = {**body, "plot": str(plot)}
     if as_json:
         print(json.dumps(body, indent=2))
         return
@@ -127,3 +142,52 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(bars[stage], completed=done)
 
         yield show
+
+
+def check_apart(output: Path | None, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the inputs."""
+    for path in inputs:
+        refuse(
+            output is not None and output.exists() and path.exists() and output.samefile(path),
+            f"--output {output} is the file that is read, {path}: name another",
+        )
+
+
+@contextmanager
+def writing(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Give a function that writes a line: to stdout at once, or to a file that appears when all is done.
+
+    After a mistake in the input, the file holds what came before it. A link stays, and its target is written.
+    A pipe or a device, which no file can replace, gets each line at once.
+    """
+    if path is None:
+        yield lambda text: print(text, flush=True)
+        return
+    if path.exists() and not path.is_file():
+        with _create(path, path) as file:
+            yield lambda text: print(text, file=file, flush=True)
+        return
+    target = Path(os.path.realpath(path))
+    work = target.with_name(f".{target.name}.{os.getpid()}")
+    file = _create(work, path)
+    try:
+        with file:
+            try:
+                yield lambda text: print(text, file=file)
+            finally:
+                file.flush()
+                os.fsync(file.fileno())
+    except ClearheadError:
+        work.replace(target)
+        raise
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
+    work.replace(target)
+
+
+def _create(path: Path, asked: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{asked} cannot be written: {error.strerror}") from None

@@ -1,20 +1,31 @@
-"""Commands about a model as a whole: the tour, its cost, the equality suite, conversion."""
+"""Commands about a model as a whole: demo, cost, check, convert, explore."""
 
 from __future__ import annotations
 
 import re
+import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
 import clearhead as ch
-from clearhead.commands.common import Dtype, Folder, Json, load_model, option, show_result
-from clearhead.errors import CheckpointError, ConfigError, nearest, refuse
+from clearhead.commands.common import (
+    Dtype,
+    Folder,
+    Json,
+    check_inputs,
+    load_model,
+    option,
+    print_notes,
+    show_result,
+)
+from clearhead.errors import CheckpointError, ConfigError, InputError, MissingExtraError, nearest, refuse
 from clearhead.report import check_table, cost_table
+
+if TYPE_CHECKING:
+    from clearhead.explorer.session import Session
 
 SLOW = 2.0  # seconds after which a row of the suite is worth a line
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -80,41 +91,31 @@ def check(
       clearhead check my-model/ --json
     """
     model = load_model(folder, device=device)
-    with _checking() as on_row:
-        rows = ch.check(model, reference, compile=compile, large=large, on_row=on_row)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("checking") as status:
+
+        def show(row: Any) -> None:
+            status.update(Text(f"checking: {row.name}"))
+            if not console.is_terminal and isinstance(row, ch.Check) and row.seconds > SLOW:
+                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
+
+        rows = ch.check(model, reference, compile=compile, large=large, on_row=show)
     failed = sum(not row.passed for row in rows)
     skipped = sum(row.verdict == "skipped" for row in rows)
-    took = sum(row.seconds for row in rows)
-    summary = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
+    counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
     left_out = {
         "--reference: transformers on the same directory": reference,
         "--compile: the compiled model": compile,
     }
     hints = "; ".join(what for what, asked in left_out.items() if not asked)
-    last = f"{summary}, in {took:.0f} s." + (f" Not asked for: {hints}." if hints else "")
+    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s."
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    show_result(body, json, [check_table(rows), last])
+    show_result(body, json, [check_table(rows), last + (f" Not asked for: {hints}." if hints else "")])
     if failed:
         sys.exit(1)
-
-
-@contextmanager
-def _checking() -> Iterator[Callable[[Any], None]]:
-    """Give a function that shows on stderr which row is checked; without a terminal, the slow rows."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-
-        def tell(row: Any) -> None:
-            if isinstance(row, ch.Check) and row.seconds > SLOW:
-                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
-
-        yield tell
-        return
-    with console.status("checking") as status:
-        yield lambda row: status.update(Text(f"checking: {row.name}"))
 
 
 def convert(
@@ -162,18 +163,110 @@ def _config(name: str) -> ch.ModelConfig:
             return ch.ModelConfig.from_json(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
-    if name not in ch.PRESETS:
-        close, known = nearest(name, ch.PRESETS), ", ".join(ch.PRESETS)
-        raise ConfigError(f'"{name}" is no file, directory or preset{close}: presets are {known}')
+    refuse(
+        name not in ch.PRESETS,
+        f'"{name}" is no file, directory or preset{nearest(name, ch.PRESETS)}: '
+        f"presets are {', '.join(ch.PRESETS)}",
+        ConfigError,
+    )
     return ch.PRESETS[name]
 
 
 def _bytes(text: str) -> int:
     """Return the number of bytes in a text such as 500MB."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", text.strip().upper())
-    try:
-        size = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    except (KeyError, ValueError):
-        size = 0
+    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(UNITS)})", text.strip().upper())
+    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     refuse(size < 1, f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
     return size
+
+
+def explore(
+    folder: Folder,
+    text: Annotated[
+        str | None, option("what the page begins with; an image file for a model of images")
+    ] = None,
+    target: Annotated[
+        str | None, option("what the decoder of an encoder-decoder has written; default: its own answer")
+    ] = None,
+    pair: Annotated[str | None, option("the second text, for an encoder of pairs")] = None,
+    compare: Annotated[Path | None, option("a second model, to see side by side", metavar="DIR")] = None,
+    tokenizer: Annotated[Path | None, option("where the tokenizer lies, if not with the model")] = None,
+    export: Annotated[
+        Path | None,
+        option("write one self-contained page with this text, and open nothing", metavar="FILE.html"),
+    ] = None,
+    host: Annotated[
+        str, option("address to listen on; others than this machine's own let others in")
+    ] = "127.0.0.1",
+    port: Annotated[int, option("0: any that is free")] = 8321,
+    no_open: Annotated[bool, option("do not open the browser")] = False,
+) -> None:
+    """See a model think, on a page: tokens, steps, attention, lens, next token, ablation, cost.
+
+    For example:
+      clearhead explore my-model/
+      clearhead explore my-model/ --text "The cat sat on the mat" --export cat.html
+      clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
+    """
+    check_inputs(folder)
+    from clearhead.explorer.session import Opened, Session, first_given, starting_example
+
+    if export is not None:
+        from clearhead.explorer import record
+
+        model = load_model(folder, tokenizer=tokenizer)
+        given = first_given(model, text)
+        print(record.export(record.record(model, folder.name or str(folder), given, target, pair), export))
+        return
+    from clearhead.hub.checkpoint import describe
+
+    describe(folder)  # a directory without a model is refused at once, not on the page
+    example = starting_example(text, target, pair)
+    models = [Opened(folder.resolve().name, lambda: load_model(folder, tokenizer=tokenizer), example)]
+    if compare is not None:
+        describe(compare)
+        models.append(Opened(compare.resolve().name, lambda: load_model(compare)))
+    _serve(Session(models), host, port, browser=not no_open)
+
+
+def _serve(session: Session, host: str, port: int, browser: bool) -> None:
+    """Serve the page until Ctrl-C."""
+    try:
+        import uvicorn
+
+        from clearhead.explorer.app import is_loopback, make_app
+    except ImportError:
+        raise MissingExtraError(
+            "the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'"
+        ) from None
+    listening = _bind(host, port)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+    if not is_loopback(host):
+        print_notes([f"warning: {host} can be reached by others: whoever opens {address} can use this model"])
+    server = uvicorn.Server(uvicorn.Config(make_app(session, host), log_level="warning", server_header=False))
+    session.start()
+    print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
+    if browser:
+        import webbrowser
+
+        webbrowser.open(address)
+    server.run(sockets=[listening])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address, before anything is loaded."""
+    refuse(
+        not 0 <= port <= 65535, f"there is no port {port}: choose --port from 0, any that is free, to 65535"
+    )
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(128)  # a browser that comes before the server waits, and is not refused
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another --port, or 0 for any that is free"
+        ) from None
+    return made

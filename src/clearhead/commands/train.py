@@ -1,4 +1,4 @@
-"""The command `train`: a run, watched."""
+"""Commands that train a model and measure it: train, eval."""
 
 from __future__ import annotations
 
@@ -11,19 +11,35 @@ from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.commands.common import DATA, Json, option, show_result
+from clearhead.commands.common import (
+    DATA,
+    Device,
+    Dtype,
+    Folder,
+    Json,
+    Settings,
+    check_apart,
+    check_inputs,
+    load_model,
+    option,
+    print_notes,
+    progress,
+    show_result,
+    writing,
+)
 from clearhead.errors import refuse
-
-if TYPE_CHECKING:
-    from clearhead.training.events import Event, Stepped
+from clearhead.recipe import recipe_names
+from clearhead.report import table
+from clearhead.training import events
 
 EVERY = 10  # seconds between the lines of a run without a terminal
 LONGEST = 160  # letters of a sample
+SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
 
 
 def train(
@@ -71,24 +87,20 @@ def train(
                 stop=lambda: bool(signals),
             )
         finally:
-            watcher.close()
+            watcher.live.stop()
     folder = quote(str(done.folder))
     if done.reason == "stopped":
         resuming = f"go on with: clearhead train --resume {folder}"
-        print(f"stopped at step {done.step}, saved; {resuming}", file=sys.stderr)
+        print_notes([f"stopped at step {done.step}, saved; {resuming}"])
         sys.exit(128 + signals[0])
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
-    show_result(body, json, [best, f"saved {folder}", *_next_steps(done.model, folder)])
-
-
-def _next_steps(model: ch.Model, folder: str) -> list[str]:
-    """Return commands to try on a model that has just been trained."""
     from clearhead.evaluation.evaluate import task_for
     from clearhead.tasks.table import task_named
 
-    use = task_named(task_for(model, None)).command.format(folder=folder)
-    return [f"try   clearhead {use}", f"      clearhead check {folder}"]
+    use = task_named(task_for(done.model, None)).command.format(folder=folder)
+    tries = [f"try   clearhead {use}", f"      clearhead check {folder}"]
+    show_result(body, json, [best, f"saved {folder}", *tries])
 
 
 def _figures(metrics: dict[str, Any]) -> str:
@@ -98,16 +110,14 @@ def _figures(metrics: dict[str, Any]) -> str:
 def _list(json: bool) -> None:
     """List the corpora and recipes that come with clearhead."""
     from clearhead.data.corpora import CORPORA
-    from clearhead.training.recipe import recipe_names
 
-    corpora = {name: corpus.sentence for name, corpus in CORPORA.items()}
-    recipes = recipe_names()
-    corpus_lines, recipe_lines = (
-        [f"  {name:<22} {sentence}" for name, sentence in listed.items()] for listed in (corpora, recipes)
+    body = {"corpora": {name: corpus.sentence for name, corpus in CORPORA.items()}, "recipes": recipe_names()}
+    corpora, recipes = (
+        [f"  {name:<22} {sentence}" for name, sentence in listed.items()] for listed in body.values()
     )
-    lines = ["clearhead train FILE ...     trains on your files; or on one of these:", *corpus_lines]
-    lines += ["\n--recipe NAME                how; without it, by what the data are:", *recipe_lines]
-    show_result({"corpora": corpora, "recipes": recipes}, json, lines)
+    first = "clearhead train FILE ...     trains on your files; or on one of these:"
+    second = "\n--recipe NAME                how; without it, by what the data are:"
+    show_result(body, json, [first, *corpora, second, *recipes])
 
 
 @contextmanager
@@ -137,18 +147,15 @@ class Watcher:
     """Shows a run on stderr: a live panel in a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
+        from rich import console, live
 
-        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.live = Live(console=self.console, refresh_per_second=8, transient=True)
+        self.console = console.Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.live = live.Live(console=self.console, refresh_per_second=8, transient=True)
         self.last = 0.0
         self.validated = ""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Show one event."""
-        from clearhead.training import events
-
         match event:
             case events.Note(line):
                 self.say(line)
@@ -167,7 +174,7 @@ class Watcher:
                     line = sample.replace("\n", "⏎")
                     self.say(f"    {line if len(line) <= LONGEST else line[: LONGEST - 1] + '…'}")
 
-    def step(self, event: Stepped) -> None:
+    def step(self, event: events.Stepped) -> None:
         """Show the figures of a step; without a terminal, every ten seconds."""
         words = [
             f"step {event.step:,}/{event.steps:,}",
@@ -181,26 +188,105 @@ class Watcher:
         ]
         line = "  ".join(words)
         if self.console.is_terminal:
-            self.show(line, event.step / event.steps)
+            from rich import console, panel, progress_bar
+
+            more = [f"validation  {self.validated}"] if self.validated else []
+            bar = progress_bar.ProgressBar(total=1.0, completed=event.step / event.steps)
+            self.live.start()
+            shown = console.Group(line, *more, bar)
+            self.live.update(panel.Panel(shown, title="training", border_style="dim"))
         elif time.monotonic() - self.last > EVERY or event.step in (1, event.steps):
             self.last = time.monotonic()
             self.say(line)
-
-    def show(self, line: str, share: float) -> None:
-        """Update the live panel."""
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-
-        more = [f"validation  {self.validated}"] if self.validated else []
-        shown = Group(line, *more, ProgressBar(total=1.0, completed=share))
-        self.live.start()
-        self.live.update(Panel(shown, title="training", border_style="dim"))
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(line, soft_wrap=True)
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self.live.stop()
+
+def evaluate(
+    folder: Folder,
+    data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")],
+    recipe: Annotated[
+        str | None,
+        option("a recipe whose [data] says how to read them; default: the one of the model's training"),
+    ] = None,
+    set: Settings = (),
+    beams: Annotated[
+        int | None, option("search with this many beams; default: the model's own, else 4")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, option("above 0 favours long texts; default: the model's own, else 1")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, option("where a text ends at the latest; default: the model's own")
+    ] = None,
+    batch_size: Annotated[int | None, option("rows at a time; default: by their length")] = None,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    output: Annotated[Path | None, option("write what the model said there, a line for each example")] = None,
+    lowercase: Annotated[bool, option("give BLEU without regard to case too")] = False,
+    tokenize: Annotated[
+        str | None, option("sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")
+    ] = None,
+    seed: Annotated[int, option("random seed of the intervals, and of the masks of a masked model")] = 0,
+    json: Json = False,
+) -> None:
+    """Measure a model on data it has not seen: loss, perplexity, accuracy, F1, BLEU, chrF, with intervals.
+
+    For example:
+      clearhead eval my-model/ test.txt
+      clearhead eval my-model/ test.en test.de --beams 5 --output test.out
+      clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
+      clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
+    """
+    check_inputs(folder)
+    refuse(
+        not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
+    )
+    refuse(
+        output is not None and (output.is_dir() or not output.absolute().parent.is_dir()),
+        f"{output} cannot be written: name a file in a folder that is there",
+    )
+    from clearhead.data.corpora import CORPORA
+    from clearhead.data.examples import TEXT
+    from clearhead.data.files import expand
+    from clearhead.evaluation.evaluate import data_plan, task_for
+    from clearhead.tasks.table import task_named
+
+    if output is not None:
+        recipes = [Path(recipe)] if recipe is not None else []
+        check_apart(output, [*expand(name for name in data if name not in CORPORA), *recipes])
+    model = load_model(folder, device=device, dtype=dtype)
+    plan = data_plan(folder, data, recipe, set)
+    task = task_for(model, plan.task)
+    refuse(
+        output is not None and task_named(task).shape is TEXT,
+        f"--output {output}: a model judged by {task} gives no answers to write: leave it out",
+    )
+    asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
+    with progress() as on_progress:
+        done = ch.evaluate(
+            model,
+            data,
+            plan,
+            seed=seed,
+            batch_size=batch_size,
+            tokenize=tokenize,
+            lowercase=lowercase,
+            on_progress=on_progress,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+    if output is not None:
+        with writing(output) as write:
+            for text in done.outputs:
+                write(" ".join(text.splitlines()))
+    print_notes(done.notes)
+    body = {name: getattr(done, name) for name in SHOWN}
+    title = f"{folder}: {done.task}, {done.examples:,} examples, {done.targets:,} targets"
+    rows = (
+        (metric, f"{value:.4f}", " to ".join(f"{end:.4f}" for end in done.intervals.get(metric, ())))
+        for metric, value in done.metrics.items()
+    )
+    signatures = [f"{metric}: {signature}" for metric, signature in done.signatures.items()]
+    show_result(body, json, [table(title, ("metric", ">value", ">95 % interval"), rows), *signatures])

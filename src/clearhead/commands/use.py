@@ -1,18 +1,20 @@
-"""Commands that write or weigh text: generate, translate, score."""
+"""Commands that use a model: generate, translate, score, classify, predict, tag, fill, answer, embed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from tyro.conf import Fixed, Positional, SuppressFixed, arg
 
 from clearhead.commands.common import Folder, option
-from clearhead.commands.texts import Input, Options, Text, TextOptions
+from clearhead.commands.texts import Options, Text, TextOptions
 from clearhead.generate.request import Request
-from clearhead.tasks.results import Generation, Score
+from clearhead.report import class_table, fill_table, score_table, tag_table
+from clearhead.tasks.results import Candidate, Generation
 
+PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
 Prompt = Annotated[
     Positional[str | None],
     option(
@@ -56,36 +58,34 @@ def generate(
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
     """
-    from clearhead.tasks.generation import Hooks
-    from clearhead.tasks.generation import generate as generate_texts
-
     asked = request if best is None else replace(request, logprobs=True, alternatives=best)
     live = stream and not options.json and prompt not in (None, "-")
-    m = options.load(folder)
-    hooks = Hooks(
+    model = options.load(folder)
+    from clearhead.tasks import generation
+
+    hooks = generation.Hooks(
         (lambda number, new: print(new, end="", flush=True)) if live else None,
         draft=None if draft is None else options.load(draft),
     )
-    goes_on = m.config.family != "encoder-decoder"  # the new text goes on from the prompt
+    goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
 
-    def work(batch: list[Input]) -> list[list[Generation]]:
+    def compute(batch: list[dict[str, str]]) -> list[list[Generation]]:
         if live and goes_on:
-            print(batch[0].fields["prompt"], end="", flush=True)
-        return generate_texts(m, [item.fields["prompt"] for item in batch], asked, hooks)
+            print(batch[0]["prompt"], end="", flush=True)
+        return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
 
-    def line(item: Input, made: list[Generation]) -> str:
-        lead = item.fields["prompt"] if goes_on else ""
+    def body(fields: dict[str, str], made: list[Generation]) -> dict[str, Any]:
+        found = [_as_json(one) for one in made]
+        return {**fields, **({"results": found} if asked.num_return > 1 else found[0])}
+
+    def line(fields: dict[str, str], made: list[Generation]) -> str:
+        lead = fields["prompt"] if goes_on else ""
         return "" if live else "\n".join(f"{lead}{one.text}" for one in made)
 
-    def body(item: Input, made: list[Generation]) -> dict[str, Any]:
-        found = [_fields(one) for one in made]
-        return {**item.fields, **({"results": found} if asked.num_return > 1 else found[0])}
-
-    options.run({"prompt": prompt}, work, body, line)
+    options.run({"prompt": prompt}, compute, body, line)
 
 
-def _fields(made: Generation) -> dict[str, Any]:
-    """Return a generation as JSON."""
+def _as_json(made: Generation) -> dict[str, Any]:
     shown = {"text": made.text, "ids": made.ids, "stop_reason": made.stop_reason}
     extra = {"logprobs": made.logprobs, "alternatives": made.alternatives, "score": made.score}
     return shown | {key: value for key, value in extra.items() if value is not None}
@@ -112,15 +112,13 @@ def translate(
       clearhead translate my-model/ --file german.txt --output english.txt --batch-size 32
       cat german.txt | clearhead translate my-model/ --beams 1
     """
-    m = options.load(folder)
-
-    def work(batch: list[Input]) -> list[Generation]:
-        return m.translate([item.fields["text"] for item in batch], max_new_tokens, beams, length_penalty)
-
-    def body(item: Input, made: Generation) -> dict[str, Any]:
-        return {"source": item.fields["text"], **_fields(made)}
-
-    options.run({"text": text}, work, body, lambda item, made: str(made.text))
+    model = options.load(folder)
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.translate(_texts(batch), max_new_tokens, beams, length_penalty),
+        body=lambda fields, made: {"source": fields["text"], **_as_json(made)},
+        line=lambda fields, made: str(made.text),
+    )
 
 
 def score(
@@ -135,25 +133,172 @@ def score(
       clearhead score my-model/ "The cat sat on the mat"
       clearhead score my-model/ --json < texts.txt
     """
-    from clearhead.report import score_table
+    model = options.load(folder)
+    options.run(
+        {"text": text},
+        compute=lambda batch: [model.score(one["text"], one.get("source", source)) for one in batch],
+        body=lambda fields, made: {
+            **{"text": fields["text"], "ids": made.ids, "logprobs": made.logprobs},
+            **{"total": made.total, "perplexity": made.perplexity},
+        },
+        line=lambda fields, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
+        show=lambda made: score_table(made, [str(model.text_tokenizer.id_to_token(one)) for one in made.ids]),
+        optional={"source": source},
+    )
 
-    m = options.load(folder)
 
-    def work(batch: list[Input]) -> list[Score]:
-        return [m.score(item.fields["text"], item.fields.get("source", source)) for item in batch]
+def classify(
+    folder: Folder,
+    text: Annotated[
+        Positional[str | None],
+        option("a text, or an image file; - or nothing: stdin, one per line", metavar="TEXT"),
+    ] = None,
+    pair: PairText = None,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Find the class of a text, a pair of texts or an image, with its probability.
 
-    def body(item: Input, made: Score) -> dict[str, Any]:
-        named = {"text": item.fields["text"], "ids": made.ids, "logprobs": made.logprobs}
-        return {**named, "total": made.total, "perplexity": made.perplexity}
+    For example:
+      clearhead classify my-model/ "A film to see twice."
+      clearhead classify my-model/ --file reviews.txt --json
+      clearhead classify my-vit/ photo.png
+    """
+    model = options.load(folder)
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.classify(_pairs(batch), batch_size=options.batch_size),
+        body=_joined,
+        line=lambda fields, made: f"{made.label}\t{made.probability:.4f}",
+        show=class_table,
+        optional={"pair": pair},
+    )
 
-    def show(made: Score) -> Any:
-        return score_table(made, [str(m.text_tokenizer.id_to_token(token)) for token in made.ids])
+
+def predict(
+    folder: Folder,
+    text: Text = None,
+    pair: PairText = None,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Predict a number for a text or a pair of texts, with a model of task regress.
+
+    For example:
+      clearhead predict my-model/ "A film to see twice."
+      clearhead predict my-model/ --file reviews.txt --json
+    """
+    model = options.load(folder)
+    from clearhead.tasks.entries.regression import predict
 
     options.run(
         {"text": text},
-        work,
-        body,
-        lambda item, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
-        show,
-        {"source": source},
+        compute=lambda batch: cast(list[float], predict(model, _pairs(batch), options.batch_size)),
+        body=lambda fields, made: {**fields, "number": made},
+        line=lambda fields, made: f"{made:.6g}",
+        optional={"pair": pair},
     )
+
+
+def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008
+    """Tag each word of a text, and find the spans that the tags make.
+
+    For example:
+      clearhead tag my-model/ "Anna lives in Berlin."
+      clearhead tag my-model/ --file sentences.txt --json
+    """
+    model = options.load(folder)
+    from clearhead.tasks.reading import tag
+
+    options.run(
+        {"text": text},
+        compute=lambda batch: tag(model, _texts(batch), options.batch_size),
+        body=_joined,
+        line=lambda fields, made: " ".join(f"{word.text}/{word.label}" for word in made.words),
+        show=tag_table,
+    )
+
+
+def fill(
+    folder: Folder,
+    text: Text = None,
+    k: Annotated[int, option("how many candidates for each mask")] = 5,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Fill in the masked words of a text, with the likeliest candidates of a masked model.
+
+    For example:
+      clearhead fill my-model/ "The [MASK] sat on the mat."
+      clearhead fill my-model/ --file texts.txt --k 1
+    """
+    model = options.load(folder)
+    from clearhead.tasks.reading import fill
+
+    def line(fields: dict[str, str], masks: list[list[Candidate]]) -> str:
+        return "\t".join(" ".join(f"{one.token}:{one.probability:.4f}" for one in mask) for mask in masks)
+
+    options.run(
+        {"text": text},
+        compute=lambda batch: fill(model, _texts(batch), k, options.batch_size),
+        body=lambda fields, masks: {**fields, "masks": [[asdict(one) for one in mask] for mask in masks]},
+        line=line,
+        show=fill_table,
+    )
+
+
+def answer(
+    folder: Folder,
+    question: Annotated[
+        Positional[str | None],
+        option("- or nothing: stdin, question, tab, context on a line", metavar="QUESTION"),
+    ] = None,
+    context: Annotated[Positional[str | None], option("the text to look in", metavar="CONTEXT")] = None,
+    none: Annotated[bool, option("allow that the context has no answer")] = False,
+    max_tokens: Annotated[int, option("the longest answer")] = 30,
+    stride: Annotated[int, option("tokens that two windows over a long context share")] = 128,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Find the part of a text that answers a question.
+
+    For example:
+      clearhead answer my-model/ "Who lives in Berlin?" "Anna lives in Berlin."
+      clearhead answer my-model/ --file questions.jsonl --json
+    """
+    model = options.load(folder)
+    limits = {"max_tokens": max_tokens, "stride": stride, "batch_size": options.batch_size}
+    options.run(
+        {"question": question, "context": context},
+        compute=lambda batch: model.answer(
+            _texts(batch, "question"), _texts(batch, "context"), none=none, **limits
+        ),
+        body=lambda fields, made: {"question": fields["question"], **asdict(made)},
+        line=lambda fields, made: made.text,
+    )
+
+
+def embed(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008
+    """Turn a text into one vector.
+
+    For example:
+      clearhead embed my-model/ "A quiet town by the river."
+      clearhead embed my-model/ --file sentences.txt --json --output vectors.jsonl
+    """
+    model = options.load(folder)
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.embed(_texts(batch), options.batch_size).tolist(),
+        body=lambda fields, made: {**fields, "embedding": made},
+        line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
+    )
+
+
+def _texts(batch: list[dict[str, str]], name: str = "text") -> list[str]:
+    return [fields[name] for fields in batch]
+
+
+def _pairs(batch: list[dict[str, str]]) -> list[Any]:
+    """Return the text of each input, or its pair of texts."""
+    return [(fields["text"], fields["pair"]) if "pair" in fields else fields["text"] for fields in batch]
+
+
+def _joined(fields: dict[str, str], made: Any) -> dict[str, Any]:
+    """Return an input and its result in one JSON object."""
+    return {**fields, **asdict(made)}

@@ -17,19 +17,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.model.attend import eager
-from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.norms import rms_norm
-from clearhead.model.rope import Rotary, rotate
+from clearhead.model import attend, feedforward, norms, positions
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 def available(x: Tensor) -> bool:
     """Return True if there are kernels for this tensor's device and dtype."""
     on = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return on and x.dtype in DTYPES and importlib.util.find_spec("triton") is not None
+    return (
+        on and x.dtype in (torch.bfloat16, torch.float32) and importlib.util.find_spec("triton") is not None
+    )
 
 
 @torch.library.custom_op("clearhead::materialise", mutates_args=())
@@ -56,8 +54,8 @@ def step_linear(
     """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
-    N/2 columns. For few rows this is a single kernel; for more, steps that a compiler joins around the
-    library's product.
+    N/2 columns. For one row this is a single kernel; for more, steps that a compiler joins around the
+    library's product, which is faster then.
     """
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
     return cast(Tensor, way(x, weight, bias, scale, eps, unit_offset, gate, add))
@@ -73,10 +71,10 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    y = nnf.linear(x if scale is None else rms_norm(x, scale, eps, unit_offset), weight, bias)
+    y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[gate](pre) * up
+        y = feedforward.ACTIVATIONS[gate](pre) * up
     return y if add is None else y + add
 
 
@@ -139,10 +137,14 @@ def step_attend(
     q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
     q, k, v = q.view(B, n_heads, 1, E), k.view(B, K, 1, E), v.view(B, K, 1, -1)
     if cos is not None and sin is not None:
-        q, k = (rotate(x, Rotary(cos, sin), layout) for x in (q, k))
+        q, k = (positions.rotate(x, positions.Rotary(cos, sin), layout) for x in (q, k))
     keys.index_copy_(2, slot, k)
     values.index_copy_(2, slot, v)
-    return eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap).reshape(B, 1, -1).clone()
+    return (
+        attend.eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap)
+        .reshape(B, 1, -1)
+        .clone()
+    )
 
 
 @step_attend.register_fake

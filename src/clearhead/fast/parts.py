@@ -1,14 +1,22 @@
 """Parts built from other parts: the same parameters under the same names, with another `forward`.
 
 A replacement takes the place of the first part by ordinary assignment. The first part stays as it was, and
-can be put back.
+can be put back. Those for inference are here: products joined into one, and weights packed for a few rows.
+
+Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width,
+F feed-forward width.
 """
 
 import copy
 import functools
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.model.attention import Attention
+from clearhead.model.feedforward import FeedForward
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -42,3 +50,73 @@ class Direct(nn.Module):
 def direct(kind: Any) -> Any:
     """Return a subclass of `kind`, a class of parts, that is `Direct`."""
     return type(kind.__name__, (Direct, kind), {})
+
+
+# One row reads each weight once, and packing gains nothing; for many rows the plain product packs by itself.
+PACKED_ROWS = range(2, 65)
+
+
+class FusedAttention(Direct, Attention):
+    """Self-attention whose queries, keys and values come from one product."""
+
+    qkv: nn.Module
+    widths: list[int]
+
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] -> [B, T, H·E], [B, T, K·E], [B, T, K·E]."""
+        q, k, v = torch.split_with_sizes(self.qkv(x), self.widths, dim=-1)
+        return q, k, v
+
+
+class FusedFeedForward(Direct, FeedForward):
+    """A gated feed-forward whose gate and up come from one product."""
+
+    both: nn.Module
+    activation_name: str | None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, T, F] twice."""
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return gate, up
+
+
+def side_by_side(*layers: nn.Linear) -> nn.Linear:
+    """Return one linear layer, for inference, whose output is the outputs of `layers` concatenated."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+class PackedLinear(Direct):
+    """A linear layer that keeps its weight a second time, laid out for a few rows at once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.packed: Tensor | None = None  # made when first used
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        if x.numel() // self.in_features not in PACKED_ROWS:
+            return nnf.linear(x, self.weight, self.bias)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+        rows = x.reshape(-1, self.in_features)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+@functools.cache
+def can_pack() -> bool:
+    """Return True if this build of PyTorch has the packed product and it agrees with the plain one."""
+    try:
+        weight, bias = torch.full((8, 16), 0.3), torch.full((8,), 0.1)
+        x = torch.linspace(-1, 1, 48).view(3, 16)
+        return torch.allclose(PackedLinear(weight, bias)(x), nnf.linear(x, weight, bias), atol=1e-5)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False

@@ -1,21 +1,36 @@
 """The copy of a model that generates: projections fused and, on a CPU, weights packed. It computes the same.
 
-The copy shares the model's weights and adds what it fuses or packs. The model stays as it was.
+The copy shares the model's weights and adds what it fuses or packs. The model stays as it was. Where the
+kernels of `kernels` run, blocks that suit them take one token of each row through these.
+
+Shapes: B batch, T length, D model, N width out.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from clearhead.fast.fused import FusedAttention, FusedFeedForward, PackedLinear, can_pack, side_by_side
-from clearhead.fast.kernels import available
-from clearhead.fast.parts import Direct, direct, like
-from clearhead.fast.step import ACTIVATION_NAMES, StepBlock, StepStack, suits_kernels
+from clearhead.fast.kernels import available, materialise, step_attend, step_linear
+from clearhead.fast.parts import (
+    Direct,
+    FusedAttention,
+    FusedFeedForward,
+    PackedLinear,
+    can_pack,
+    direct,
+    like,
+    side_by_side,
+)
 from clearhead.fast.training import original
-from clearhead.model.block import Block
-from clearhead.model.feedforward import FeedForward
-from clearhead.model.stack import Stack
+from clearhead.model import masks, norms, positions
+from clearhead.model.attention import Attention
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
+from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.fixed_cache import FixedCache, FixedKeys
+from clearhead.model.stack import Block, Residual, Stack
+from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
 
 
@@ -31,7 +46,8 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
 
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
-            fast = made[part] = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            fast = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            made[part] = fast
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
             if isinstance(fast, Direct):
@@ -61,9 +77,112 @@ def _fused(block: Block, kind: type[Block]) -> Block:
     new = like(block, kind)
     new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
-        both = side_by_side(feedforward.gate, feedforward.up)
-        name = ACTIVATION_NAMES.get(feedforward.activation)
         new.feedforward = like(
-            feedforward, FusedFeedForward, gate=None, up=None, both=both, activation_name=name
+            feedforward,
+            FusedFeedForward,
+            gate=None,
+            up=None,
+            both=side_by_side(feedforward.gate, feedforward.up),
+            activation_name=ACTIVATION_NAMES.get(feedforward.activation),
         )
     return new
+
+
+# All that the kernels compute, by class and attribute. A block with anything more, such as an option added
+# later, keeps its own forward.
+KNOWN: dict[type[nn.Module], set[str]] = {
+    Block: {"attention", "attention_residual", "feedforward", "feedforward_residual"},
+    Residual: {"before", "scale", "dropout", "skip"},
+    norms.RMSNorm: {"weight", "eps", "unit_offset"},
+    Attention: {"q", "k", "v", "out", "heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"}
+    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
+    FeedForward: {"gate", "up", "down", "activation", "dropout"},
+    nn.Linear: {"weight", "bias", "in_features", "out_features"},
+}
+ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
+
+
+def suits_kernels(block: Block) -> bool:
+    """Return True if the kernels of one step compute all that this block does."""
+    feedforward, residuals = block.feedforward, (block.attention_residual, block.feedforward_residual)
+    return (
+        all(_features(part) <= KNOWN.get(original(part), set()) for part in block.modules())
+        and all(residual.before is not None and residual.scale == 1 for residual in residuals)
+        and isinstance(feedforward, FeedForward)
+        and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
+    )
+
+
+def _features(part: nn.Module) -> set[str]:
+    """Name the parameters and submodules of a part, and its options that are neither None nor False."""
+    tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    named = (*vars(part).items(), *tensors, *part.named_children())
+    given = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
+    return given - {"training"}
+
+
+class StepStack(Direct, Stack):
+    """A stack whose masks and angles are computed once for all layers, also by a compiler."""
+
+    def _views(
+        self, tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
+    ) -> dict[int | None, masks.View]:
+        views = super()._views(tokens, cache, *more, **named)
+        if not isinstance(cache, FixedCache):
+            return views
+        return {
+            window: replace(
+                view,
+                mask=None if view.mask is None else materialise(view.mask),
+                bias=None if view.bias is None else materialise(view.bias),
+                rotary=None if view.rotary is None else positions.Rotary(*map(materialise, view.rotary)),
+            )
+            for window, view in views.items()
+        }
+
+
+class StepBlock(Direct, Block):
+    """A block that `suits_kernels`: they take one token with a fixed cache, and `Block` takes all else."""
+
+    def forward(
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cross_view: masks.View | None = None,
+        keys: LayerKeys | None = None,
+        cross_keys: CrossKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        suits = x.shape[1] == 1 and view.bias is None and tap is SILENT
+        if not suits or not isinstance(keys, FixedKeys) or view.mask is None:
+            return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
+        attention, feedforward = self.attention, self.feedforward
+        assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
+        z = step_attend(
+            _normed(x, self.attention_residual.before, attention.qkv),
+            keys.k,
+            keys.v,
+            keys.cache.index,
+            view.mask[:, 0, 0],
+            None if view.rotary is None else view.rotary.cos,
+            None if view.rotary is None else view.rotary.sin,
+            attention.layout,
+            attention.n_heads,
+            attention.d_head**-0.5 if attention.scale is None else attention.scale,
+            attention.softcap,
+        )
+        x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
+        norm = self.feedforward_residual.before
+        if isinstance(feedforward, FusedFeedForward):
+            post = _normed(x, norm, feedforward.both, feedforward.activation_name)
+        else:
+            post = feedforward.activation(_normed(x, norm, feedforward.up))
+        return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
+
+
+def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | None = None) -> Tensor:
+    """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
+    assert isinstance(norm, norms.RMSNorm) and isinstance(layer, nn.Linear)
+    return step_linear(x, layer.weight, layer.bias, norm.weight, norm.eps, norm.unit_offset, gate)

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.fast.parts import like
+from clearhead.model import feedforward, stack
 from clearhead.model.attention import Attention
-from clearhead.model.block import Block
-from clearhead.model.feedforward import FeedForward, gelu_tanh
 from clearhead.model.transformer import Transformer
 
 MANY = 512  # rows from which a product gains more than a transposed copy of its weight costs
@@ -62,11 +61,11 @@ class JoinedAttention(Attention):
 def recompute(model: Transformer) -> None:
     """Keep only the input of each block, and run the block again in the backward pass."""
     for name, part in list(model.named_modules()):
-        if type(part) is Block:
+        if type(part) is stack.Block:
             model.set_submodule(name, like(part, RecomputedBlock))
 
 
-class RecomputedBlock(Block):
+class RecomputedBlock(stack.Block):
     """A block whose activations are computed again in the backward pass."""
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
@@ -76,7 +75,7 @@ class RecomputedBlock(Block):
 
 def original(part: nn.Module) -> type[nn.Module]:
     """Return the class that a replacement stands for; for other parts, their own class."""
-    originals = {JoinedAttention: Attention, RecomputedBlock: Block, NarrowLinear: nn.Linear}
+    originals = {JoinedAttention: Attention, RecomputedBlock: stack.Block, NarrowLinear: nn.Linear}
     return originals.get(type(part), type(part))
 
 
@@ -88,7 +87,7 @@ def suit_narrow(model: Transformer) -> None:
     for name, part in list(model.named_modules()):
         if type(part) is nn.Linear:
             model.set_submodule(name, like(part, NarrowLinear))
-        elif isinstance(part, FeedForward):
+        elif isinstance(part, feedforward.FeedForward):
             part.activation = NARROW_ACTIVATIONS.get(part.activation, part.activation)
 
 
@@ -169,5 +168,5 @@ class _NarrowGelu(torch.autograd.Function):
 
 NARROW_ACTIVATIONS: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
     nnf.gelu: narrow_gelu,
-    gelu_tanh: functools.partial(narrow_gelu, approximate="tanh"),
+    feedforward.gelu_tanh: functools.partial(narrow_gelu, approximate="tanh"),
 }

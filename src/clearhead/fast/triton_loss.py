@@ -10,8 +10,6 @@ Shapes: N positions, V vocabulary.
 # mypy: ignore-errors
 # Triton reads these functions as a language of its own, whose types are not Python's.
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ rotated columns.
 # mypy: ignore-errors
 # Triton reads these functions as a language of its own, whose types are not Python's.
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ class Tile(NamedTuple):
     n: int  # rows of the weight (or slots of the cache) at a time
     k: int  # columns of the weight at a time (or splits of the cache)
     warps: int
-    stages: int = 3
 
 
 @triton.jit
@@ -45,12 +42,12 @@ def _activate(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _vector_kernel(
+def _linear_kernel(
     x, weight, bias, scale, add, out, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr,
     BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One row. Each program reads a few rows of the weight from end to end, all of it asked for at once."""
+    """Each program reads a few rows of the weight from end to end, all of it asked for at once."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = n.to(tl.int64)[:, None] * D
     within = (n < N)[:, None]
@@ -95,64 +92,6 @@ def _vector_kernel(
     tl.store(out + n, y, mask=n < N)
 
 
-@triton.jit
-def _matrix_kernel(
-    x, weight, bias, scale, add, out, B, N, eps,
-    D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """A few rows. Each program multiplies all of them with a few rows of the weight."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b = tl.arange(0, BLOCK_B)
-    columns = n.to(tl.int64)[None, :] * D
-    total = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
-    total_up = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_B], tl.float32)
-    for start in range(0, D, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        value = tl.load(x + b[:, None] * D + k[None, :], mask=(b < B)[:, None] & (k < D)[None, :], other=0.0)
-        if NORM:
-            exact = value.to(tl.float32)
-            square += tl.sum(exact * exact, 1)
-            value = (exact * (tl.load(scale + k, mask=k < D, other=0.0).to(tl.float32) + UNIT)[None, :]).to(
-                value.dtype
-            )
-        inside = (k < D)[:, None] & (n < N)[None, :]
-        w = tl.load(weight + columns + k[:, None], mask=inside, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(value, w, total, input_precision="ieee")
-        if GATE >= 0:
-            up = weight + tl.cast(N, tl.int64) * D + columns + k[:, None]
-            total_up = tl.dot(
-                value,
-                tl.load(up, mask=inside, other=0.0, eviction_policy="evict_first"),
-                total_up,
-                input_precision="ieee",
-            )
-    y, z = total, total_up
-    if NORM:
-        size = tl.rsqrt(square / D + eps)[:, None]
-        y *= size
-        z *= size
-    if BIAS:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if GATE >= 0:
-        if BIAS:
-            z += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        y = _activate(y, GATE) * z
-    where = b[:, None] * N + n[None, :]
-    inside = (b < B)[:, None] & (n < N)[None, :]
-    if ADD:
-        y += tl.load(add + where, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + where, y, mask=inside)
-
-
-def tile_for(rows: int, n: int, d: int) -> Tile:
-    """A cut that keeps all processors reading: [rows, d] times a weight of [n, d]."""
-    if rows == 1:
-        return Tile(4 if n < 8192 else 8, min(2048, triton.next_power_of_2(d)), 8)
-    return Tile(16 if n < 4096 else 32, 128, 4, 5)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -164,33 +103,19 @@ def linear(
     add: Tensor | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """See `kernels.step_linear`."""
-    B, D = x.shape[0], x.shape[-1]
-    N = weight.shape[0] // (1 if gate is None else 2)
-    x = x.contiguous()
-    add = None if add is None else add.contiguous()
+    """Take one row; see `kernels.step_linear`."""
+    D, N = x.shape[-1], weight.shape[0] // (1 if gate is None else 2)
     out = x.new_empty(*x.shape[:-1], N)
-    tile = tile or tile_for(B, N, D)
-    grid = (triton.cdiv(N, tile.n),)
-    flags = {
-        "D": D,
-        "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k,
-        "NORM": scale is not None,
-        "UNIT": float(unit_offset),
-        "BIAS": bias is not None,
-        "GATE": -1 if gate is None else ACTIVATION_NUMBERS[gate],
-        "ADD": add is not None,
-        "num_warps": tile.warps,
-    }
-    given = [weight if t is None else t for t in (bias, scale, add)]  # what a flag switches off is not read
-    if B == 1:
-        _vector_kernel[grid](x, weight, *given, out, N, eps, **flags)
-    else:
-        block = max(16, triton.next_power_of_2(B))
-        _matrix_kernel[grid](
-            x, weight, *given, out, B, N, eps, BLOCK_B=block, num_stages=tile.stages, **flags
-        )
+    tile = tile or Tile(4 if N < 8192 else 8, min(2048, triton.next_power_of_2(D)), 8)
+    given = (bias, scale, None if add is None else add.contiguous())
+    _linear_kernel[(triton.cdiv(N, tile.n),)](
+        x.contiguous(), weight,
+        *(weight if tensor is None else tensor for tensor in given),  # what a flag switches off is not read
+        out, N, eps,
+        D=D, BLOCK_N=tile.n, BLOCK_K=tile.k, NORM=scale is not None, UNIT=float(unit_offset),
+        BIAS=bias is not None, GATE=-1 if gate is None else ACTIVATION_NUMBERS[gate], ADD=add is not None,
+        num_warps=tile.warps,
+    )  # fmt: skip
     return out
 
 
@@ -292,8 +217,9 @@ def _join_kernel(partial, stats, out, EV: tl.constexpr, WIDE_V: tl.constexpr, SP
     best, weight = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
     share = tl.exp(best - tl.max(best, 0))
     total = tl.load(partial + part[:, None] * EV + ev[None, :], mask=(ev < EV)[None, :], other=0.0)
-    y = tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0)
-    tl.store(out + head * EV + ev, y, mask=ev < EV)
+    tl.store(
+        out + head * EV + ev, tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0), mask=ev < EV
+    )
 
 
 def attend_tile(rows: int, heads: int, slots: int) -> Tile:
@@ -321,18 +247,14 @@ def attend(
     B, K, S, E = keys.shape
     EV, H = values.shape[3], n_heads
     tile = tile or attend_tile(B, K, S)
-    qkv = qkv.contiguous()
-    seen = mask.contiguous().view(torch.uint8)
+    split, turned, seen = tile.k > 1, cos is not None, mask.contiguous().view(torch.uint8)
     out = qkv.new_empty(B, 1, H * EV)
-    split = tile.k > 1
     partial = qkv.new_empty(B * H * tile.k * EV if split else 1, dtype=torch.float32)
     stats = qkv.new_empty(B * H * tile.k * 2 if split else 1, dtype=torch.float32)
-    turned = cos is not None and sin is not None
-    cos = cos.contiguous() if turned else stats
-    sin = sin.contiguous() if turned else stats
+    cos, sin = (cos.contiguous(), sin.contiguous()) if turned else (stats, stats)
     wide_v = max(16, triton.next_power_of_2(EV))
     _attend_kernel[(B, K, tile.k)](
-        qkv, keys, values, slot, seen, cos, sin, out, partial, stats,
+        qkv.contiguous(), keys, values, slot, seen, cos, sin, out, partial, stats,
         seen.stride(0) if seen.shape[0] > 1 else 0, cos.stride(0) if turned and cos.shape[0] > 1 else 0,
         scale, softcap or 1.0,
         H=H, K=K, S=S, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,

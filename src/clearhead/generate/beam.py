@@ -11,8 +11,6 @@ Shapes: B prompts still running, G groups, N beams of a prompt, M = N / G beams 
 tokens written, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from clearhead.batches.padding import by_length
 from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, adjust
-from clearhead.model.cache import Cache, GrowingKeys, rows_of
+from clearhead.model.cache import Cache
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
@@ -69,14 +67,9 @@ class Search:
         """
         if best == REMOVED or len(self.found) < self.request.group_size:
             return best == REMOVED
-        if self.request.early_stopping is True:
-            return True
-        reach = (
-            self.longest
-            if self.request.early_stopping == "never" and self.request.length_penalty > 0
-            else length
-        )
-        return self.score(best, reach) <= self.found[-1].score
+        early = self.request.early_stopping
+        reach = self.longest if early == "never" and self.request.length_penalty > 0 else length
+        return early is True or self.score(best, reach) <= self.found[-1].score
 
 
 class Candidates(NamedTuple):
@@ -87,7 +80,7 @@ class Candidates(NamedTuple):
     tokens: Tensor  # B C
     ended: Tensor  # B C: does the token end it?
 
-    def going_on(self, count: int) -> Candidates:
+    def going_on(self, count: int) -> "Candidates":
         """Return the best `count` of each row that do not end, filled up with others whose sum is -inf."""
         open_ones = self._replace(totals=self.totals.masked_fill(self.ended, REMOVED))
         index = open_ones.totals.topk(count, dim=-1).indices
@@ -105,25 +98,15 @@ def beam_search(
     counts as written.
     """
     check_request(model, request, prompts, ends)
-    source, mask = prompts.sources
+    mask = prompts.source_mask
     lengths = list(map(len, prompts.ids)) if mask is None else mask.sum(1).tolist()
     on_cpu = next(model.parameters()).device.type == "cpu"
     at_once = max(1, (ROWS_CPU if on_cpu else ROWS) // request.num_beams)
     size = math.ceil(len(lengths) / math.ceil(len(lengths) / at_once))  # batches of one size, or nearly
     found: dict[int, list[Hypothesis]] = {}
     for rows in by_length(lengths, lambda count, _: count <= size):
-        some = Prompts([prompts.ids[row] for row in rows], *_some(source, mask, rows))
-        found |= zip(rows, _search(model, request, some, ends))
+        found |= zip(rows, _search(model, request, prompts.rows(rows), ends))
     return [found[row] for row in range(len(lengths))]
-
-
-def _some(source: Tensor | None, mask: Tensor | None, rows: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """Return some rows of sources [B, S] and their mask, without columns that are padding in all of them."""
-    if source is None or mask is None:
-        return None if source is None else source[rows], None
-    columns = mask[rows].any(0)
-    source, mask = source[rows][:, columns], mask[rows][:, columns]
-    return source, None if bool(mask.all()) else mask
 
 
 def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> list[list[Hypothesis]]:
@@ -151,7 +134,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         groups = _propose(values, totals, request, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step + forced, ending)
-        # [B, N].
+        # B N
         chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))
         best = chosen.totals[:, ::M].tolist()  # of each group
         done = [
@@ -167,16 +150,14 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
             kept = torch.tensor([i for i, over in enumerate(done) if not over], device=device)
             running = [row for row, over in zip(running, done) if not over]
             written, chosen = written[kept], Candidates(*(x[kept] for x in chosen))
-            _leave(cache, rows[kept].flatten(), kept)
+            cache.reorder(rows[kept].flatten(), cross=False)
+            cache.reorder_sources(kept)
         else:
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
         logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
-    found = [
-        sorted((one for search in row for one in search.found), key=lambda one: -one.score)
-        for row in searches
-    ]
-    return [row[: request.num_return] for row in found]
+    found = [[one for search in row for one in search.found] for row in searches]
+    return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
 
 
 def _log_probabilities(
@@ -184,13 +165,10 @@ def _log_probabilities(
 ) -> Tensor:
     """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
     B, N, _ = written.shape
-    values = wide(logits).log_softmax(-1)
-    if request.looks_back:
-        seen = [[*prompt, *ids] for prompt, row in zip(prompts, written.tolist()) for ids in row]
-        values = adjust(values, request, seen, [len(prompt) for prompt in prompts for _ in range(N)])
-    elif request.restricts:
-        values = adjust(values, request)
-    return values.view(B, N, -1)
+    rows = zip(prompts, written.tolist()) if request.looks_back else ()
+    seen = [[*prompt, *ids] for prompt, row in rows for ids in row]
+    lengths = [len(prompt) for prompt in prompts for _ in range(N)]
+    return adjust(wide(logits).log_softmax(-1), request, seen, lengths).view(B, N, -1)
 
 
 def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
@@ -202,10 +180,8 @@ def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) ->
         own = values[:, first : first + M]
         if groups and request.diversity_penalty:
             taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
-            # [B, V].
-            counts = torch.zeros_like(values[:, 0]).scatter_add_(
-                1, taken, torch.ones_like(taken, dtype=values.dtype)
-            )
+            one = torch.ones_like(taken, dtype=values.dtype)
+            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, one)  # B V
             own = own - request.diversity_penalty * counts[:, None]
         each = min(count, own.shape[-1])
         top = own.topk(each, dim=-1)  # of one beam, B M C
@@ -227,11 +203,9 @@ def _collect(
     places = over.nonzero().tolist()
     totals, origins, tokens, ended = (x.tolist() for x in first) if places else ([], [], [], [])
     for row, place in places:
-        ids = written[row, origins[row][place]].tolist()
-        if not ended[row][place]:
-            ids.append(tokens[row][place])
-        score = searches[row].score(totals[row][place], length)
-        searches[row].add(Hypothesis(score, ids, "eos" if ended[row][place] else str(ending)))
+        ids, search = written[row, origins[row][place]].tolist(), searches[row]
+        last, reason = ([], "eos") if ended[row][place] else ([tokens[row][place]], str(ending))
+        search.add(Hypothesis(search.score(totals[row][place], length), ids + last, reason))
 
 
 def _move(cache: Cache, rows: Tensor, since: int) -> None:
@@ -240,16 +214,6 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
     if not len(to) or cache.length == since:
         return
     origins = rows[to]
-    for keys in cache.layers.values():
-        assert isinstance(keys, GrowingKeys) and keys.k is not None and keys.v is not None
-        for buffer in (keys.k, keys.v):
-            new = buffer.narrow(2, since, cache.length - since)
-            new.index_copy_(0, to, new.index_select(0, origins))
-
-
-def _leave(cache: Cache, rows: Tensor, sources: Tensor) -> None:
-    """Keep these rows of the cache, and these of its sources."""
-    cache.reorder(rows, cross=False)
-    for keys in cache.cross.values():
-        keys.reorder(sources)
-    cache.source = rows_of(cache.source, sources)
+    for buffer in (buffer for keys in cache.layers.values() for buffer in keys.read()):
+        new = buffer.narrow(2, since, cache.length - since)
+        new.index_copy_(0, to, new.index_select(0, origins))

@@ -7,23 +7,20 @@ longest row of a call.
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
 
-from __future__ import annotations
-
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, History, adjust_by, distribution, draw
-from clearhead.model.cache import Cache
+from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.transformer import Transformer
-from clearhead.model.window_cache import WindowCache
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
@@ -48,10 +45,14 @@ class Prompts:
         """The source and its mask."""
         return self.source, self.source_mask
 
-    def row(self, number: int) -> Prompts:
-        """Return one row alone."""
-        source, mask = (None if x is None else x[number : number + 1] for x in self.sources)
-        return Prompts([self.ids[number]], source, mask)
+    def rows(self, numbers: list[int]) -> "Prompts":
+        """Return some rows alone; columns of the source that are padding in all of them are left out."""
+        ids = [self.ids[number] for number in numbers]
+        if self.source is None or self.source_mask is None:
+            return Prompts(ids, None if self.source is None else self.source[numbers])
+        columns = self.source_mask[numbers].any(0)
+        source, mask = self.source[numbers][:, columns], self.source_mask[numbers][:, columns]
+        return Prompts(ids, source, None if bool(mask.all()) else mask)
 
 
 @dataclass
@@ -96,8 +97,7 @@ class Ends:
             return False
         row.ids.append(token)
         reason = (self.on_token(number, row) if self.on_token is not None else None) or reason
-        if reason is not None:
-            row.stop_reason = reason
+        row.stop_reason = reason or row.stop_reason
         return reason is None
 
 
@@ -129,9 +129,7 @@ def decode(
     chooser = Chooser(request, rows, prompts.seeds, model)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
-    step = step or functools.partial(_step, model)
-    unread = [row.prompt[cache.length :] for row in rows]
-    logits = prefill(model, unread, cache, *prompts.sources)
+    logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     for count in range(1, request.max_new_tokens + 1):
         chosen = chooser.choose(logits, running)
         tokens = chosen.tolist()
@@ -147,21 +145,17 @@ def decode(
             index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        logits = step(chosen, cache)
+        if step is not None:
+            logits = step(chosen, cache)
+        else:
+            logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
     return rows
-
-
-def _step(model: Transformer, chosen: Tensor, cache: Cache) -> Tensor:
-    """Run the model itself on one token of each row: [B] -> [B, V]."""
-    logits: Tensor = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
-    return logits
 
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    windows = [window for window in model.main.spec.windows if window is not None]
-    kind = WindowCache if windows and room > 2 * min(windows) else Cache
-    return kind(min(room, RESERVE))
+    smallest = min((window for window in model.main.spec.windows if window is not None), default=room)
+    return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))
 
 
 def prefill(
@@ -180,19 +174,21 @@ def prefill(
     chunk = longest if turns_by_length(model) else PREFILL_CHUNK
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
-        given = (source, source_mask) if start == 0 else (None, None)
+        part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()
         wanted = "last" if piece.stop >= longest else "none"
-        out = model(
-            ids[:, piece], None if mask is None else mask[:, piece], *given, cache=cache, logits=wanted
-        )
-    logits: Tensor = out.logits[:, -1]
-    return logits
+        out = model(ids[:, piece], part, *given, cache=cache, logits=wanted)
+    return cast(Tensor, out.logits[:, -1])
 
 
 def turns_by_length(model: Transformer) -> bool:
     """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
     scaling = model.config.rope_scaling
     return scaling is not None and scaling.kind in ("dynamic", "longrope")
+
+
+def agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens at the beginning of both are the same."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class Chooser:
@@ -202,8 +198,8 @@ class Chooser:
         self, request: Request, rows: list[Continuation], seeds: Sequence[int] | None, model: Transformer
     ) -> None:
         self.request, self.rows = request, rows
-        drawn = request.temperature > 0
-        self.dice = Dice([request.seed] * len(rows) if seeds is None else seeds) if drawn else None
+        seeds = [request.seed] * len(rows) if seeds is None else seeds
+        self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
         self.histories = (
             [History(row.prompt, request, size, device) for row in rows] if request.looks_back else []
@@ -241,25 +237,32 @@ def report(logits: Tensor, chosen: Tensor, rows: list[Continuation], alternative
 
 def check_request(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> None:
     """Raise `InputError` where the model cannot do what is asked."""
-    config = model.config
-    if config.head != "lm":
-        raise InputError(f"this model's head is {config.head}: only a language model (head lm) generates")
-    size = config.vocab_size
+    config, size = model.config, model.config.vocab_size
+    refuse(
+        config.head != "lm",
+        f"this model's head is {config.head}: only a language model (head lm) generates",
+    )
     named = {"allowed": request.allowed or (), "banned": request.banned, "stop_ids": ends.stop_ids}
     for name, tokens in named.items():
-        if any(not 0 <= token < size for token in tokens):
-            raise InputError(f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}")
-    if not 0 <= request.alternatives <= size:
-        raise InputError(f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}")
-    if not prompts.ids or any(len(prompt) == 0 for prompt in prompts.ids):
-        raise InputError("a prompt is empty: give one token at least, such as the beginning-of-text token")
-    needed = prompts.longest + request.max_new_tokens - 1
-    if config.positions == "learned" and needed > config.max_positions:
-        raise InputError(
-            f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
-            f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
-            'tokens that fit with overflow="window"'
+        refuse(
+            any(not 0 <= token < size for token in tokens),
+            f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}",
         )
+    refuse(
+        not 0 <= request.alternatives <= size,
+        f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
+    )
+    refuse(
+        not prompts.ids or not all(map(len, prompts.ids)),
+        "a prompt is empty: give one token at least, such as the beginning-of-text token",
+    )
+    needed = prompts.longest + request.max_new_tokens - 1
+    refuse(
+        config.positions == "learned" and needed > config.max_positions,
+        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
+        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
+        'tokens that fit with overflow="window"',
+    )
 
 
 def greedy(
@@ -274,8 +277,7 @@ def greedy(
     """Return the most probable tokens [B, N] after prompts [B, T]; ended rows are filled up with `stop`."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     prompts = Prompts([row[kept].tolist() for row, kept in zip(ids, real)], source, source_mask)
-    ends = Ends(frozenset() if stop is None else frozenset([stop]))
+    ends = Ends(frozenset(() if stop is None else (stop,)))
     rows = decode(model, Request(max_new_tokens=max_new_tokens), prompts, ends)
     length = max(len(row.ids) + (row.stop_reason == "eos") for row in rows)
-    fill = 0 if stop is None else stop
-    return torch.tensor([row.ids + [fill] * (length - len(row.ids)) for row in rows], device=ids.device)
+    return torch.tensor([row.ids + [stop or 0] * (length - len(row.ids)) for row in rows], device=ids.device)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from clearhead.errors import ConfigError, InputError, nearest
+from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.typed import check_types
 
 MAX_NEW_TOKENS = 50
@@ -64,10 +64,12 @@ class Sampling:
         except ConfigError as error:
             raise InputError(str(error)) from None
         for name, (least, most, allowed) in BOUNDS.items():
-            if not least <= getattr(self, name, least) <= most:
-                raise InputError(f"{name} {getattr(self, name)} {allowed}")
-        if self.allowed is not None and not set(self.allowed) - set(self.banned):
-            raise InputError("allowed minus banned leaves no token to choose from")
+            value = getattr(self, name, least)
+            refuse(not least <= value <= most, f"{name} {value} {allowed}")
+        refuse(
+            self.allowed is not None and set(self.allowed) <= set(self.banned),
+            "allowed minus banned leaves no token to choose from",
+        )
 
     @property
     def restricts(self) -> bool:
@@ -77,8 +79,8 @@ class Sampling:
     @property
     def looks_back(self) -> bool:
         """Return True where a rule depends on the tokens so far."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram
-        return self.repetition_penalty != 1 or bool(penalties)
+        penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram)
+        return self.repetition_penalty != 1 or any(penalties)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,42 +107,47 @@ class Request(Sampling):
     compile: bool | None = None  # compile the step of a token; None: on a GPU, where that pays
 
     def __post_init__(self) -> None:
-        if self.overflow not in ("refuse", "window"):
-            raise InputError(f'overflow "{self.overflow}" is not known: choose refuse or window')
+        refuse(
+            self.overflow not in ("refuse", "window"),
+            f'overflow "{self.overflow}" is not known: choose refuse or window',
+        )
         super().__post_init__()
-        if self.num_return > self.num_beams:
-            raise InputError(
-                f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams"
-            )
-        if self.num_beams % self.num_beam_groups:
-            raise InputError(
-                f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: "
-                "change one of them"
-            )
-        if self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1):
-            raise InputError(
-                f"diversity_penalty {self.diversity_penalty} must be 0 or more, "
-                "and needs num_beam_groups above 1"
-            )
+        refuse(
+            self.num_return > self.num_beams,
+            f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams",
+        )
+        refuse(
+            self.num_beams % self.num_beam_groups,
+            f"num_beams {self.num_beams} is not divisible by num_beam_groups {self.num_beam_groups}: "
+            "change one of them",
+        )
+        refuse(
+            self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1),
+            f"diversity_penalty {self.diversity_penalty} must be 0 or more, "
+            "and needs num_beam_groups above 1",
+        )
         for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
-            if self.num_beams > 1 and getattr(self, name) != getattr(Sampling, name):
-                raise InputError(
-                    f"{name} {getattr(self, name)} with num_beams {self.num_beams}: "
-                    "beam search draws nothing, so leave one of them out"
-                )
+            value = getattr(self, name)
+            refuse(
+                self.num_beams > 1 and value != getattr(Sampling, name),
+                f"{name} {value} with num_beams {self.num_beams}: "
+                "beam search draws nothing, so leave one of them out",
+            )
         self.check_hooks()
 
     def check_hooks(self, **hooks: object) -> None:
         """Refuse what does not go together; `hooks` are options that are not data, such as `on_text`."""
         watched = {name: getattr(self, name) for name in WATCHED} | hooks
         for name, value in watched.items():
-            if self.num_beams > 1 and value not in (None, False, 0, ()):
-                raise InputError(
-                    f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
-                    "so leave one of them out"
-                )
-        if self.lookup and hooks.get("draft") is not None:
-            raise InputError("lookup and draft both guess what comes next: choose one of them")
+            refuse(
+                self.num_beams > 1 and value not in (None, False, 0, ()),
+                f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
+                "so leave one of them out",
+            )
+        refuse(
+            self.lookup and hooks.get("draft") is not None,
+            "lookup and draft both guess what comes next: choose one of them",
+        )
 
     @property
     def group_size(self) -> int:

@@ -12,8 +12,6 @@ best token.
 Shapes: B rows, V vocabulary, N tokens so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -31,16 +29,14 @@ def adjust(
     logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
 ) -> Tensor:
     """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
-    if not options.looks_back:
-        return adjust_by(logits, options)
-    histories = []
-    for tokens, length in zip(seen, prompt_lengths):
-        histories.append(History(tokens[:length], options, logits.shape[-1], logits.device))
-        histories[-1].follow(tokens[length:])
+    histories = [
+        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:])
+        for tokens, length in zip(seen, prompt_lengths)
+    ]
     return adjust_by(logits, options, histories)
 
 
-def adjust_by(logits: Tensor, options: Sampling, histories: Sequence[History] = ()) -> Tensor:
+def adjust_by(logits: Tensor, options: Sampling, histories: Sequence["History"] = ()) -> Tensor:
     """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
@@ -60,7 +56,12 @@ class History:
     """The tokens of one row, each counted once, so that a step costs no more in a long row."""
 
     def __init__(
-        self, prompt: Sequence[int], options: Sampling, vocabulary: int, device: torch.device
+        self,
+        prompt: Sequence[int],
+        options: Sampling,
+        vocabulary: int,
+        device: torch.device,
+        new: Sequence[int] = (),
     ) -> None:
         self.options = options
         self.length = 0  # new tokens counted
@@ -69,6 +70,7 @@ class History:
         self.after: dict[tuple[int, ...], set[int]] = {}  # by n-1 tokens: what has come after them
         self.tail: tuple[int, ...] = ()  # the last n-1 tokens
         self._learn(prompt)
+        self.follow(new)
 
     def follow(self, new: Sequence[int]) -> None:
         """Count the row's new tokens, as far as they are not counted yet."""
@@ -89,12 +91,10 @@ class History:
 
     def penalise(self, logits: Tensor) -> None:
         """Apply steps 1 and 2 to the row's logits [V], in place."""
-        options = self.options
-        if options.repetition_penalty != 1:
-            penalty = options.repetition_penalty
-            logits.copy_(
-                torch.where(self.present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-            )
+        options, penalty = self.options, self.options.repetition_penalty
+        if penalty != 1:
+            weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(self.present, weaker, logits))
         if options.presence_penalty or options.frequency_penalty:
             logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
         if options.no_repeat_ngram and len(self.tail) == options.no_repeat_ngram - 1:
@@ -119,9 +119,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     if p >= 1:
         return logits
     ordered, index = logits.sort(dim=-1, descending=True)
-    probability = ordered.double().softmax(-1)
-    before = probability.cumsum(-1) - probability  # what the better tokens hold
-    return _keep(logits, index, before < p)
+    return _keep(logits, index, ordered.double().softmax(-1), p)
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
@@ -140,14 +138,15 @@ def typical(logits: Tensor, p: float) -> Tensor:
     probability = log_probability.exp()
     expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
     index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
-    ordered = probability.gather(-1, index)
-    return _keep(logits, index, ordered.cumsum(-1) - ordered < p)
+    return _keep(logits, index, probability.gather(-1, index), p)
 
 
-def _keep(logits: Tensor, index: Tensor, kept: Tensor) -> Tensor:
-    """Keep the tokens at `index` [B, V] where `kept` [B, V] is True, and the first of them always."""
-    first = torch.arange(kept.shape[-1], device=kept.device) == 0
-    return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, index, kept | first), REMOVED)
+def _keep(logits: Tensor, index: Tensor, probability: Tensor, p: float) -> Tensor:
+    """Keep the tokens at `index` [B, V] until their `probability` [B, V] adds up to p; the first always."""
+    before = probability.cumsum(-1) - probability  # what the tokens before each hold
+    first = torch.arange(before.shape[-1], device=before.device) == 0
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, (before < p) | first)
+    return logits.masked_fill(~kept, REMOVED)
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:

@@ -12,13 +12,14 @@ Shapes: B rows, S source length, V vocabulary, N guesses.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import refuse
 from clearhead.generate.decode import (
     LENGTH_ALONE,
     RESERVE,
@@ -26,12 +27,12 @@ from clearhead.generate.decode import (
     Continuation,
     Ends,
     Prompts,
+    agreed,
     check_request,
     prefill,
     report,
     turns_by_length,
 )
-from clearhead.generate.prefix import agreed
 from clearhead.generate.request import Request, Sampling
 from clearhead.generate.sampling import adjust_by, distribution, draw
 from clearhead.model.cache import Cache
@@ -59,9 +60,8 @@ class Lookup:
     """Guesses that the row goes on as it did after the same tokens; `before` is other text to look in."""
 
     def __init__(self, count: int, before: Sequence[int] = ()) -> None:
-        self.count = count
+        self.count, self.start = count, len(before)
         self.text: list[int] = []
-        self.start = len(before)
         self.next: dict[tuple[int, ...], int] = {}  # where the text last went on after these tokens
         self._read(before)
 
@@ -76,12 +76,11 @@ class Lookup:
         """See `Guesser`."""
         self._read(tokens[len(self.text) - self.start :])
         at = next((self.next[last] for n in MATCHED if (last := tuple(self.text[-n:])) in self.next), None)
-        guessed: list[int] = []
-        if at is not None:
-            for place in range(at, at + min(self.count, most)):
-                beyond = place - len(self.text)  # past its end the text goes on with what is guessed
-                guessed.append(guessed[beyond] if beyond >= 0 else self.text[place])
-        return Guess(guessed)
+        if at is None:
+            return Guess([])
+        count = min(self.count, most)
+        # Past its end the text goes on with what is guessed.
+        return Guess(list(itertools.islice(itertools.cycle(self.text[at : at + count]), count)))
 
 
 class Draft:
@@ -138,12 +137,13 @@ class _Speaker:
         self, number: int, row: Continuation, prompts: Prompts, cache: Cache, guesser: Guesser
     ) -> None:
         self.number, self.row, self.cache, self.guesser = number, row, cache, guesser
-        self.sources = prompts.sources
-        self.tokens = list(row.prompt)
+        self.sources, self.tokens = prompts.sources, list(row.prompt)
 
     def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
-        """Add one to `most` tokens in one run of the model; return False when the row has ended."""
-        guess = self.guesser.guess(self.tokens, most - 1, lambda: chooser.roll([self.number]))
+        """Add a token or more in one run of the model; return False when the row has ended or has `most`."""
+        guess = self.guesser.guess(
+            self.tokens, most - len(self.row.ids) - 1, lambda: chooser.roll([self.number])
+        )
         fed = torch.tensor(
             [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
         )
@@ -159,7 +159,7 @@ class _Speaker:
             if not (goes_on and as_guessed):
                 break
         self.cache.crop(min(self.cache.length, len(self.tokens) - 1))
-        return goes_on
+        return goes_on and len(self.row.ids) < most
 
     def _choose(self, logits: Tensor, guess: Guess, place: int, chooser: Chooser) -> tuple[Tensor, bool]:
         """Choose the token after logits [1, V]; return it [1], and whether it is the one guessed."""
@@ -189,12 +189,12 @@ def guessers_for(
         return [Lookup(request.lookup, texts[row] if looked_into else ()) for row in rows if request.lookup]
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
         mine, theirs = getattr(config, name), getattr(draft.config, name)
-        if mine != theirs:
-            raise InputError(
-                f"the draft's {name} is {theirs} and the model's {mine}: "
-                "choose a draft with the same vocabulary and family"
-            )
-    return [Draft(draft, request.draft_tokens, request, prompts.row(row)) for row in rows]
+        refuse(
+            mine != theirs,
+            f"the draft's {name} is {theirs} and the model's {mine}: "
+            "choose a draft with the same vocabulary and family",
+        )
+    return [Draft(draft, request.draft_tokens, request, prompts.rows([row])) for row in rows]
 
 
 @torch.inference_mode()
@@ -209,24 +209,20 @@ def speculate(
 ) -> list[Continuation]:
     """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
-    if turns_by_length(model):
-        raise InputError(
-            "this model's rotary angles change with the length of what is read at once: "
-            "leave lookup and draft out"
-        )
+    refuse(
+        turns_by_length(model),
+        "this model's rotary angles change with the length of what is read at once: "
+        "leave lookup and draft out",
+    )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     chooser = Chooser(request, rows, prompts.seeds, model)
     most, running = request.max_new_tokens, []
     for number, row in enumerate(rows):
         own = cache or Cache(min(len(row.prompt) + most, RESERVE))
-        speaker = _Speaker(number, row, prompts.row(number), own, guessers[number])
+        running.append(_Speaker(number, row, prompts.rows([number]), own, guessers[number]))
         unread = row.prompt[own.length : -1]  # the last token is read with the first guesses
         if unread:
-            prefill(model, [unread], own, *speaker.sources)
-        running.append(speaker)
+            prefill(model, [unread], own, *running[-1].sources)
     while running:
-        for speaker in list(running):
-            goes_on = speaker.turn(model, most - len(speaker.row.ids), chooser, ends)
-            if not goes_on or len(speaker.row.ids) == most:
-                running.remove(speaker)
+        running = [speaker for speaker in running if speaker.turn(model, most, chooser, ends)]
     return rows

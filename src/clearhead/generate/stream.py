@@ -33,9 +33,7 @@ class TextStream:
     @property
     def text(self) -> str:
         """The text so far, cut at the first stop string."""
-        if self.stopped_by is not None:
-            return "".join(self._emitted)
-        rest = self._held + self._tail()
+        rest = "" if self.stopped_by is not None else self._held + self._tail()
         return "".join(self._emitted) + rest[: self._first_stop(rest)[0]]
 
     def push(self, token: int) -> str:

@@ -79,11 +79,11 @@ class Choices:
         if found is not None or wanted.isdecimal():
             return int(wanted if found is None else found)
         pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
-        if len(pieces) != 1:
-            listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
-            raise InputError(
-                f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary'
-            )
+        listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
+        refuse(
+            len(pieces) != 1,
+            f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary',
+        )
         return int(pieces[0])
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -108,11 +108,8 @@ def choices_of(prepared: Prepared) -> Choices:
         f'head "{head}" gives vectors, not choices: '
         f"this takes a model whose head is one of {', '.join(KINDS)}",
     )
-    columns = prepared.tokens.labels
-    if head == "classifier":
-        columns = ("whole image" if prepared.main.is_floating_point() else "whole text",)
-    elif head == "span":
-        columns = ("begins", "ends")
+    whole = ("whole image" if prepared.main.is_floating_point() else "whole text",)
+    columns = {"classifier": whole, "span": ("begins", "ends")}.get(head, prepared.tokens.labels)
     return Choices(prepared, KINDS[head], columns)
 
 

@@ -25,13 +25,12 @@ class FrozenNorm:
 
     scale: Tensor | float = 1.0  # [D]
     size: Tensor | float = 1.0  # [R, 1] the standard deviation, or the root mean square, that it divides by
-    bias: Tensor | None = None  # [D]
+    bias: Tensor | float = 0.0  # [D]
     centred: bool = False  # is the mean subtracted?
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the norm gives: [R, D] -> [R, D]."""
-        y = (x - x.mean(-1, keepdim=True) if self.centred else x) / self.size * self.scale
-        return y if self.bias is None else y + self.bias
+        return (x - x.mean(-1, keepdim=True) if self.centred else x) / self.size * self.scale + self.bias
 
     def back(self, direction: Tensor) -> Tensor:
         """Return the direction before the norm from the one behind it: [R, D] -> [R, D]."""
@@ -40,7 +39,7 @@ class FrozenNorm:
 
     def shift(self, direction: Tensor) -> float:
         """Return what the bias adds: [R, D] -> a number."""
-        return float((direction * self.bias).sum()) if self.bias is not None else 0.0
+        return float((direction * self.bias).sum())
 
 
 def freeze(norm: nn.Module | None, x: Tensor) -> FrozenNorm:
@@ -51,11 +50,9 @@ def freeze(norm: nn.Module | None, x: Tensor) -> FrozenNorm:
     centred = isinstance(norm, LayerNorm)
     spread = x - x.mean(-1, keepdim=True) if centred else x
     size = (spread.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-    weight = exact(norm.weight)
     bias = norm.bias if isinstance(norm, LayerNorm) else None
-    return FrozenNorm(
-        1 + weight if norm.unit_offset else weight, size, None if bias is None else exact(bias), centred
-    )
+    scale = exact(norm.weight) + float(norm.unit_offset)
+    return FrozenNorm(scale, size, 0.0 if bias is None else exact(bias), centred)
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,8 @@ def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tenso
     """Return one row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
     numbers = [choice] if against is None else [choice, against]
     weight = exact(out.weight[numbers])
-    bias = exact(out.bias[numbers]) if out.bias is not None else weight.new_zeros(len(numbers))
     sign = weight.new_tensor([1.0, -1.0][: len(numbers)])
-    return sign @ weight, float(sign @ bias)
+    return sign @ weight, 0.0 if out.bias is None else float(sign @ exact(out.bias[numbers]))
 
 
 def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:

@@ -3,6 +3,7 @@
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
     prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
+    prepared = prepare_any(m, frames, target, None)      # also vectors and frames, which have no text
     output, seen = prepared.record("blocks.*.attention.pattern")
 
 Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens of the encoder before it.
@@ -19,14 +20,13 @@ from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
 from clearhead.errors import InputError, refuse
-from clearhead.hub.encodings import framed
-from clearhead.hub.pixels import Image, to_pixels
+from clearhead.hub import encodings, pixels
 from clearhead.model.taps import Recording, record
 from clearhead.model.transformer import Output, Transformer, evaluating
 from clearhead.tokens.labels import labels
 
 AnyModel = Model | Transformer
-Given = str | Sequence[int] | Tensor | Image
+Given = str | Sequence[int] | Tensor | pixels.Image
 Target = str | Sequence[int] | None
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
@@ -116,19 +116,20 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
     """
     m = as_model(m)
     device = device_of(m.model)
-    both = m.model.encoder is not None and m.model.decoder is not None
+    first, both = m.config.stacks[0], len(m.config.stacks) == 2
     refuse(
         target is not None and not both, "target is for a model with an encoder and a decoder: leave it out"
     )
-    first = m.model.encoder if both and m.model.encoder is not None else m.model.main
-    if first.spec.input == "patches":
+    if first.input == "patches":
         refuse(
             both, "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
         )
-        return Prepared(m, *_image(m, given))
+        names = patch_names(m.config)
+        tokens = InputTokens(names, special=tuple(name == "[CLS]" for name in names))
+        return Prepared(m, _pixels(m, given), tokens)
     refuse(
-        first.spec.input != "tokens",
-        f"this model reads {first.spec.input}, which have no tokens to show: "
+        first.input != "tokens",
+        f"this model reads {first.input}, which have no tokens to show: "
         "looking inside takes a model of text or images",
     )
     tokens, types = _text(m, given, pair)
@@ -146,28 +147,71 @@ def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
     return prepare(m, given, m.start_ids or None, pair)
 
 
+def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepared:
+    """Return inputs of one row for any model: also vectors, frames, and images that a decoder describes."""
+    kind, both = m.config.input, len(m.config.stacks) == 2
+    if kind == "tokens" or (kind == "patches" and not both):
+        if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:
+            given = given[0]
+        refuse(
+            pair is not None and (kind != "tokens" or both or not isinstance(given, str)),
+            "pair is the second text of two, for a model of one stack that reads text: leave it out",
+        )
+        return prepare(m, given, target, pair)
+    refuse(pair is not None, f"pair is for text, and this model reads {kind}: leave it out")
+    refuse(target is not None and not both, f"target is for text, and this model reads {kind}: leave it out")
+    rows = _pixels(m, given) if kind == "patches" else _vectors(m, given)
+    numbered = InputTokens(tuple(map(str, range(m.config.stacks[0].n_tokens(rows.shape[1])))))
+    if not both:
+        return Prepared(m, rows, numbered)
+    refuse(
+        target is None,
+        f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids",
+    )
+    ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target or ())
+    written = InputTokens(labels(m.tokenizer, ids), tuple(ids))
+    return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, numbered)
+
+
+def _vectors(m: Model, given: Any) -> Tensor:
+    """Return vectors or frames [1, T, d_input]."""
+    config = m.config
+    wanted = f"this model reads {config.input}: give numbers [T, {config.d_input}], an array or a tensor"
+    refuse(isinstance(given, str), f"text was given, and {wanted}")
+    try:
+        rows = torch.as_tensor(given).to(next(m.model.parameters()))
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{type(given).__name__} was given, and {wanted}") from None
+    rows = rows[None] if rows.ndim == 2 else rows
+    refuse(
+        rows.ndim != 3 or rows.shape[0] != 1 or rows.shape[2] != config.d_input or not rows.shape[1],
+        f"numbers of shape {list(rows.shape)} were given, and {wanted}",
+    )
+    return rows
+
+
 def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int]]:
     """Return the tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
         ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
-    encoding = framed(m.text_tokenizer, m.max_length, given, pair)
+    encoding = encodings.framed(m.text_tokenizer, m.max_length, given, pair)
     ids = list(encoding.ids)
     if m.config.family == "decoder" and pair is None:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
     begun = [True] * (len(ids) - len(encoding.ids))  # an empty text is read as the token that begins one
-    spans: list[Span] = [*encoding.offsets, *((0, 0) for _ in begun)][: len(ids)]
-    special = [*map(bool, encoding.special_tokens_mask), *begun][: len(ids)]
-    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids), tuple(spans), given, tuple(special))
-    return tokens, [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
+    spans: tuple[Span, ...] = (*encoding.offsets, *((0, 0) for _ in begun))[: len(ids)]
+    special = (*map(bool, encoding.special_tokens_mask), *begun)[: len(ids)]
+    types = [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
+    return InputTokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), types
 
 
 def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     """Return what the decoder reads: its start, and what it has written."""
     start = m.start_ids
     if target is None:
-        room = max(1, m.config.max_positions - len(start))
-        made: Any = m.generate(list(source.ids), min(LONGEST_ANSWER, room))
+        most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
+        made: Any = m.generate(list(source.ids), most)
         ids = [*start, *made.ids]
     elif isinstance(target, str):
         ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
@@ -176,23 +220,20 @@ def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     return InputTokens(labels(m.tokenizer, ids), tuple(ids), text=target if isinstance(target, str) else "")
 
 
-def _image(m: Model, given: Any) -> tuple[Tensor, InputTokens]:
-    """Return pixels, and a name for every patch."""
+def _pixels(m: Model, given: Any) -> Tensor:
+    """Return the pixels of an image: [1, C, height, width]."""
     if isinstance(given, Tensor) and given.ndim == 4:
-        if given.shape[0] != 1:
-            raise InputError(f"{given.shape[0]} images were given: look into one at a time")
+        refuse(given.shape[0] != 1, f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
-    pixels = to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
-    names = patch_names(m.config)
-    return pixels, InputTokens(names, special=tuple(name == "[CLS]" for name in names))
+    return pixels.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:
     """Return a name for every token of an image: its patches by row and column, after the class token."""
-    assert config.image_size is not None
-    rows, columns = (side // config.patch_size for side in config.image_size)
-    first = ("[CLS]",) if config.class_token else ()
-    return (*first, *(f"{row},{column}" for row in range(rows) for column in range(columns)))
+    spec = config.stacks[0]
+    rows, columns = (side // spec.patch_size for side in spec.image_size)
+    patches = (f"{row},{column}" for row in range(rows) for column in range(columns))
+    return ("[CLS]", *patches) if spec.class_token else tuple(patches)
 
 
 def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given: Any) -> Recording:

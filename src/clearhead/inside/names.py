@@ -13,7 +13,7 @@ from typing import NamedTuple
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import InputError, nearest
 
-PARTS = {"self": ("", "attention"), "encoder": ("encoder.", "attention"), "cross": ("", "cross")}
+PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
 
 
@@ -44,8 +44,7 @@ class AttentionName(NamedTuple):
     @property
     def part(self) -> str:
         """As activations are named: "blocks.3.attention", "encoder.blocks.0.attention", "blocks.1.cross"."""
-        prefix, module = PARTS[self.kind]
-        return f"{prefix}blocks.{self.layer}.{module}"
+        return PARTS[self.kind].format(self.layer)
 
     @property
     def heads(self) -> list[AttentionHead]:
@@ -58,14 +57,13 @@ class AttentionName(NamedTuple):
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention of a model, or those of one kind, in the order of the forward pass."""
-    found = []
-    for spec in config.stacks:
-        own = "encoder" if spec.prefix else "self"
-        for layer in range(spec.n_layers):
-            for name in (own, "cross") if spec.cross else (own,):
-                part = AttentionName(name, layer).part
-                found.append(AttentionName(name, layer, len(spec.heads_of(part))))
-    return [one for one in found if kind in (None, one.kind)]
+    return [
+        AttentionName(name, layer, len(spec.heads_of(AttentionName(name, layer).part)))
+        for spec in config.stacks
+        for layer in range(spec.n_layers)
+        for name in ("encoder" if spec.prefix else "self", *(["cross"] if spec.cross else []))
+        if kind in (None, name)
+    ]
 
 
 def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
@@ -81,10 +79,9 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
         if head not in known:
-            some = ", ".join(list(known)[:3])
             raise InputError(
                 f'there is no head "{name}"{nearest(name, known)}: '
-                f"heads are called layer.head, such as {some}"
+                f"heads are called layer.head, such as {', '.join(list(known)[:3])}"
             )
         found.append(known[head])
     return found

@@ -37,24 +37,24 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: lists for arrays, None for NaN, dictionaries for dataclasses."""
-    if isinstance(value, Result):
-        return value.to_dict()
-    if isinstance(value, Tensor):
-        return plain(value.detach().cpu().numpy())
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind != "f" or not np.isnan(value).any():
-            return value.tolist()
-        numbers = np.asarray(value, dtype=object)
-        numbers[np.isnan(value)] = None
-        return numbers.tolist()
-    if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+    """Return a value as JSON has it: lists for arrays, None for NaN and infinity, objects for dataclasses."""
+    match value:
+        case Result():
+            return value.to_dict()
+        case Tensor():
+            return plain(value.detach().cpu().numpy())
+        case np.ndarray() | np.generic():
+            finite = value.dtype.kind != "f" or np.isfinite(value).all()
+            return value.tolist() if finite else plain(value.tolist())
+        case Mapping():
+            return {name: plain(one) for name, one in value.items()}
+        case list() | tuple():
+            return [plain(one) for one in value]
+        case float():
+            return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: plain(one) for name, one in vars(value).items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return value
 
 
 def on_cpu(x: Tensor) -> Tensor:
@@ -64,8 +64,7 @@ def on_cpu(x: Tensor) -> Tensor:
 
 def entropy_bits(p: Tensor) -> Tensor:
     """Return the entropy of distributions in bits: [..., N] -> [...]."""
-    bits: Tensor = torch.special.entr(p).sum(-1) / math.log(2)
-    return bits
+    return -torch.xlogy(p, p).sum(-1) / math.log(2)
 
 
 def filled(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:

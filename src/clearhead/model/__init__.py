@@ -1,5 +1,5 @@
 """The model: one block, one stack, one Transformer. Read in this order.
 
-taps, dtypes, steps, norms, rope, positions, masks, attend, cache, fixed_cache, window_cache, attention,
-feedforward, experts, block, fronts, stack, heads, initialise, checks, transformer.
+taps, dtypes, steps, norms, positions, masks, attend, cache, fixed_cache, attention, feedforward, fronts,
+stack, heads, checks, transformer.
 """

@@ -7,8 +7,7 @@ attend to nothing.
 Shapes: B batch, H heads, K key/value heads (H a multiple of K), T query length, S key length, E head width.
 """
 
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from clearhead.config import BIASES, StackSpec
 from clearhead.model.dtypes import wide
-from clearhead.model.steps import Pass, Step
+from clearhead.model.steps import Pass
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -108,8 +107,9 @@ def fused(
 ) -> Tensor:
     """Call PyTorch's fused kernel, which has no soft-cap and no sink, and no taps; see `Attend`."""
     if softcap is not None or sink is not None:
-        options = {"causal": causal, "softcap": softcap, "sink": sink, "dropout": dropout, "tap": tap}
-        return eager(q, k, v, mask, bias, scale, **options)  # type: ignore[arg-type]
+        return eager(
+            q, k, v, mask, bias, scale, causal=causal, softcap=softcap, sink=sink, dropout=dropout, tap=tap
+        )
     B, H, T, E = q.shape
     K = k.shape[1]
     if k.shape[0] < B and T == 1:  # rows that share keys become the queries of one row: no key is copied
@@ -138,32 +138,10 @@ def fused(
 KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused}
 
 
-def attend_steps(
-    spec: StackSpec,
-    run: Pass,
-    name: str,
-    T: int,
-    S: int,
-    window: int | None,
-    kind: Literal["attention", "cross"],
-    H: int,
-    K: int,
-    fused: bool,
-) -> Iterator[Step]:
-    """Yield the steps between projections and output, for H heads that share K key/value heads."""
-    B, E, Ev, own = run.batch, spec.d_head, spec.d_value, kind == "attention"
-    kept = _kept(spec, run, own, H, T, S, window, fused)
-    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
-    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
-    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
-    kept = copies * B * T * H * Ev * run.size
-    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=kept)
-
-
-def _kept(
+def attend_bytes(
     spec: StackSpec, run: Pass, own: bool, H: int, T: int, S: int, window: int | None, fused: bool
 ) -> int:
-    """Return the bytes that the kernel of this attention keeps for the backward pass."""
+    """Return the bytes that the kernel of this attention keeps for the backward pass, but for its answer."""
     square, values = T * S, run.batch * H * T * S  # elements of a mask and of the pattern
     windowed = window is not None and window < S
     masked = windowed or (own and spec.causal)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.model.attend import KERNELS, attend_steps
+from clearhead.model import masks, norms, positions
+from clearhead.model.attend import KERNELS, attend_bytes
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.masks import View
-from clearhead.model.norms import make_norm
-from clearhead.model.rope import rotate
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -42,48 +40,45 @@ class Attention(nn.Module):
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
         q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
         self.sink = nn.Parameter(torch.zeros(self.n_heads)) if spec.attention_sink else None
-        self.q_norm = make_norm(spec.norm, q_width) if normed else None
-        self.k_norm = make_norm(spec.norm, k_width) if normed else None
+        self.q_norm = norms.make_norm(spec.norm, q_width) if normed else None
+        self.k_norm = norms.make_norm(spec.norm, k_width) if normed else None
 
     def forward(
         self,
         x: Tensor,
-        view: View,
+        view: masks.View,
         memory: Tensor | None = None,
         cache: LayerKeys | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
         B, T, _ = x.shape
-        if isinstance(cache, CrossKeys) and cache.filled:
+        known = isinstance(cache, CrossKeys) and cache.k is not None  # an earlier call has read the memory
+        if cache is not None and known:
             q, (k, v) = self._split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
-            update = None
         else:
             q, k, v = self.project(x, x if memory is None else memory)
             q, k, v = tap.step("q", q), tap.step("k", k), tap.step("v", v)
             q = self._split("q", q, self.n_heads, self.q_norm, tap)  # B H T E
             k = self._split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
             v = self._split("v", v, self.n_kv_heads, None, tap)
-            update = cache.update if cache is not None else None
         if view.rotary is not None:
-            q = tap.step("q_rotated", rotate(q, view.rotary, self.layout))
-            k = tap.step("k_rotated", rotate(k, view.rotary, self.layout))
+            q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
+            k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        if update is not None:
-            k, v = update(k, v)
+        if cache is not None and not known:
+            k, v = cache.update(k, v)
 
         attend = KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel]
         bias = view.bias
         if bias is not None and self.pruned and bias.shape[1] > 1:
             bias = bias[:, list(self.heads)]
-        dropout = self.dropout if self.training else 0.0
         z = attend(
-            q, k, v, view.mask, bias, self.scale,
-            causal=view.causal, softcap=self.softcap, sink=self.sink, dropout=dropout, tap=tap,
+            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, sink=self.sink,
+            dropout=self.dropout if self.training else 0.0, tap=tap,
         )  # fmt: skip
-        z = tap("z", z)  # B H T E
-        joined = tap.step("concat", z.transpose(1, 2).reshape(B, T, self.n_heads * self.d_value))
-        return tap("out", self.out(joined))
+        z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
+        return tap("out", self.out(tap.step("concat", z)))
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
@@ -93,10 +88,8 @@ class Attention(nn.Module):
         """Return how heads share out each weight: its axis, if by key/value heads, the width of a head."""
         E, Ev = self.d_head, self.d_value
         inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev)}
-        projections = {
-            f"{name}.{kind}": share for name, share in inputs.items() for kind in ("weight", "bias")
-        }
-        return {**projections, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
+        shares = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
+        return {**shares, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
     def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
@@ -119,19 +112,22 @@ def attention_steps(
     kind: Literal["attention", "cross"],
 ) -> Iterator[Step]:
     """Yield the steps of one attention of T queries and S keys."""
-    B, D, size = run.batch, spec.d_model, run.size
+    B, D, own = run.batch, spec.d_model, kind == "attention"
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
-    own = kind == "attention"
     eager = spec.attention_softcap is not None or spec.attention_sink
     fused = not eager and Ev == E and not (own and spec.positions == "relative")
     repeated = not fused and not eager  # PyTorch's unfused path copies keys and values for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
-        kept = rows * (H if repeated else heads) * width * size
+        kept = rows * (H if repeated else heads) * width * run.size
         yield linear_step(f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept)
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
-    yield from attend_steps(spec, run, name, T, S, window, kind, H, K, fused)
+    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
+    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
+    kept, answer = attend_bytes(spec, run, own, H, T, S, window, fused), B * T * H * Ev * run.size
+    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * answer)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

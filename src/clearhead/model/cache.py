@@ -1,19 +1,22 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
 Three forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing
-more. `FixedCache` has buffers of one size, for compiled steps. `WindowCache` keeps at most a window of keys
-in the layers that have one. The model calls `begin` before its first layer and `advance` after its last.
+more. `WindowCache` keeps at most a window of keys in the layers that have one. `FixedCache`, in a file of its
+own, has buffers of one size, for compiled steps. The model calls `begin` before its first layer and `advance`
+after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
-from clearhead.model.masks import Tokens, join, no_tokens
+from clearhead.errors import InputError, refuse
+from clearhead.model.masks import Slots, Tokens, empty_slots, join
 
 
 class LayerKeys:
@@ -23,8 +26,9 @@ class LayerKeys:
     v: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of T new tokens; return those of all the tokens that `Cache.visible` describes."""
-        raise NotImplementedError
+        """Keep those of new tokens; return those of all the tokens that attention may see."""
+        self.k, self.v = k, v
+        return k, v
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of keys and of values."""
@@ -41,19 +45,11 @@ class LayerKeys:
 class CrossKeys(LayerKeys):
     """The keys and values of one layer's cross-attention: computed by the first call, read by later ones."""
 
-    @property
-    def filled(self) -> bool:
-        """Whether the first call has been made."""
-        return self.k is not None
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep what the first call computed."""
-        self.k, self.v = k, v
-        return k, v
-
 
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
+
+    _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
         self.reserve = reserve
@@ -63,7 +59,6 @@ class Cache:
         self.source: Tokens | None = None  # the tokens that cross-attention reads
         self.layers: dict[int, LayerKeys] = {}
         self.cross: dict[int, CrossKeys] = {}
-        self._visible = no_tokens()  # those of the cache and of the call in progress
         self._count = torch.empty(0, dtype=torch.long)
 
     @property
@@ -73,16 +68,11 @@ class Cache:
 
     def layer(self, index: int, window: int | None) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        if index not in self.layers:
-            self.layers[index] = self._new_layer(window)
-        return self.layers[index]
+        return self.layers.setdefault(index, GrowingKeys(self))
 
     def cross_layer(self, index: int) -> CrossKeys:
         """Return the cross-attention keys of one layer."""
         return self.cross.setdefault(index, CrossKeys())
-
-    def _new_layer(self, window: int | None) -> LayerKeys:
-        return GrowingKeys(self)
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens, before the first layer."""
@@ -118,24 +108,25 @@ class Cache:
         """
         for keys in self.layers.values():
             keys.reorder(rows)
-        self.tokens = rows_of(self.tokens, rows)
+        self.tokens = None if self.tokens is None else self.tokens.of_rows(rows)
         if cross:
-            for crossed in self.cross.values():
-                crossed.reorder(rows)
-            self.source = rows_of(self.source, rows)
+            self.reorder_sources(rows)
+
+    def reorder_sources(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]` in the cross-attention keys."""
+        for keys in self.cross.values():
+            keys.reorder(rows)
+        self.source = None if self.source is None else self.source.of_rows(rows)
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots."""
-        self._check_crop(length)
+        refuse(
+            not 0 <= length <= self.length,
+            f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}",
+        )
         self.length, self.packed = length, self.packed and length > 0
         kept = self.tokens.map(lambda x: x[:, :length]) if self.tokens is not None else None
         self.tokens = kept if length else None
-
-    def _check_crop(self, length: int) -> None:
-        if not 0 <= length <= self.length:
-            raise InputError(
-                f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}"
-            )
 
 
 class GrowingKeys(LayerKeys):
@@ -156,17 +147,108 @@ class GrowingKeys(LayerKeys):
 
 def _with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Tensor:
     """Return `buffer` if it has `room` slots, else a copy with at least twice as many: [B, K, room, E]."""
-    if buffer is not None and buffer.shape[2] >= room:
+    slots = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and slots >= room:
         return buffer
-    if buffer is not None:
-        room = max(room, 2 * buffer.shape[2])
     B, K, _, E = new.shape
-    larger = new.new_empty(B, K, room, E)
+    larger = new.new_empty(B, K, max(room, 2 * slots), E)
     if buffer is not None:
         larger[:, :, :filled] = buffer[:, :, :filled]
     return larger
 
 
-def rows_of(tokens: Tokens | None, rows: Tensor) -> Tokens | None:
-    """Return the tokens of some rows; where all rows are alike, nothing changes."""
-    return None if tokens is None else tokens.of_rows(rows)
+class WindowCache(Cache):
+    """Layers with a window keep the keys of the last `window` real tokens of each row; other layers grow.
+
+    A token is written to slot `order % window` of its row, so each row forgets by its own count of real
+    tokens. One more slot at the end takes what is not kept: padding, and tokens that leave the window within
+    one call.
+    """
+
+    _new: Tokens  # those of the call in progress
+
+    def __init__(self, reserve: int = 0) -> None:
+        super().__init__(reserve)
+        self.rings: dict[int, Slots] = {}  # by window: the tokens in its ring
+        self.slots: dict[int, Tensor] = {}  # by window: the slot of each new token, B T
+        self._before: dict[int, Slots] = {}  # by window: the ring before the call in progress
+
+    def layer(self, index: int, window: int | None) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        return self.layers.setdefault(index, GrowingKeys(self) if window is None else RingKeys(self, window))
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens; each ring is written when the first layer with its window asks."""
+        super().begin(tokens)
+        self._new = tokens
+        self.slots.clear()
+
+    def visible(self, window: int | None) -> Tokens:
+        """Return the ring with one new token in it, or the ring before the call and several new tokens."""
+        if window is None:
+            return super().visible(None)
+        if window not in self.slots:
+            self._write(window, self._new)
+        return self.rings[window] if self._new.length == 1 else join(self._before[window], self._new)
+
+    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+        """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
+        refuse(
+            window is not None, f"bias speaks of keys that a window cache of {window} forgets: use Cache()"
+        )
+        return bias
+
+    def _write(self, window: int, tokens: Tokens) -> None:
+        """Write the new tokens into the ring of this window."""
+        order, real = tokens.order, tokens.real_mask()
+        old = self.rings.get(window) or empty_slots(order.shape[0], window + 1, order.device)
+        batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
+        last = torch.where(real, order, -1).amax(1, keepdim=True)
+        slot = torch.where(real & (order > last - window), order % window, window).expand(batch, -1)
+
+        def written(ring: Tensor, new: Tensor) -> Tensor:
+            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
+
+        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
+        real[:, window] = False
+        self.rings[window] = Slots(order, positions, real, documents)
+        self._before[window], self.slots[window] = old, slot
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer and ring."""
+        super().reorder(rows, cross)
+        self.rings = {window: ring.of_rows(rows) for window, ring in self.rings.items()}
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` slots, as long as no window has begun to forget."""
+        for window in self.rings:
+            refuse(
+                self.length > window and length < self.length,
+                f"a window cache of {window} has forgotten what a crop to {length} needs: "
+                "use Cache() to step back",
+            )
+        super().crop(length)
+        real = self.tokens.real if self.tokens is not None else None
+        count = length if real is None else real.sum(1, keepdim=True)  # of each row
+        for window, ring in self.rings.items():
+            self.rings[window] = replace(ring, real=ring.real & (ring.order < count))
+
+
+class RingKeys(LayerKeys):
+    """Keys of the last `window` real tokens of each row, and one slot for what is not kept."""
+
+    def __init__(self, cache: WindowCache, window: int) -> None:
+        self.cache, self.window = cache, window
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
+        B, K, T, _ = k.shape
+        if self.k is None or self.v is None:
+            self.k = k.new_zeros(B, K, self.window + 1, k.shape[3])
+            self.v = v.new_zeros(B, K, self.window + 1, v.shape[3])
+        slot = self.cache.slots[self.window].expand(B, T)[:, None, :, None]
+        k, v = k.detach(), v.detach()
+        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
+        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
+        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
+        return whole or (self.k, self.v)

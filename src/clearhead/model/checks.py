@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import StackSpec
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache
 from clearhead.model.masks import Tokens
 
@@ -24,32 +24,35 @@ def check_call(
     types: Tensor | None,
     documents: Tensor | None,
     prefix: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Check the inputs of one forward pass to the stack that feeds the head."""
     check_tokens(spec, ids, mask, positions, documents, "ids")
     batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
-    if types is not None and not spec.n_types:
-        raise InputError(
-            "types were given and the model has no segment embeddings: "
-            "leave them out, or build it with n_types"
-        )
+    refuse(
+        types is not None and not spec.n_types,
+        "types were given and the model has no segment embeddings: leave them out, or build it with n_types",
+    )
     check_integers(types, batch, length, "types", spec.n_types, "n_types")
-    check_prefix(prefix, batch, length, cache, spec.causal)
+    if prefix is not None:
+        check_prefix(prefix, batch, length, cache, spec.causal)
+    if bias is not None:
+        check_bias(bias, spec, batch, length, cache)
     if cache is None:
         return
-    if not spec.causal:
-        raise InputError(
-            "a cache was given to a model without a decoder: its tokens see each other, so call it without"
-        )
-    if cache.rows not in (None, batch):
-        raise InputError(
-            f"the cache holds {cache.rows} rows and ids have {batch}: "
-            "go on with the same rows, or reorder the cache"
-        )
-    if cache.packed and documents is None:
-        raise InputError(
-            "the cache holds packed documents and this call names none: give documents, to say which goes on"
-        )
+    refuse(
+        not spec.causal,
+        "a cache was given to a model without a decoder: its tokens see each other, so call it without",
+    )
+    rows = cache.rows
+    refuse(
+        rows not in (None, batch),
+        f"the cache holds {rows} rows and ids have {batch}: go on with the same rows, or reorder the cache",
+    )
+    refuse(
+        cache.packed and documents is None,
+        "the cache holds packed documents and this call names none: give documents, to say which goes on",
+    )
 
 
 def check_tokens(
@@ -63,9 +66,21 @@ def check_tokens(
     """Check the inputs of one stack: ids or vectors, mask, positions, documents."""
     check_stack_input(x, spec, name)
     batch, length = x.shape[0], spec.n_tokens(x.shape[1])
-    if spec.input == "patches" and mask is not None:
-        raise InputError("a mask was given for an image: all of its patches are real, so leave it out")
-    check_mask(mask, batch, x.shape[1], "mask" if name == "ids" else f"{name}_mask")
+    refuse(
+        spec.input == "patches" and mask is not None,
+        "a mask was given for an image: all of its patches are real, so leave it out",
+    )
+    if mask is not None:
+        named, wanted = "mask" if name == "ids" else f"{name}_mask", (batch, x.shape[1])
+        refuse(
+            mask.dtype != torch.bool,
+            f"{named} is {mask.dtype}: it must be boolean, True for a real token; "
+            "mask.bool() converts 0 and 1",
+        )
+        refuse(
+            mask.shape != wanted,
+            f"{named} has shape {tuple(mask.shape)}: it must match its tokens, {wanted}",
+        )
     table = spec.max_positions if spec.positions == "learned" else None
     check_integers(positions, batch, length, "positions", table, "max_positions")
     check_integers(documents, batch, length, "documents", None, "")
@@ -77,29 +92,16 @@ def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:
         raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
     if spec.input == "tokens":
         _shape(x, ("B", "T"), name, "token ids")
-        if x.dtype not in INTEGERS:
-            raise InputError(f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long")
+        refuse(
+            x.dtype not in INTEGERS,
+            f"{name} are {x.dtype}: token ids must be whole numbers, such as torch.long",
+        )
         _range(x, spec.vocab_size, name, "vocab_size")
-    elif spec.input == "patches":
-        _shape(x, ("B", spec.n_channels, *spec.image_size), name, "pixels")
-        _floating(x, name)
-    else:
-        _shape(x, ("B", "T", spec.d_input), name, spec.input)
-        _floating(x, name)
-
-
-def check_mask(mask: Tensor | None, batch: int, length: int, name: str) -> None:
-    """Check a boolean mask over the tokens of a batch."""
-    if mask is None:
         return
-    if mask.dtype != torch.bool:
-        raise InputError(
-            f"{name} is {mask.dtype}: it must be boolean, True for a real token; mask.bool() converts 0 and 1"
-        )
-    if mask.shape != (batch, length):
-        raise InputError(
-            f"{name} has shape {tuple(mask.shape)}: it must match its tokens, ({batch}, {length})"
-        )
+    image = spec.input == "patches"
+    wanted = (spec.n_channels, *spec.image_size) if image else ("T", spec.d_input)
+    _shape(x, ("B", *wanted), name, "pixels" if image else spec.input)
+    _floating(x, name)
 
 
 def check_integers(
@@ -108,12 +110,11 @@ def check_integers(
     """Check whole numbers beside the tokens: positions, segment types, documents."""
     if x is None:
         return
-    if x.dtype not in INTEGERS:
-        raise InputError(f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
-    if x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
-        raise InputError(
-            f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})"
-        )
+    refuse(x.dtype not in INTEGERS, f"{name} are {x.dtype}: they must be whole numbers, such as torch.long")
+    refuse(
+        x.ndim != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length,
+        f"{name} have shape {tuple(x.shape)}: they must match the tokens, ({batch}, {length})",
+    )
     if below is not None:
         _range(x, below, name, limit)
 
@@ -124,46 +125,40 @@ def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str
     if spec.positions != "learned" or slots <= spec.max_positions:
         return
     # Fewer than the slots where some are padding, or where documents begin again at 0.
-    reached = int(tokens.positions.max()) + 1
-    if reached > spec.max_positions:
-        way_out = "shorten the input, or choose positions without a table (rope, alibi, sinusoidal, relative)"
-        raise InputError(
-            f"{name} reach {reached} positions and the model has {spec.max_positions}: {way_out}"
-        )
+    reached, most = int(tokens.positions.max()) + 1, spec.max_positions
+    way_out = "shorten the input, or choose positions without a table (rope, alibi, sinusoidal, relative)"
+    refuse(reached > most, f"{name} reach {reached} positions and the model has {most}: {way_out}")
 
 
-def check_bias(bias: Tensor | None, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
+def check_bias(bias: Tensor, spec: StackSpec, batch: int, length: int, cache: Cache | None) -> None:
     """Check a pairwise bias given by the caller."""
-    if bias is None:
-        return
     n_heads, keys = spec.n_heads, length + (cache.length if cache is not None else 0)
     _floating(bias, "bias")
     allowed = ((1, batch), (1, n_heads), (length,), (keys,))
-    if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed)):
-        raise InputError(
-            f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})"
-        )
+    refuse(
+        bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed)),
+        f"bias has shape {tuple(bias.shape)}: it must be ({batch} or 1, {n_heads} or 1, {length}, {keys})",
+    )
 
 
-def check_prefix(prefix: Tensor | None, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
+def check_prefix(prefix: Tensor, batch: int, length: int, cache: Cache | None, causal: bool) -> None:
     """Check the number of leading tokens of each row that every token may see."""
-    if prefix is None:
-        return
-    if not causal:
-        raise InputError("prefix belongs to a causal model: in this one every token sees all others already")
-    if prefix.dtype not in INTEGERS or prefix.shape != (batch,):
-        raise InputError(
-            f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)"
+    refuse(not causal, "prefix belongs to a causal model: in this one every token sees all others already")
+    refuse(
+        prefix.dtype not in INTEGERS or prefix.shape != (batch,),
+        f"prefix is {prefix.dtype} {tuple(prefix.shape)}: it must be one whole number per row, ({batch},)",
+    )
+    if cache is not None:
+        longest = int(prefix.max())
+        refuse(
+            longest > length,
+            f"prefix {longest} passes the {length} tokens of this call: "
+            "a cache needs all of the prefix in one call",
         )
-    if cache is not None and int(prefix.max()) > length:
-        raise InputError(
-            f"prefix {int(prefix.max())} passes the {length} tokens of this call: "
-            "a cache needs all of the prefix in one call"
-        )
-    if cache is not None and cache.length:
-        raise InputError(
+        refuse(
+            cache.length,
             f"prefix came after {cache.length} tokens were cached: "
-            "hand it in with the call that holds the whole prefix"
+            "hand it in with the call that holds the whole prefix",
         )
 
 
@@ -171,23 +166,19 @@ def _shape(x: Tensor, wanted: tuple[str | int, ...], name: str, what: str) -> No
     fits = x.ndim == len(wanted) and all(
         isinstance(want, str) or size == want for size, want in zip(x.shape, wanted)
     )
-    if not fits:
-        raise InputError(
-            f"{name} have shape {tuple(x.shape)}: {what} must be [{', '.join(map(str, wanted))}]"
-        )
-    if 0 in x.shape:
-        raise InputError(f"{name} are empty, shape {tuple(x.shape)}: give one row and one token at least")
+    shape = tuple(x.shape)
+    refuse(not fits, f"{name} have shape {shape}: {what} must be [{', '.join(map(str, wanted))}]")
+    refuse(0 in shape, f"{name} are empty, shape {shape}: give one row and one token at least")
 
 
 def _floating(x: Tensor, name: str) -> None:
-    if not x.is_floating_point():
-        raise InputError(f"{name} are {x.dtype}: they must be floating point; x.float() converts")
+    refuse(
+        not x.is_floating_point(), f"{name} are {x.dtype}: they must be floating point; x.float() converts"
+    )
 
 
 def _range(x: Tensor, below: int, name: str, limit: str) -> None:
-    if x.device.type == "meta":
-        return
-    low, high = (int(end) for end in torch.aminmax(x))
-    if low < 0 or high >= below:
+    if x.device.type != "meta":
+        low, high = (int(end) for end in torch.aminmax(x))
         bad = low if low < 0 else high
-        raise InputError(f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})")
+        refuse(not 0 <= bad < below, f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})")

@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache, GrowingKeys, LayerKeys
 from clearhead.model.masks import Slots, Tokens, empty_slots
 
@@ -38,10 +38,9 @@ class FixedCache(Cache):
         self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
         self.tokens = empty_slots(batch, capacity, device)
 
-        def room(attention: str, slots: int) -> tuple[Tensor, Tensor]:
+        def room(attention: str, slots: int) -> list[Tensor]:
             shape = (batch, spec.kv_heads_of(attention), slots)
-            k = torch.zeros(*shape, spec.d_head, dtype=dtype, device=device)
-            return k, torch.zeros(*shape, spec.d_value, dtype=dtype, device=device)
+            return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
 
         for layer in range(spec.n_layers):
             block = f"{spec.prefix}blocks.{layer}"
@@ -50,8 +49,7 @@ class FixedCache(Cache):
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
-            real = torch.zeros(batch, source, dtype=torch.bool, device=device)
-            self.source = Tokens(count, count, real, None, plain=False)
+            self.source = Tokens(count, count, empty_slots(batch, source, device).real, None, plain=False)
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
@@ -59,13 +57,14 @@ class FixedCache(Cache):
         if tokens is None or rows is None:
             raise InputError("the cache to adopt is empty: run the model with it first")
         self.tokens.real.zero_()
-        self.tokens.real[:rows, :filled] = tokens.real_mask()
-        self.tokens.order[:rows, :filled] = tokens.order
-        self.tokens.positions[:rows, :filled] = tokens.positions
+        for buffer, given in zip(self.tokens.tensors(), tokens.tensors()):
+            buffer[:rows, :filled] = given
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            if not isinstance(theirs, GrowingKeys):
-                raise InputError("a window cache has forgotten what a fixed cache keeps: adopt a Cache()")
+            refuse(
+                not isinstance(theirs, GrowingKeys),
+                "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
+            )
             for buffer, given in zip(mine.read(), theirs.read()):
                 buffer[:rows, :, :filled] = given[:, :, :filled]
         if cache.source is not None:
@@ -83,14 +82,14 @@ class FixedCache(Cache):
     def begin(self, tokens: Tokens) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
-        if not torch.compiler.is_compiling() and self.length + tokens.length > self.capacity:
-            raise InputError(
+        if not torch.compiler.is_compiling():
+            refuse(
+                self.length + tokens.length > self.capacity,
                 f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given "
-                f"{tokens.length} more: make a larger one"
+                f"{tokens.length} more: make a larger one",
             )
         self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
-        new = (tokens.order, tokens.positions, tokens.real_mask(), tokens.document_ids())
-        for buffer, values in zip(self.tokens.tensors(), new):
+        for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
 
     def visible(self, window: int | None) -> Tokens:
@@ -109,10 +108,11 @@ class FixedCache(Cache):
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots."""
-        self._check_crop(length)
-        self.tokens.real[:, length:] = False
+        slots = self.tokens
+        super().crop(length)
+        self.tokens = slots  # the buffers, not a part of them
+        slots.real[:, length:] = False
         self.cursor.fill_(length)
-        self.length, self.packed = length, self.packed and length > 0
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer, in place; the number of rows must stay."""

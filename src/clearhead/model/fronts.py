@@ -32,8 +32,8 @@ class TokenFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the table."""
-        size = spec.vocab_size * spec.d_embedding
-        yield Step(f"{name}.tokens", "embedding", size, kept=run.batch * length * INDEX)
+        V, width = spec.vocab_size, spec.d_embedding
+        yield Step(f"{name}.tokens", "embedding", V * width, kept=run.batch * length * INDEX)
 
 
 class PatchFront(nn.Module):
@@ -58,8 +58,16 @@ class PatchFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
         rows, width = run.batch * spec.n_patches, spec.n_channels * spec.patch_size**2
-        more = {"gradients": 1, "kept": rows * width * run.size}
-        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
+        yield linear_step(
+            f"{name}.project",
+            "embedding",
+            rows,
+            width,
+            spec.d_model,
+            bias=True,
+            gradients=1,
+            kept=rows * width * run.size,
+        )
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
@@ -79,8 +87,16 @@ class VectorFront(nn.Module):
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
         rows, width = run.batch * length, spec.d_input
-        more = {"gradients": 1, "kept": rows * width * run.size}
-        yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, True, **more)
+        yield linear_step(
+            f"{name}.project",
+            "embedding",
+            rows,
+            width,
+            spec.d_model,
+            bias=True,
+            gradients=1,
+            kept=rows * width * run.size,
+        )
 
 
 class FrameFront(nn.Module):
@@ -95,8 +111,7 @@ class FrameFront(nn.Module):
     def forward(self, frames: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """Map [B, time, d_input] -> [B, time / stride, D]; frames not `real` [B, time] become zeros."""
         mask = 1 if real is None else real[:, None, :].to(frames.dtype)
-        x = tap.step("first", self.first(frames.transpose(1, 2) * mask))
-        x = tap.step("first_bent", nnf.gelu(x))
+        x = tap.step("first_bent", nnf.gelu(tap.step("first", self.first(frames.transpose(1, 2) * mask))))
         x = tap.step("second", self.second(x * mask))
         return tap.step("second_bent", nnf.gelu(x).transpose(1, 2))
 
@@ -105,13 +120,13 @@ class FrameFront(nn.Module):
         """Yield each convolution as a matrix product; it keeps its own input and that of gelu."""
         D, kernel = spec.d_model, spec.conv_kernel
         before, after = run.batch * length, run.batch * spec.n_tokens(length)
-        more = {"gradients": 1, "kept": before * (spec.d_input + D) * run.size}
-        yield linear_step(f"{name}.first", "embedding", before, spec.d_input * kernel, D, True, **more)
-        kept = (before + after) * D * run.size
-        yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=kept)
+        first, second = before * (spec.d_input + D) * run.size, (before + after) * D * run.size  # bytes kept
+        yield linear_step(
+            f"{name}.first", "embedding", before, spec.d_input * kernel, D, True, gradients=1, kept=first
+        )
+        yield linear_step(f"{name}.second", "embedding", after, D * kernel, D, True, kept=second)
 
 
-Front = TokenFront | PatchFront | VectorFront | FrameFront
 FRONTS: dict[str, type[TokenFront] | type[PatchFront] | type[VectorFront] | type[FrameFront]] = {
     "tokens": TokenFront,
     "patches": PatchFront,
@@ -169,7 +184,8 @@ def embedding_steps(
     if spec.embedding_norm:
         yield norm_step(f"{name}.norm", spec.norm, run, rows, width)
     if spec.embedding_projection:
-        kept = rows * width * run.size
-        yield linear_step(f"{name}.project", "embedding", rows, width, D, True, kept=kept)
+        yield linear_step(
+            f"{name}.project", "embedding", rows, width, D, bias=True, kept=rows * width * run.size
+        )
     if spec.embedding_dropout:
         yield Step(f"{name}.dropout", "embedding", kept=rows * D)

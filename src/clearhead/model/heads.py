@@ -11,8 +11,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import HeadSpec
-from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.norms import make_norm
+from clearhead.model import feedforward, norms
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -43,8 +42,8 @@ class LanguageHead(Head):
         super().__init__(spec)
         width, changes = spec.d_embedding, spec.transform or spec.d_embedding != spec.d_model
         self.transform = nn.Linear(spec.d_model, width) if changes else None
-        self.activation = ACTIVATIONS[spec.activation] if spec.transform else None
-        self.norm = make_norm(spec.norm, width) if spec.transform else None
+        self.activation = feedforward.ACTIVATIONS[spec.activation] if spec.transform else None
+        self.norm = norms.make_norm(spec.norm, width) if spec.transform else None
         self.out = nn.Linear(width, spec.vocab_size, bias=spec.bias)
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
 
@@ -70,20 +69,24 @@ class LanguageHead(Head):
             if spec.activation != "relu":
                 yield Step("head.activation", "head", kept=rows * width * run.size)
             yield norm_step("head.norm", spec.norm, run, rows, width)
-        capped = V if spec.logit_softcap is not None else 0
-        kept = rows * (width + capped) * run.size
+        kept = rows * (width + (V if spec.logit_softcap is not None else 0)) * run.size
         out = linear_step("head.out", "head", rows, width, V, spec.bias, kept=kept)
         yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
 
 
-class Pooled(Head):
-    """The base of heads that pool: one vector for the whole input, perhaps with a dense layer on it."""
+class EmbeddingHead(Head):
+    """One vector for the whole input: pooled, perhaps with a dense layer, perhaps scaled to length one."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
-        self.pooling, self.dropout = spec.pooling, spec.dropout
+        self.pooling, self.dropout, self.normalise = spec.pooling, spec.dropout, spec.normalise
         self.pooler = nn.Linear(spec.d_model, spec.d_model) if spec.pooler != "none" else None
         self.bend = torch.tanh if spec.pooler == "tanh" else torch.relu
+
+    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
+        """Map [B, T, D] -> [B, D]."""
+        pooled = self.pool(hidden, real, tap)
+        return tap.step("normalised", nnf.normalize(pooled, dim=-1)) if self.normalise else pooled
 
     def pool(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, D]."""
@@ -107,21 +110,18 @@ class Pooled(Head):
 
 def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
     """Return the first real token, the mean of real tokens or the last real token: [B, T, D] -> [B, D]."""
-    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    if real is None:
+        return hidden.mean(1) if how == "mean" else hidden[:, 0 if how == "cls" else -1]
     if how == "mean":
-        if real is None:
-            return hidden.mean(1)
         weight = real[:, :, None].to(hidden.dtype)
         return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-    if real is None:
-        return hidden[:, 0] if how == "cls" else hidden[:, -1]
-    slots = torch.arange(hidden.shape[1], device=hidden.device)
+    rows, slots = (torch.arange(size, device=hidden.device) for size in hidden.shape[:2])
     if how == "cls":
-        return hidden[rows, torch.where(real, slots, hidden.shape[1] - 1).amin(1)]
+        return hidden[rows, torch.where(real, slots, len(slots) - 1).amin(1)]
     return hidden[rows, torch.where(real, slots, 0).amax(1)]
 
 
-class ClassifierHead(Pooled):
+class ClassifierHead(EmbeddingHead):
     """A score for each class of the whole input."""
 
     def __init__(self, spec: HeadSpec) -> None:
@@ -131,19 +131,6 @@ class ClassifierHead(Pooled):
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, C]."""
         return tap.step("out", self.out(self.pool(hidden, real, tap)))
-
-
-class EmbeddingHead(Pooled):
-    """The pooled vector, perhaps scaled to length one."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__(spec)
-        self.normalise = spec.normalise
-
-    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T, D] -> [B, D]."""
-        pooled = self.pool(hidden, real, tap)
-        return tap.step("normalised", nnf.normalize(pooled, dim=-1)) if self.normalise else pooled
 
 
 class TokenHead(Head):
@@ -162,8 +149,8 @@ class TokenHead(Head):
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
         """Yield the output layer."""
         rows, D = run.batch * tokens, spec.d_model
-        kept = rows * D * (run.size + (1 if spec.dropout else 0))
-        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=kept)
+        each = run.size + (1 if spec.dropout else 0)
+        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=rows * D * each)
 
 
 HEADS: dict[str, type[Head]] = {

@@ -7,6 +7,7 @@ documents and caches of any form need no rules of their own.
 Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from clearhead.model.rope import Rotary
+from clearhead.model.positions import Rotary
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,19 @@ class Tokens:
         """Return `documents`, spelled out where there is one document."""
         return torch.zeros_like(self.order) if self.documents is None else self.documents
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return order, positions, real and documents, all spelled out."""
+        return self.order, self.positions, self.real_mask(), self.document_ids()
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
-        real = None if self.real is None else change(self.real)
-        documents = None if self.documents is None else change(self.documents)
-        order, positions = change(self.order), change(self.positions)
-        return replace(self, order=order, positions=positions, real=real, documents=documents)
+        return replace(
+            self,
+            order=change(self.order),
+            positions=change(self.positions),
+            real=None if self.real is None else change(self.real),
+            documents=None if self.documents is None else change(self.documents),
+        )
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
@@ -60,21 +68,11 @@ class Slots(Tokens):
     documents: Tensor
     plain: bool = False
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return order, positions, real and documents."""
-        return self.order, self.positions, self.real, self.documents
-
 
 def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
     """Return slots that hold no token yet."""
     zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
     return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
-
-
-def no_tokens() -> Tokens:
-    """Return a row of no tokens."""
-    nothing = torch.empty(1, 0, dtype=torch.long)
-    return Tokens(nothing, nothing, None, None, plain=True)
 
 
 def tokens_from(
@@ -93,8 +91,7 @@ def tokens_from(
         return Tokens(count, count, None, None, plain=True)
 
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    offset = _next_order(before, batch, device)
-    order = (offset + real.cumsum(1) - 1).clamp(min=0)
+    order = (_next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
     documents = documents.long() if documents is not None else None
     if positions is None:
         positions = order if documents is None else _positions_in_documents(real, documents, before)
@@ -103,12 +100,9 @@ def tokens_from(
 
 def _next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
     """Count the real tokens that each row already has: [B, 1]."""
-    if before is None or not before.length:
-        return torch.zeros(batch, 1, dtype=torch.long, device=device)
-    if before.real is None:
-        return torch.full((batch, 1), before.length, dtype=torch.long, device=device)
-    highest = torch.where(before.real, before.order, -1).amax(1, keepdim=True)
-    return (highest + 1).expand(batch, 1)
+    if before is None or before.real is None or not before.length:
+        return torch.full((batch, 1), 0 if before is None else before.length, dtype=torch.long, device=device)
+    return (torch.where(before.real, before.order, -1).amax(1, keepdim=True) + 1).expand(batch, 1)
 
 
 def _positions_in_documents(real: Tensor, documents: Tensor, before: Tokens | None) -> Tensor:
@@ -116,14 +110,12 @@ def _positions_in_documents(real: Tensor, documents: Tensor, before: Tokens | No
     count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
     starts = torch.ones_like(real)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    run_start = torch.where(starts, count, 0).cummax(1).values
-    positions = count - run_start
+    positions = count - torch.where(starts, count, 0).cummax(1).values  # from the start of the run
     if before is None or not before.length or before.documents is None:
         return positions
     same = before.real_mask() & (before.documents == documents[:, :1])
     carried = torch.where(same, before.positions + 1, 0).amax(1, keepdim=True)
-    in_first_run = starts.long().cumsum(1) == 1
-    return positions + torch.where(in_first_run, carried, 0)
+    return positions + torch.where(starts.long().cumsum(1) == 1, carried, 0)  # in the first run
 
 
 def join(a: Tokens, b: Tokens) -> Tokens:
@@ -133,13 +125,11 @@ def join(a: Tokens, b: Tokens) -> Tokens:
     def cat(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x.expand(batch, -1), y.expand(batch, -1)], dim=1)
 
-    all_real = a.real is None and b.real is None
-    one_document = a.documents is None and b.documents is None
     return Tokens(
         cat(a.order, b.order),
         cat(a.positions, b.positions),
-        None if all_real else cat(a.real_mask(), b.real_mask()),
-        None if one_document else cat(a.document_ids(), b.document_ids()),
+        None if a.real is b.real is None else cat(a.real_mask(), b.real_mask()),
+        None if a.documents is b.documents is None else cat(a.document_ids(), b.document_ids()),
         plain=a.plain and b.plain,
     )
 
@@ -186,9 +176,7 @@ def compose(
         allowed.append((queries.positions[:, :, None] - keys.positions[:, None, :]).abs() < window)
     if not allowed:
         return None, False
-    mask = allowed[0]
-    for predicate in allowed[1:]:
-        mask = mask & predicate
+    mask = functools.reduce(torch.logical_and, allowed)
     return mask.expand(-1, queries.length, -1)[:, None], False
 
 

@@ -5,21 +5,28 @@ A scheme does one of three things: add a vector to each embedding (`embed`), rot
 packing and caches need no special care. Nothing here is a buffer: tables are computed in float64 and cast at
 the end, so that `.bfloat16()` and autocast leave angles exact.
 
-Shapes: B batch, T query length, S key length, D model, H heads.
+Shapes: B batch, T query length, S key length, D model, H heads, E head width, R rotated columns of a head.
 """
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import StackSpec
-from clearhead.model.dtypes import precise
-from clearhead.model.rope import Rotary, rotary_of
+from clearhead.config import RopeScaling, StackSpec
+from clearhead.model.dtypes import precise, wide
 from clearhead.model.steps import INDEX, Pass, Step
 from clearhead.model.taps import SILENT, Tap
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of one forward pass, each [B|1, 1, T, R]."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class PositionScheme(nn.Module):
@@ -61,8 +68,8 @@ class LearnedPositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield the table."""
-        rows = spec.max_positions + spec.position_offset
-        yield Step(f"{name}.table", "positions", rows * spec.d_embedding, kept=tokens * INDEX)
+        parameters = (spec.max_positions + spec.position_offset) * spec.d_embedding
+        yield Step(f"{name}.table", "positions", parameters, kept=tokens * INDEX)
 
 
 class SinusoidalPositions(PositionScheme):
@@ -70,21 +77,18 @@ class SinusoidalPositions(PositionScheme):
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T] -> [B|1, T, D]."""
-        spec, places = self.spec, positions + self.spec.position_offset
+        spec, width, places = self.spec, self.spec.d_embedding, positions + self.spec.position_offset
+        layout = (spec.sinusoid_layout, spec.sinusoid_ends)
         if spec.input == "patches":
-            waves = self._of_patches(places)
+            # Half of the columns tell the row of a patch, half its column; the class token gets zeros.
+            columns = spec.image_size[1] // spec.patch_size
+            patch = (places - int(spec.class_token)).clamp(min=0)
+            halves = (patch // columns, width // 2), (patch % columns, width - width // 2)
+            waves = torch.cat([sinusoid(where, half, *layout) for where, half in halves], dim=-1)
+            waves = waves * (places >= spec.class_token)[..., None].to(waves.device)
         else:
-            waves = sinusoid(places, spec.d_embedding, spec.sinusoid_layout, spec.sinusoid_ends)
+            waves = sinusoid(places, width, *layout)
         return tap.step("waves", waves.to(positions.device, dtype))
-
-    def _of_patches(self, positions: Tensor) -> Tensor:
-        """Use half of the columns for the row of a patch, half for its column; the class token gets zeros."""
-        spec, width = self.spec, self.spec.d_embedding
-        columns = spec.image_size[1] // spec.patch_size
-        patch = (positions - int(spec.class_token)).clamp(min=0)
-        row = sinusoid(patch // columns, width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
-        column = sinusoid(patch % columns, width - width // 2, spec.sinusoid_layout, spec.sinusoid_ends)
-        return torch.cat([row, column], dim=-1) * (positions >= spec.class_token)[..., None].to(row.device)
 
 
 def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
@@ -110,18 +114,103 @@ class RopePositions(PositionScheme):
     """Rotary positions: the angle between a query and a key depends on their distance alone."""
 
     def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
-        """Compute angles in float64, and cosines and sines in float32."""
-        local = window is not None and self.spec.rope_local_base is not None
-        turns = rotary_of(self.spec, positions, local)
+        """Compute angles in float64, cosines and sines in float32; layers with a window may have a base."""
+        spec, where, device = self.spec, precise(positions), positions.device
+        base, scaling, name = spec.rope_base, spec.rope_scaling, "rotary"
+        if window is not None and spec.rope_local_base is not None:
+            base, scaling, name = spec.rope_local_base, None, "rotary.local"
+        frequencies, factor = rope_frequencies(spec.d_rotary, base, scaling, spec.max_positions, where)
+        angles = where[:, None, :, None] * frequencies  # B 1 T R/2
+        half = spec.rope_layout == "half"
+        angles = torch.cat([angles, angles], dim=-1) if half else angles.repeat_interleave(2, dim=-1)
+        turns = Rotary((angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device))
         if tap.traced:
-            tap.step("rotary.local" if local else "rotary", torch.stack(turns))
+            tap.step(name, torch.stack(turns))
         return turns
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield cosines and sines, once for each window."""
-        kept = 2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
-        yield Step(f"{name}.rotary", "positions", kept=kept)
+        yield Step(
+            f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
+        )
+
+
+def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
+    """Rotate the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
+    width = rotary.cos.shape[-1]
+    turned, kept = wide(x[..., :width]), x[..., width:]
+    if layout == "half":
+        a, b = turned.chunk(2, dim=-1)
+        quarter = torch.cat([-b, a], dim=-1)  # each pair rotated by a quarter circle
+    else:
+        quarter = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    turned = (turned * rotary.cos + quarter * rotary.sin).to(x.dtype)
+    return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
+
+
+def rope_order(width: int, layout: str) -> Tensor:
+    """Return, for each column of `layout`, its number in the other layout: a permutation of `width`.
+
+    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split
+    ones, exactly; `weight[rope_order(E, "interleaved")]` turns them back.
+    """
+    half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
+    return half_split if layout == "half" else half_split.argsort()
+
+
+def rope_frequencies(
+    width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
+) -> tuple[Tensor, float]:
+    """Return radians per position of each pair, [R/2] in float64, and a factor for cosines and sines."""
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
+    plain = base**-pair
+    if scaling is None:
+        return plain, 1.0
+    trained = scaling.original_positions or max_positions
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "dynamic":  # the base grows with the length, once it passes the trained length
+        length = (positions.max() + 1).clamp(min=trained)
+        growth = scaling.factor * length / trained - (scaling.factor - 1)
+        return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
+    if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
+        turns = trained * plain / (2 * math.pi)  # over the trained length
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
+    if scaling.kind == "yarn":
+        return _yarn(plain, width, base, scaling, trained)
+    # longrope: each pair has a divisor within the trained length, and one beyond it.
+    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
+    usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+    short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
+    return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
+
+
+def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> tuple[Tensor, float]:
+    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between.
+
+    The factor on cosines and sines comes second.
+    """
+
+    def pair_with(turns: float) -> float:
+        """Return the index of the pair that makes this many turns over the trained length."""
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
+    interpolate = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    growth = math.log(max(scaling.factor, 1))
+    factor = 0.1 * growth + 1
+    if scaling.mscale and scaling.mscale_all_dim:
+        factor = (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
+    if scaling.attention_factor is not None:
+        factor = scaling.attention_factor
+    return plain / scaling.factor * interpolate + plain * (1 - interpolate), factor
 
 
 class AlibiPositions(PositionScheme):
@@ -138,8 +227,7 @@ class AlibiPositions(PositionScheme):
         """Yield the bias of all layers; under a causal mask, each layer keeps a masked copy instead."""
         if not spec.causal:
             whole = any(window is None or window >= tokens for window in spec.windows)
-            kept = spec.n_heads * tokens**2 * run.size if whole else 0
-            yield Step(f"{name}.bias", "positions", kept=kept)
+            yield Step(f"{name}.bias", "positions", kept=spec.n_heads * tokens**2 * run.size if whole else 0)
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
@@ -160,8 +248,9 @@ class RelativePositions(PositionScheme):
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         spec, distance = self.spec, keys[:, None, :] - queries[:, :, None]  # B T S
-        n_buckets, furthest = spec.relative_buckets, spec.relative_max_distance
-        buckets = relative_bucket(distance, not spec.causal, n_buckets, furthest)
+        buckets = relative_bucket(
+            distance, not spec.causal, spec.relative_buckets, spec.relative_max_distance
+        )
         return tap.step("bias", self.table(buckets).permute(0, 3, 1, 2).to(dtype))  # B H T S
 
     @staticmethod
@@ -176,14 +265,13 @@ def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_dist
     bucket = torch.zeros_like(distance)
     if both_sides:
         n_buckets //= 2
-        bucket = bucket + (distance > 0) * n_buckets
-        distance = distance.abs()
+        bucket, distance = (distance > 0) * n_buckets, distance.abs()
     else:
         distance = (-distance).clamp(min=0)
     exact = n_buckets // 2
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    far = ratio * (n_buckets - exact)
-    return bucket + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=n_buckets - 1))
+    far = exact + (ratio * (n_buckets - exact)).long()
+    return bucket + torch.where(distance < exact, distance, far.clamp(max=n_buckets - 1))
 
 
 POSITIONS: dict[str, type[PositionScheme]] = {

@@ -1,4 +1,13 @@
-"""The stack: embedding, blocks, final norm. It also makes the view of each layer: mask, bias, rotation.
+"""The stack: an embedding, blocks, a final norm. It also makes the view of each layer: mask, bias, rotation.
+
+A block is attention, perhaps cross-attention, and a feed-forward, each added to the residual stream. The
+residual layouts differ only in the place of the norm:
+
+    pre         x + f(norm(x))                      steady gradients; needs a norm after the last block
+    post        norm(x + f(x))                      the original
+    sandwich    x + norm'(f(norm(x)))
+    output      x + norm'(f(x))
+    parallel    x + attention(norm(x)) + feedforward(norm(x))
 
 Shapes: B batch, T query length, S key or source length, D model.
 """
@@ -8,17 +17,123 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.model.block import Block, block_steps
-from clearhead.model.cache import Cache
+from clearhead.model import masks, norms
+from clearhead.model.attention import Attention, attention_steps
+from clearhead.model.cache import Cache, CrossKeys, LayerKeys
+from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.masks import Tokens, View, compose, spelled_out
-from clearhead.model.norms import make_norm
 from clearhead.model.positions import POSITIONS
-from clearhead.model.steps import Pass, Step, norm_step
+from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
+
+
+class Residual(nn.Module):
+    """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
+
+    def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
+        """Build the norms; with `reads_other`, the sublayer reads the norm of another one."""
+        super().__init__()
+        place, norm, D = spec.norm_position, spec.norm, spec.d_model
+        self.before = norms.make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
+        self.inside = norms.make_norm(norm, D) if place in ("sandwich", "output") else None
+        self.after = norms.make_norm(norm, D) if place == "post" else None
+        self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
+
+    def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return the input of the sublayer: [B, T, D] -> [B, T, D]."""
+        return tap.step("before", self.before(x)) if self.before is not None else x
+
+    def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Add the sublayer's output `y` to the stream `x`: [B, T, D] twice -> [B, T, D]."""
+        if self.inside is not None:
+            y = tap.step("inside", self.inside(y))
+        if self.scale != 1:
+            y = tap.step("scaled", y * self.scale)
+        if self.training:
+            y = nnf.dropout(y, self.dropout)
+        if self.training and self.skip:  # some rows skip the sublayer
+            y = y * (torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip) / (1 - self.skip)
+        x = tap.step("add", x + y)
+        return tap.step("after", self.after(x)) if self.after is not None else x
+
+
+class Block(nn.Module):
+    """One layer. A decoder's differs from an encoder's in its view, and perhaps in having cross-attention."""
+
+    def __init__(self, spec: StackSpec, name: str) -> None:
+        super().__init__()
+        self.attention = Attention(spec, f"{name}.attention")
+        self.attention_residual = Residual(spec)
+        self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
+        self.cross_residual = Residual(spec) if spec.cross else None
+        self.feedforward = Experts(spec) if spec.n_experts else FeedForward(spec)
+        self.parallel = spec.parallel
+        self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cross_view: masks.View | None = None,
+        keys: LayerKeys | None = None,
+        cross_keys: CrossKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
+        first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
+        x = tap("resid_pre", x)
+        read = self.attention_residual.read(x, first)
+        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
+            if self.feedforward_residual.before is not None:
+                read = self.feedforward_residual.read(x, second)
+            expanded = self.feedforward(read, tap.part("feedforward"))
+            x = self.attention_residual.add(x, attended, first)
+            return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
+        x = self.attention_residual.add(x, attended, first)
+        if self.cross is not None and self.cross_residual is not None and cross_view is not None:
+            residual, join = self.cross_residual, tap.part("cross_residual")
+            y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
+            x = residual.add(x, y, join)
+        x = tap("resid_mid", x)
+        expanded = self.feedforward(self.feedforward_residual.read(x, second), tap.part("feedforward"))
+        return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
+
+
+def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
+    """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
+    name, rows, D, place = (
+        f"{spec.prefix}blocks.{layer}",
+        run.batch * tokens,
+        spec.d_model,
+        spec.norm_position,
+    )
+    window, expand = spec.windows[layer], expert_steps if spec.n_experts else feedforward_steps
+    sublayers: dict[Part, Iterator[Step]] = {
+        "attention": attention_steps(spec, run, f"{name}.attention", tokens, tokens, window, "attention")
+    }
+    if spec.cross:
+        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+    sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
+    for part, steps in sublayers.items():
+        residual = f"{name}.{part}_residual"
+        second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
+        if not (second and spec.parallel_norms == 1):
+            if place in ("pre", "sandwich"):
+                yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
+            yield Step(f"{residual}.read", part, kept=rows * D * run.size)
+        yield from steps
+        if place in ("sandwich", "output"):
+            yield norm_step(f"{residual}.inside", spec.norm, run, rows, D)
+        if spec.dropout:
+            yield Step(f"{residual}.dropout", part, kept=rows * D)
+        if place == "post":
+            yield norm_step(f"{residual}.after", spec.norm, run, rows, D)
 
 
 @dataclass(frozen=True)
@@ -26,7 +141,7 @@ class Memory:
     """The source that cross-attention reads; `hidden` is None once its keys are in the cache."""
 
     hidden: Tensor | None  # B S D
-    tokens: Tokens
+    tokens: masks.Tokens
 
 
 class Stack(nn.Module):
@@ -40,7 +155,7 @@ class Stack(nn.Module):
         self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, f"{spec.prefix}blocks.{layer}") for layer in first)
-        self.norm = make_norm(spec.norm, spec.d_model) if spec.final_norm else None
+        self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
 
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
@@ -50,7 +165,7 @@ class Stack(nn.Module):
     def forward(
         self,
         inputs: Tensor,
-        tokens: Tokens,
+        tokens: masks.Tokens,
         memory: Memory | None = None,
         cache: Cache | None = None,
         types: Tensor | None = None,
@@ -68,12 +183,11 @@ class Stack(nn.Module):
         if cache is not None:
             cache.begin(tokens)
         views = self._views(tokens, cache, prefix, bias, x.dtype, tap)
-        cross_view = View(mask=compose(tokens, memory.tokens)[0]) if memory is not None else None
+        cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
         for layer, (block, window) in enumerate(zip(self.layers(), self.spec.windows)):
-            unrotated = layer in self.spec.rope_skips
             x = block(
                 x,
-                replace(views[window], rotary=None) if unrotated else views[window],
+                replace(views[window], rotary=None) if layer in self.spec.rope_skips else views[window],
                 memory.hidden if memory is not None else None,
                 cross_view,
                 cache.layer(layer, window) if cache is not None else None,
@@ -86,13 +200,13 @@ class Stack(nn.Module):
 
     def _views(
         self,
-        tokens: Tokens,
+        tokens: masks.Tokens,
         cache: Cache | None,
         prefix: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype,
         tap: Tap = SILENT,
-    ) -> dict[int | None, View]:
+    ) -> dict[int | None, masks.View]:
         """Return the view of attention for each window; layers with the same window share it."""
         scheme, at, windows = self.positions, tap.part("positions"), dict.fromkeys(self.spec.windows)
         views = {}
@@ -103,11 +217,11 @@ class Stack(nn.Module):
             if bias is not None:
                 given = (bias if cache is None else cache.aligned(bias, window)).to(dtype)
                 total = given if total is None else total + given
-            mask, causal = compose(tokens, keys, causal=self.spec.causal, window=window, prefix=prefix)
+            mask, causal = masks.compose(tokens, keys, causal=self.spec.causal, window=window, prefix=prefix)
             if tap.traced:
                 name = "mask" if len(windows) == 1 else f"mask.{window or 'full'}"
-                mask, causal = tap.step(name, spelled_out(mask, causal, tokens, keys)), False
-            views[window] = View(mask, causal, total, rotary)
+                mask, causal = tap.step(name, masks.spelled_out(mask, causal, tokens, keys)), False
+            views[window] = masks.View(mask, causal, total, rotary)
         return views
 
     @property
@@ -120,14 +234,12 @@ def stack_steps(
     spec: StackSpec, run: Pass, length: int, memory: int = 0, shared_front: bool = False
 ) -> Iterator[Step]:
     """Yield the steps on rows of `length` inputs; the other stack counts the weights of a `shared_front`."""
-    tokens = spec.n_tokens(length)
-    rows = run.batch * tokens
+    tokens, rows = spec.n_tokens(length), run.batch * spec.n_tokens(length)
     places = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
     yield from embedding_steps(spec, run, length, places, shared_front)
     for layer, block in enumerate(spec.block_of):
-        again = block in spec.block_of[:layer]
         for step in block_steps(spec, run, layer, tokens, memory):
-            yield step.reused() if again else step
+            yield step.reused() if block in spec.block_of[:layer] else step
     if spec.final_norm:
         yield norm_step(f"{spec.prefix}norm", spec.norm, run, rows, spec.d_model)
     if spec.prefix:  # every cross-attention reads the output of this stack, which is kept once

@@ -6,11 +6,9 @@ for the backward pass. `costs` adds them up without building a model.
 Shapes: B batch, T query length, S key length, D model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from clearhead.config import NormSpec
 
@@ -43,7 +41,7 @@ class Step:
         """FLOPs of the backward pass."""
         return self.gradients * self.forward
 
-    def reused(self) -> Step:
+    def reused(self) -> Self:
         """Return the same step without weights, which an earlier step has counted."""
         return dataclasses.replace(self, parameters=0, idle=0)
 

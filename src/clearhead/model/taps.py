@@ -11,21 +11,20 @@ The forward pass calls `q = tap("q", q)` for every activation worth seeing. When
 The names are public API: `tap_names` lists them, and a test freezes them.
 """
 
-from __future__ import annotations
-
 import fnmatch
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError, nearest
+from clearhead.errors import nearest, refuse
 
 ATTENTION_TAPS = ("q", "k", "v", "scores", "pattern", "z", "out")
 FEEDFORWARD_TAPS = ("pre", "post", "out")
@@ -42,6 +41,8 @@ class Described(Protocol):
 class Tap:
     """What a module calls to show a tensor. This base class is the silent tap, with no listeners."""
 
+    traced = False  # whether a trace follows this forward pass
+
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """Show `x` under `name`; the caller goes on with the returned tensor."""
         return x
@@ -50,14 +51,9 @@ class Tap:
         """Show an intermediate value to a trace, and return it unchanged."""
         return x
 
-    def part(self, name: str) -> Tap:
+    def part(self, name: str) -> "Tap":
         """Return the tap for a part called `name`."""
         return self
-
-    @property
-    def traced(self) -> bool:
-        """Whether a trace follows this forward pass."""
-        return False
 
     def wants(self, *names: str) -> bool:
         """Return True if somebody listens to one of these names."""
@@ -67,20 +63,16 @@ class Tap:
 SILENT = Tap()
 
 
-class Listener:
+class Listener(NamedTuple):
     """Functions that see, and may change, the activations of one model; handlers go by exact name.
 
     A `tracer` sees every value, in the order of the forward pass: the name, the value, and whether
     the value is an activation that `record` and `edit` know by that name.
     """
 
-    def __init__(
-        self,
-        model: object,
-        handlers: Mapping[str, Callable[[str, Tensor], Tensor]],
-        tracer: Callable[[str, Tensor, bool], None] | None = None,
-    ) -> None:
-        self.model, self.handlers, self.tracer = model, handlers, tracer
+    model: object
+    handlers: Mapping[str, Callable[[str, Tensor], Tensor]]
+    tracer: Callable[[str, Tensor, bool], None] | None = None
 
 
 class LiveTap(Tap):
@@ -88,6 +80,7 @@ class LiveTap(Tap):
 
     def __init__(self, listeners: tuple[Listener, ...], prefix: str = "") -> None:
         self.listeners, self.prefix = listeners, prefix
+        self.traced = any(listener.tracer is not None for listener in listeners)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """Show `x` to each listener, in the order in which they began to listen."""
@@ -106,19 +99,14 @@ class LiveTap(Tap):
                 listener.tracer(self.prefix + name, x, False)
         return x
 
-    def part(self, name: str) -> Tap:
+    def part(self, name: str) -> "Tap":
         """Return a tap with the same listeners, one level down."""
         return LiveTap(self.listeners, f"{self.prefix}{name}.")
 
-    @property
-    def traced(self) -> bool:
-        """Whether a trace follows this forward pass."""
-        return any(listener.tracer is not None for listener in self.listeners)
-
     def wants(self, *names: str) -> bool:
         """Return True if somebody listens to one of these names."""
-        full = [self.prefix + name for name in names]
-        return self.traced or any(name in listener.handlers for listener in self.listeners for name in full)
+        full = {self.prefix + name for name in names}
+        return self.traced or any(full & listener.handlers.keys() for listener in self.listeners)
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("clearhead_listeners", default=())
@@ -132,7 +120,7 @@ def tap_for(model: object) -> Tap:
     return LiveTap(mine) if mine else SILENT
 
 
-class Recording(Mapping[str, Tensor]):
+class Recording(dict[str, Tensor]):
     """What `record` saw: by name, the tensor of the latest forward pass; `calls` has those of all passes."""
 
     def __init__(self) -> None:
@@ -140,19 +128,12 @@ class Recording(Mapping[str, Tensor]):
 
     def add(self, name: str, x: Tensor) -> None:
         """Append the tensor of one more forward pass."""
+        self[name] = x
         self._calls.setdefault(name, []).append(x)
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._calls:
-            seen = ", ".join(self._calls) or "nothing yet"
-            raise KeyError(f'"{name}" was not seen{nearest(name, self._calls)}; seen: {seen}')
-        return self._calls[name][-1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
+    def __missing__(self, name: str) -> Tensor:
+        seen = ", ".join(self) or "nothing yet"
+        raise KeyError(f'"{name}" was not seen{nearest(name, self)}; seen: {seen}')
 
     def calls(self, name: str) -> list[Tensor]:
         """Return the tensors seen under `name`, one per forward pass; generation makes one pass per token."""
@@ -178,19 +159,17 @@ def record(model: Described, *patterns: str, detach: bool = True) -> Iterator[Re
 def edit(model: Described, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace each activation `x` whose name matches by `fn(x)`, of the same shape and dtype."""
 
-    def handler(fn: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-        def change(name: str, x: Tensor) -> Tensor:
-            y = fn(x)
-            if y.shape != x.shape or y.dtype != x.dtype:
-                got, wanted = f"{y.dtype} {tuple(y.shape)}", f"{x.dtype} {tuple(x.shape)}"
-                raise InputError(f"edit of {name} gave {got} for {wanted}: shape and dtype must stay")
-            return y
+    def change(fn: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+        y = fn(x)
+        got, wanted = f"{y.dtype} {tuple(y.shape)}", f"{x.dtype} {tuple(x.shape)}"
+        refuse(got != wanted, f"edit of {name} gave {got} for {wanted}: shape and dtype must stay")
+        return y
 
-        return change
-
-    handlers = {}
-    for pattern, fn in changes.items():
-        handlers.update(dict.fromkeys(matching(model.config, pattern), handler(fn)))
+    handlers = {
+        name: functools.partial(change, fn)
+        for pattern, fn in changes.items()
+        for name in matching(model.config, pattern)
+    }
     with listening(Listener(model, handlers)):
         yield
 
@@ -240,10 +219,8 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
     """Return the tap names that match; where none does, raise an error with the nearest name."""
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
-    if not found:
-        raise InputError(
-            f'no activation is called "{pattern}"{nearest(pattern, names)}: tap_names(config) lists them all'
-        )
+    near = "" if found else nearest(pattern, names)
+    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(config) lists them all')
     return found
 
 
@@ -252,18 +229,14 @@ def tap_names(config: ModelConfig) -> list[str]:
 
     A stack that feeds another has the prefix `encoder.`; the stack that feeds the head has none.
     """
-    names: list[str] = []
+    experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
+    inner = ["router", *experts, "out"] if experts else FEEDFORWARD_TAPS
+    after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]
+    names = []
     for stack in config.stacks:
-        names.append(f"{stack.prefix}embedding")
-        for layer in range(stack.n_layers):
-            block = f"{stack.prefix}blocks.{layer}"
-            attention = [f"{block}.attention.{tap}" for tap in ATTENTION_TAPS]
-            cross = [f"{block}.cross.{tap}" for tap in ATTENTION_TAPS] if stack.cross else []
-            numbers = range(config.n_experts)
-            experts = [f"experts.{number}.{tap}" for number in numbers for tap in FEEDFORWARD_TAPS]
-            inner = ["router", *experts, "out"] if config.n_experts else FEEDFORWARD_TAPS
-            feedforward = [f"{block}.feedforward.{tap}" for tap in inner]
-            middle = [] if config.parallel else [f"{block}.resid_mid"]
-            names += [f"{block}.resid_pre", *attention, *cross, *middle, *feedforward, f"{block}.resid_post"]
-        names.append(f"{stack.prefix}hidden")
+        parts = ("attention", "cross") if stack.cross else ("attention",)
+        attention = [f"{part}.{tap}" for part in parts for tap in ATTENTION_TAPS]
+        block = ["resid_pre", *attention, *after, "resid_post"]
+        blocks = [f"blocks.{layer}.{name}" for layer in range(stack.n_layers) for name in block]
+        names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]
     return [*names, "logits"]

@@ -3,8 +3,9 @@
 Shapes: B batch, T query length, S source length, D model, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -12,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.errors import InputError
-from clearhead.model import checks
-from clearhead.model.attend import KERNELS
+from clearhead.errors import InputError, refuse
+from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
-from clearhead.model.heads import HEADS, LanguageHead, pool
-from clearhead.model.initialise import initialise
-from clearhead.model.masks import tokens_from
+from clearhead.model.feedforward import FeedForward
 from clearhead.model.stack import Memory, Stack, stack_steps
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import Tap, tap_for
@@ -47,17 +45,16 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        encoder, decoder = config.encoder, config.decoder
-        self.encoder = Stack(encoder) if encoder is not None else None
+        self.encoder = Stack(config.encoder) if config.encoder is not None else None
         shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
-        self.decoder = Stack(decoder, shared) if decoder is not None else None
-        self.head = HEADS[config.readout.head](config.readout)
+        self.decoder = Stack(config.decoder, shared) if config.decoder is not None else None
+        self.head = heads.HEADS[config.readout.head](config.readout)
         initialise(self, config)
         self.tie()
 
     def tie(self) -> None:
         """Make shared weights one tensor: the output layer and the token table of the stack that feeds it."""
-        if isinstance(self.head, LanguageHead) and self.config.tie_embeddings:
+        if isinstance(self.head, heads.LanguageHead) and self.config.tie_embeddings:
             self.head.out.weight = cast(nn.Embedding, self.main.embedding.front.tokens).weight
 
     @property
@@ -100,27 +97,24 @@ class Transformer(nn.Module):
         """
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
-            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix)
-            if logits not in ("all", "last", "none"):
-                raise InputError(f'logits "{logits}" is not known: choose all, last or none')
+            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix, bias)
+            refuse(
+                logits not in ("all", "last", "none"),
+                f'logits "{logits}" is not known: choose all, last or none',
+            )
         if self.encoder is not None and self.decoder is not None:
-            read = (source, source_mask, source_documents)
-            memory = self._encode(self.encoder, *read, cache, ids.shape[0], tap)
-        elif source is not None:
-            raise InputError("source is for a model with an encoder and a decoder: give ids alone")
-        input_mask, mask = _masks(spec, mask)
-        length, before = spec.n_tokens(ids.shape[1]), cache.tokens if cache is not None else None
-        tokens = tokens_from(ids.shape[0], length, ids.device, mask, positions, documents, before)
-        if not torch.compiler.is_compiling():
-            checks.check_length(tokens, cache, spec, "ids")
-            checks.check_bias(bias, spec, ids.shape[0], length, cache)
+            memory = self._encode(
+                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
+            )
+        else:
+            refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
+        tokens, input_mask = _tokens(spec, ids, mask, positions, documents, cache, "ids")
         hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
-        answer = None
-        if logits == "last" and isinstance(self.head, LanguageHead):
-            answer = self.head(pool(hidden, tokens.real, "last")[:, None], None, tap.part("head"))
-        elif logits != "none":
-            answer = self.head(hidden, tokens.real, tap.part("head"))
-        answer = tap("logits", answer) if answer is not None else None
+        answer, states, real = None, hidden, tokens.real
+        if logits == "last" and isinstance(self.head, heads.LanguageHead):
+            states, real = heads.pool(hidden, real, "last")[:, None], None
+        if logits != "none":
+            answer = tap("logits", self.head(states, real, tap.part("head")))
         return Output(answer, hidden, memory.hidden if memory is not None else None)
 
     def _encode(
@@ -138,17 +132,11 @@ class Transformer(nn.Module):
             return Memory(None, cache.source)
         if source is None:
             raise InputError("this model has an encoder: give source, the ids the encoder reads")
-        spec = encoder.spec
         if not torch.compiler.is_compiling():
-            checks.check_tokens(spec, source, mask, None, documents, "source")
-            if source.shape[0] != batch:
-                raise InputError(
-                    f"source has {source.shape[0]} rows and ids {batch}: give one source per row"
-                )
-        input_mask, mask = _masks(spec, mask)
-        tokens = tokens_from(batch, spec.n_tokens(source.shape[1]), source.device, mask, None, documents)
-        if not torch.compiler.is_compiling():
-            checks.check_length(tokens, None, spec, "source tokens")
+            checks.check_tokens(encoder.spec, source, mask, None, documents, "source")
+            rows = source.shape[0]
+            refuse(rows != batch, f"source has {rows} rows and ids {batch}: give one source per row")
+        tokens, input_mask = _tokens(encoder.spec, source, mask, None, documents, None, "source tokens")
         hidden = encoder(source, tokens, input_mask=input_mask, tap=tap.part("encoder"))
         if cache is not None:
             cache.source = tokens
@@ -156,56 +144,106 @@ class Transformer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the line that `print(model)` shows."""
-        count = sum(p.numel() for p in self.parameters())
-        return f"{count:,} parameters"
+        return f"{sum(p.numel() for p in self.parameters()):,} parameters"
 
 
-def _masks(spec: StackSpec, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of the inputs, where the front needs it, and the mask of the tokens it makes."""
+def _tokens(
+    spec: StackSpec,
+    inputs: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
+    cache: Cache | None,
+    name: str,
+) -> tuple[masks.Tokens, Tensor | None]:
+    """Return the tokens of a stack, and the mask of its inputs where its front needs it.
+
+    An error calls the inputs `name`.
+    """
+    batch, length, input_mask = inputs.shape[0], spec.n_tokens(inputs.shape[1]), None
     if spec.input == "frames" and mask is not None:
-        return mask, mask[:, :: spec.conv_stride]
-    return None, mask
+        input_mask, mask = mask, mask[:, :: spec.conv_stride]
+    tokens = masks.tokens_from(
+        batch,
+        length,
+        inputs.device,
+        mask,
+        positions,
+        documents,
+        before=cache.tokens if cache is not None else None,
+    )
+    if not torch.compiler.is_compiling():
+        checks.check_length(tokens, cache, spec, name)
+    return tokens, input_mask
 
 
 def shares_front(config: ModelConfig) -> bool:
     """Return True if both stacks read one token table."""
-    both = config.encoder is not None and config.decoder is not None
-    return both and config.stacks[0].input == "tokens" and config.share_embeddings
+    return len(config.stacks) == 2 and config.stacks[0].input == "tokens" and config.share_embeddings
 
 
 def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int) -> Iterator[Step]:
     """Yield every step of one forward pass, in order, from the config alone."""
     lengths, memory = [source_length, length][-len(config.stacks) :], 0
     for stack, inputs in zip(config.stacks, lengths):
-        shared = stack is config.decoder and shares_front(config)
-        yield from stack_steps(stack, run, inputs, memory, shared)
+        yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
         memory = stack.n_tokens(inputs)
-    yield from HEADS[config.readout.head].steps(config.readout, run, memory)
+    yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode within a `with` block; afterwards restore the mode of every part."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@contextmanager
-def attending(model: nn.Module, kernel: str) -> Iterator[None]:
-    """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
-    if kernel not in KERNELS:
-        raise InputError(f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}')
-    parts = [part for part in model.modules() if isinstance(part, Attention)]
-    before = [part.kernel for part in parts]
+def _with(parts: list[nn.Module], name: str, value: object) -> Iterator[None]:
+    """Set one attribute of these parts within a `with` block; afterwards restore the value of each."""
+    before = [getattr(part, name) for part in parts]
     try:
         for part in parts:
-            part.kernel = kernel
+            setattr(part, name, value)
         yield
     finally:
         for part, old in zip(parts, before):
-            part.kernel = old
+            setattr(part, name, old)
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Put the model in evaluation mode within a `with` block; afterwards restore the mode of every part."""
+    return _with(list(model.modules()), "training", False)
+
+
+def attending(model: nn.Module, kernel: str) -> AbstractContextManager[None]:
+    """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
+    refuse(
+        kernel not in attend.KERNELS,
+        f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',
+    )
+    return _with([part for part in model.modules() if isinstance(part, Attention)], "kernel", kernel)
+
+
+def initialise(model: Transformer, config: ModelConfig) -> None:
+    """Draw the weights of every linear layer, convolution and table from torch's global generator.
+
+    Biases begin at 0 and norms at 1. `config.init` names the spread of the weights.
+
+    xavier      uniform within sqrt(6 / (in + out)); tables normal with standard deviation d_model^-1/2
+    gpt2        normal with init_std, divided by sqrt(writes) in the layers that write to the residual stream
+    bert        normal with init_std
+    """
+    xavier, std = config.init == "xavier", config.init_std
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Conv1d):
+            if xavier:
+                nn.init.xavier_uniform_(part.weight)
+            else:
+                nn.init.normal_(part.weight, std=std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.Embedding):
+            nn.init.normal_(part.weight, std=config.d_model**-0.5 if xavier else std)
+        elif isinstance(part, fronts.PatchFront) and part.class_token is not None:
+            nn.init.normal_(part.class_token, std=std)
+    stacks = [stack for stack in model.children() if isinstance(stack, Stack) and config.init == "gpt2"]
+    for stack in stacks:
+        writes = stack.spec.n_layers * (3 if stack.spec.cross else 2)
+        for part in stack.modules():
+            if isinstance(part, Attention | FeedForward):
+                writer = part.out if isinstance(part, Attention) else part.down
+                nn.init.normal_(writer.weight, std=std / math.sqrt(writes))

@@ -4,11 +4,9 @@ Each row computes one thing in two ways that must agree, and says what was compa
 and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
 dtype can tell apart.
 
-    check_forward     kernels, batches, padding, caches, copies on disk
-    check_formula     the model against `plainly`, a forward pass that shares no code with it
-    check_training    accumulated gradients, resumed runs
-    check_inside      pruning, the lens, the device, the compiler
-    check_reference   transformers, on the same directory
+    independent  the model against `plainly`, which shares no code with it, and against transformers
+    forward      kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler
+    training     accumulated gradients, resumed runs
 """
 
 import time
@@ -18,12 +16,9 @@ import torch
 
 from clearhead.api import Model
 from clearhead.errors import refuse
-from clearhead.inside.checks.formula import formula_rows
-from clearhead.inside.checks.forward import disk_rows, forward_rows
-from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.inside import inside_rows, machine_rows
-from clearhead.inside.checks.reference import reference_rows
-from clearhead.inside.checks.row import LARGE, TOLERANCE, Check, Comparison
+from clearhead.inside.checks.forward import forward_rows, inside_rows
+from clearhead.inside.checks.independent import formula_rows, reference_rows
+from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
 from clearhead.inside.checks.training import training_rows
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -49,13 +44,15 @@ def check(
     """
     model = m.model if isinstance(m, Model) else m
     dtype = next(model.parameters()).dtype
-    known = ", ".join(map(str, TOLERANCE))
-    refuse(dtype not in TOLERANCE, f"the suite has no tolerance for {dtype}: check the model in {known}")
+    refuse(
+        dtype not in TOLERANCE,
+        f"the suite has no tolerance for {dtype}: check the model in {', '.join(map(str, TOLERANCE))}",
+    )
     count = sum(weight.numel() for weight in model.parameters())
     done = []
     with torch.no_grad(), evaluating(model):
         rows = [*checks_for(model, compile), *(reference_rows(m) if reference else ())]
-        for row in rows:
+        for row in (row for row in rows if row.fits):
             on_row(row)
             if row.copies and count > LARGE and not large:
                 note = f"too large: {count:,} parameters, and it makes a copy of them"
@@ -67,11 +64,14 @@ def check(
 
 
 def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
-    """Return every row that makes sense for this model."""
+    """Return every row of the suite; `fits` says which make sense for this model."""
     inputs = Inputs(model)
-    rows = [*formula_rows(inputs), *forward_rows(inputs), *disk_rows(inputs), *training_rows(inputs)]
-    rows += [*inside_rows(inputs), *machine_rows(inputs, compile)]
-    return [row for row in rows if row.fits]
+    return [
+        *formula_rows(inputs),
+        *forward_rows(inputs),
+        *training_rows(inputs),
+        *inside_rows(inputs, compile),
+    ]
 
 
 def _run(row: Comparison) -> Check:

@@ -1,11 +1,14 @@
-"""Rows of the equality suite that run the model in two ways: kernels, batches, padding, caches, copies.
+"""Rows of the equality suite that run the model in two ways: kernels, batches, padding, caches, copies,
+pruned heads, the lens, devices and the compiler.
 
 Shapes: B rows, T tokens.
 """
 
+import copy
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,27 +16,26 @@ import torch
 from clearhead.api import Model, load
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
-from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.row import Comparison, gap
-from clearhead.model.cache import Cache
+from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.inside.lens import stopped_at
+from clearhead.inside.names import AttentionHead, attentions, states
+from clearhead.inside.parts.ablate import ablating
+from clearhead.inside.parts.prune import prune, units
+from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.fixed_cache import FixedCache
+from clearhead.model.taps import record
 from clearhead.model.transformer import Transformer, attending
-from clearhead.model.window_cache import WindowCache
 
-CacheForm = Callable[[Transformer, int, int], Cache]  # a model, its rows and their length
-CACHES: dict[str, CacheForm] = {
-    "growing": lambda model, rows, length: Cache(),
-    "windowed": lambda model, rows, length: WindowCache(),
-    "fixed": lambda model, rows, length: FixedCache(
-        model.config, rows, length, next(model.parameters()).dtype, next(model.parameters()).device
-    ),
-}
+DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
+CacheForm = Callable[[], Cache]
 
 
 def forward_rows(inputs: Inputs) -> list[Comparison]:
-    """Return the rows about one forward pass, and about caches."""
+    """Return the rows about one forward pass, about caches, and about copies in memory and on disk."""
     row, padded = inputs.compare, "real tokens with padding of random content among them"
-    causal = inputs.model.main.spec.causal and inputs.sequences and inputs.length > 1
+    several, of_copy = inputs.length > 1, list[float]()
+    causal = inputs.model.main.spec.causal and inputs.sequences and several
+    forms = cache_forms(inputs) if inputs.caches else {}
     return [
         row("fused = eager", "the fused attention kernel with the formula spelled out", _fused),
         row("batched = alone", "each row of a batch with the row by itself", _batched),
@@ -47,7 +49,13 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             for side in ("left", "right", "gaps")
         ),
         row("past = whole", "states of the past when the future is another one", _past, fits=causal),
-        *(_cache_rows(inputs) if caches(inputs) else ()),
+        *(one for name, form in forms.items() for one in _cache_rows(inputs, name, form)),
+        row(
+            "cached = recomputed (cropped)",
+            "a cache that went back half of the way, and on, with one pass over all",
+            _cropped,
+            fits=inputs.caches and several,
+        ),
         row(
             "fast copy = model",
             "the copy that generation uses, its projections fused, with the model",
@@ -55,32 +63,40 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             copies=True,
             fits=inputs.model.config.head == "lm",
         ),
+        row("saved = loaded", "a copy written to disk and read back", _saved, of_copy, copies=True),
+        row(
+            "built = config",
+            "how many weights, shared or not, are unlike what the config says, here and in that copy",
+            lambda inputs: _strangers(inputs.model) + sum(of_copy),
+            tolerance=0.0,
+        ),
     ]
 
 
-def caches(inputs: Inputs) -> bool:
-    """Return whether the model can go on from a cache."""
-    return inputs.kind == "tokens" and inputs.model.config.head == "lm"
-
-
-def cache_forms(model: Transformer) -> dict[str, CacheForm]:
+def cache_forms(inputs: Inputs) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    windows = any(window is not None for window in model.main.spec.windows)
-    return {name: form for name, form in CACHES.items() if windows or name != "windowed"}
+    windowed = any(window is not None for window in inputs.model.main.spec.windows)
+    sizes = (inputs.model.config, inputs.rows, inputs.length, inputs.dtype, inputs.device)
+    return {
+        "growing": Cache,
+        **({"windowed": WindowCache} if windowed else {}),
+        "fixed": lambda: FixedCache(*sizes),
+    }
 
 
-def _cache_rows(inputs: Inputs) -> Iterator[Comparison]:
-    several = inputs.length > 1
-    moved = "rows that changed places in the cache, and went on, with the same rows from the beginning"
-    for name, form in cache_forms(inputs.model).items():
-        for size, tokens in ((1, "1 token"), (3, "3 tokens")):
-            what = f"{tokens} at a time through the cache with one pass over all"
-            yield inputs.compare(f"cached = recomputed ({name}, {size})", what, _cached, form, [size])
-        yield inputs.compare(
-            f"cached = recomputed ({name}, reordered)", moved, _reordered, form, fits=several
-        )
-    what = "a cache that went back half of the way, and on, with one pass over all"
-    yield inputs.compare("cached = recomputed (cropped)", what, _cropped, fits=several)
+def _cache_rows(inputs: Inputs, name: str, form: CacheForm) -> list[Comparison]:
+    row, whole = inputs.compare, "at a time through the cache with one pass over all"
+    return [
+        row(f"cached = recomputed ({name}, 1)", f"1 token {whole}", _cached, form, [1]),
+        row(f"cached = recomputed ({name}, 3)", f"3 tokens {whole}", _cached, form, [3]),
+        row(
+            f"cached = recomputed ({name}, reordered)",
+            "rows that changed places in the cache, and went on, with the same rows from the beginning",
+            _reordered,
+            form,
+            fits=inputs.length > 1,
+        ),
+    ]
 
 
 def _fused(inputs: Inputs) -> float:
@@ -91,22 +107,21 @@ def _fused(inputs: Inputs) -> float:
 
 def _batched(inputs: Inputs) -> float:
     together = inputs.run()
-    return max(
-        gap(together[row : row + 1], inputs.run(rows=slice(row, row + 1))) for row in range(inputs.rows)
-    )
+    alone = [{name: x[row : row + 1] for name, x in inputs.given.items()} for row in range(inputs.rows)]
+    return max(gap(together[row : row + 1], inputs.model(**given).logits) for row, given in enumerate(alone))
 
 
 def _padded(inputs: Inputs, side: str) -> float:
     given, slots = inputs.padded(side)
-    per_token = inputs.model.config.head in ("lm", "mlm", "tagger", "span", "none")
     out = inputs.model(**given).logits
-    return gap(out[:, slots] if per_token else out, inputs.run())
+    return gap(out[:, slots] if out.ndim == 3 else out, inputs.run())
 
 
 def _past(inputs: Inputs) -> float:
     cut = inputs.length // 2
     changed = torch.cat([inputs.main[:, :cut], inputs.other[:, cut:]], dim=1)
-    return gap(inputs.output(changed).hidden[:, :cut], inputs.output().hidden[:, :cut])
+    whole, other = (inputs.model(**{**inputs.given, "ids": ids}).hidden for ids in (inputs.main, changed))
+    return gap(other[:, :cut], whole[:, :cut])
 
 
 # Caches -----------------------------------------------------------------------------------------------------
@@ -114,22 +129,20 @@ def _past(inputs: Inputs) -> float:
 
 def through(inputs: Inputs, cache: Cache, sizes: list[int]) -> torch.Tensor:
     """Return the logits [B, T, V] of the inputs fed through a cache in pieces of these sizes, in turn."""
-    logits, start, sizes_in_turn = [], 0, itertools.cycle(sizes)
-    while start < inputs.length:
-        stop = start + next(sizes_in_turn)
-        logits.append(inputs.model(**inputs.piece(start, stop), cache=cache).logits)
-        start = stop
-    return torch.cat(logits, dim=1)
+    ends = itertools.accumulate(itertools.cycle(sizes))
+    stops = itertools.takewhile(lambda stop: stop < inputs.length, ends)
+    pieces = [inputs.piece(*limits) for limits in itertools.pairwise([0, *stops, inputs.length])]
+    return torch.cat([inputs.model(**piece, cache=cache).logits for piece in pieces], dim=1)
 
 
 def _cached(inputs: Inputs, form: CacheForm, sizes: list[int]) -> float:
-    return gap(through(inputs, form(inputs.model, inputs.rows, inputs.length), sizes), inputs.run())
+    return gap(through(inputs, form(), sizes), inputs.run())
 
 
 def _reordered(inputs: Inputs, form: CacheForm) -> float:
     cut = inputs.length // 2
     rows = torch.tensor([inputs.rows - 1, *range(inputs.rows - 1)], device=inputs.device)
-    cache = form(inputs.model, inputs.rows, inputs.length)
+    cache = form()
     inputs.model(**inputs.piece(0, cut), cache=cache)
     cache.reorder(rows)
     rest = {name: value[rows] for name, value in inputs.piece(cut, inputs.length).items()}
@@ -146,45 +159,26 @@ def _cropped(inputs: Inputs) -> float:
 # Copies on disk ---------------------------------------------------------------------------------------------
 
 
-def disk_rows(inputs: Inputs) -> list[Comparison]:
-    """Return the rows about what the model is built of, here and after it was written and read back."""
-    of_copy: list[float] = []
-    return [
-        inputs.compare(
-            "saved = loaded", "a copy written to disk and read back", _saved, of_copy, copies=True
-        ),
-        inputs.compare(
-            "built = config",
-            "how many weights, shared or not, are unlike what the config says, here and in that copy",
-            lambda inputs: _strangers(inputs.model, inputs.model.config) + sum(of_copy),
-            tolerance=0.0,
-        ),
-    ]
-
-
 def _saved(inputs: Inputs, of_copy: list[float]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         Model(inputs.model).save(Path(folder) / "copy")
-        copy = load(Path(folder) / "copy").model.to(inputs.device)
-        of_copy.append(_strangers(copy, copy.config))
-        return gap(inputs.of(copy).run(), inputs.run())
+        loaded = load(Path(folder) / "copy").model.to(inputs.device)
+        of_copy.append(_strangers(loaded))
+        return gap(inputs.of(loaded).run(), inputs.run())
 
 
-def _strangers(model: Transformer, config: ModelConfig) -> float:
+def _strangers(model: Transformer) -> float:
     """Return how many names, shapes, shared weights and plans of a model are not what its config says."""
+    config = model.config
     with torch.device("meta"):
         right = Transformer(config)
-    shapes = [
-        {name: weight.shape for name, weight in some.named_parameters(remove_duplicate=False)}
-        for some in (model, right)
-    ]
-    wrong = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
-    groups: dict[int, set[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(weight), set()).add(name)
-    shared, stated = [group for group in groups.values() if len(group) > 1], shared_weights(config)
-    wrong |= {name for group in shared if group not in stated for name in group}
-    wrong |= {name for group in stated if group not in shared for name in group}
+    weights, wanted = (dict(some.named_parameters(remove_duplicate=False)) for some in (model, right))
+    shapes = [{(name, weight.shape) for name, weight in some.items()} for some in (weights, wanted)]
+    wrong = {name for name, _ in shapes[0] ^ shapes[1]}
+    groups = [{name for name, weight in weights.items() if weight is one} for one in set(weights.values())]
+    shared, stated = [group for group in groups if len(group) > 1], shared_weights(config)
+    wrong.update(*(group for group in shared if group not in stated))
+    wrong.update(*(group for group in stated if group not in shared))
     stacks = ((model.encoder, config.encoder), (model.decoder, config.decoder))
     return float(len(wrong) + sum(stack is not None and stack.spec != plan for stack, plan in stacks))
 
@@ -194,7 +188,69 @@ def shared_weights(config: ModelConfig) -> list[set[str]]:
     encoder, decoder = "encoder.embedding.front.tokens.weight", "decoder.embedding.front.tokens.weight"
     main = encoder if config.decoder is None else decoder
     tied = {main, "head.out.weight"} if config.tie_embeddings and config.head in ("lm", "mlm") else set()
-    both = config.encoder is not None and config.decoder is not None and config.encoder.input == "tokens"
-    if both and config.share_embeddings:
+    if config.share_embeddings and [spec.input for spec in config.stacks] == ["tokens", "tokens"]:
         tied |= {encoder, decoder}
     return [tied] if tied else []
+
+
+# Pruned heads, the lens, the machine ------------------------------------------------------------------------
+
+
+def inside_rows(inputs: Inputs, compile: bool) -> list[Comparison]:
+    """Return the rows about pruned heads, the lens, a device that is not the CPU, and the compiler."""
+    heads = _prunable(inputs)
+    return [
+        inputs.compare(
+            "pruned = masked",
+            f"a copy without heads {', '.join(map(str, heads))} with the model in which they give zeros",
+            _pruned,
+            heads,
+            copies=True,
+            fits=bool(heads),
+        ),
+        inputs.compare(
+            "lens at the last layer = logits",
+            "the logit lens after the last layer with what the model says",
+            _lens,
+            fits=inputs.model.config.head != "none",
+        ),
+        inputs.compare(
+            "device = CPU",
+            f"logits on {inputs.device} with those on the CPU",
+            lambda inputs: gap(inputs.run(), inputs.of(copy.deepcopy(inputs.model).to("cpu")).run()),
+            tolerance=max(TOLERANCE[inputs.dtype], DEVICE_TOLERANCE),
+            copies=True,
+            fits=inputs.device.type != "cpu",
+        ),
+        inputs.compare(
+            "compiled = not",
+            "torch.compile's model with the model",
+            lambda inputs: gap(inputs.run(), inputs.run(torch.compile(inputs.model))),
+            fits=compile,
+        ),
+    ]
+
+
+def _prunable(inputs: Inputs) -> list[AttentionHead]:
+    """Return some heads that can be pruned together while every layer keeps one."""
+    config = inputs.model.config
+    if config.qk_norm == "full":
+        return []
+    for unit in units(config):
+        taken = Counter((head.kind, head.layer) for head in unit)
+        if all(taken[kind, layer] < count for kind, layer, count in attentions(config)):
+            return list(unit)
+    return []
+
+
+def _pruned(inputs: Inputs, heads: list[AttentionHead]) -> float:
+    smaller = inputs.of(prune(inputs.model, heads).model)
+    with ablating(inputs.model, heads=heads):
+        return gap(smaller.run(), inputs.run())
+
+
+def _lens(inputs: Inputs) -> float:
+    last = states(inputs.model.main.spec)[-1]
+    with record(inputs.model, last) as seen:
+        logits = inputs.run()
+    return gap(stopped_at(inputs.model, seen[last]), logits)

@@ -5,8 +5,8 @@ Shapes: B rows, T tokens.
 
 import copy
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.inside.checks.inputs import Inputs
-from clearhead.inside.checks.row import Comparison, gap
+from clearhead.inside.checks.rows import Comparison, Inputs, gap
+from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import batch_loss
-from clearhead.training.optim import make_optimizer, set_rate
-from clearhead.training.plan import TrainPlan
-from clearhead.training.schedule import rate
+from clearhead.recipe import TrainPlan
+from clearhead.training import optim
 from clearhead.training.state import (
     State,
     load_checkpoint,
@@ -38,64 +36,48 @@ def training_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows for a model that has a loss and reads tokens or images."""
     learns = inputs.model.config.head not in ("embedding", "none")
     reads = inputs.kind in ("tokens", "patches") and inputs.source_kind in ("", "tokens")
+    row = partial(inputs.compare, copies=True, fits=learns and reads)
     return [
-        inputs.compare(
+        row(
             "accumulated = whole",
             "gradients of a batch with those of its parts, unequally long, added up",
             _accumulated,
-            copies=True,
-            fits=learns and reads,
         ),
-        inputs.compare(
+        row(
             "resumed = uninterrupted",
             f"weights after {STEPS} steps with those of a run stopped after {STOP} and resumed: bit for bit",
             _resumed,
             tolerance=0.0,
-            copies=True,
-            fits=learns and reads,
         ),
     ]
 
 
 def _accumulated(inputs: Inputs) -> float:
-    model, batch = inputs.model, some_batch(inputs.model, 0)
-    with _learning(model) as trained, torch.enable_grad():
+    model, batch = copy.deepcopy(inputs.model).requires_grad_(True), some_batch(inputs.model, 0)
+    with torch.enable_grad():
         loss, count = batch_loss(model, batch, chunk=0)
-        whole = torch.autograd.grad(loss / count, trained, allow_unused=True)
         parts = [batch_loss(model, part_of(batch, rows), chunk=2)[0] for rows in PARTS]
-        summed = torch.autograd.grad(torch.stack(parts).sum() / count, trained, allow_unused=True)
+        whole, summed = (
+            torch.autograd.grad(total / count, tuple(model.parameters()), allow_unused=True)
+            for total in (loss, torch.stack(parts).sum())
+        )
     largest = max(float(gradient.abs().max()) for gradient in whole if gradient is not None)
     return max(
         gap(b / largest, a / largest) for a, b in zip(whole, summed) if a is not None and b is not None
     )
 
 
-@contextmanager
-def _learning(model: Transformer) -> Iterator[list[Tensor]]:
-    """Give every weight a gradient while the block lasts; no weight is changed."""
-    weights = list(model.parameters())
-    before = [weight.requires_grad for weight in weights]
-    try:
-        yield [weight.requires_grad_() for weight in weights]
-    finally:
-        for weight, kept in zip(weights, before):
-            weight.requires_grad_(kept)
-
-
 def some_batch(model: Transformer, seed: int) -> Batch:
     """Return four rows of unequal lengths, and targets that fit the head."""
     inputs, config = Inputs(model, rows=4, seed=seed), model.config
-    generator = torch.Generator().manual_seed(seed)
-    rows, length = 4, inputs.length
+    rows, length, generator = 4, inputs.length, torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator).to(inputs.device)
 
     if inputs.kind == "patches":
         return Batch(inputs.main, draw(config.n_classes, rows))
-    lengths = torch.tensor(
-        [length, max(length - 5, 1), max(length - 1, 1), max(length // 2, 1)], device=inputs.device
-    )
+    lengths = torch.tensor([length, length - 5, length - 1, length // 2], device=inputs.device).clamp(min=1)
     mask = torch.arange(length, device=inputs.device) < lengths[:, None]
     if config.head == "classifier":
         targets = draw(config.n_classes, rows)
@@ -104,34 +86,34 @@ def some_batch(model: Transformer, seed: int) -> Batch:
     else:
         kinds = config.vocab_size if config.head in ("lm", "mlm") else config.n_classes
         targets = draw(kinds, rows, length).masked_fill(~mask, IGNORE)
-    return Batch(inputs.main, targets, mask, inputs.source, types=inputs.types)
+    return Batch(targets=targets, mask=mask, **inputs.given)
 
 
 def part_of(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch, truncated to the longest of them."""
-    if batch.mask is None:
-        return Batch(batch.ids[rows], batch.targets[rows])
-    length, padded = int(batch.mask[rows].sum(1).max()), batch.mask.shape
-    ids, mask = batch.ids[rows, :length], batch.mask[rows, :length]
-    targets = batch.targets[rows, :length] if batch.targets.shape[:2] == padded else batch.targets[rows]
-    source = None if batch.source is None else batch.source[rows]
-    types = None if batch.types is None else batch.types[rows, :length]
-    return Batch(ids, targets, mask, source, types=types)
+    part = batch.rows(rows)
+    if part.mask is None:
+        return part
+    padded, length = part.mask.shape, int(part.mask.sum(1).max())
+    by_token = {"ids": part.ids, "mask": part.mask, "types": part.types, "targets": part.targets}
+    cut = {name: x[:, :length] for name, x in by_token.items() if x is not None and x.shape[:2] == padded}
+    return replace(part, **cut)
 
 
 def _resumed(inputs: Inputs) -> float:
     plan = TrainPlan(steps=STEPS, warmup=1, lr=1e-3)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), torch.enable_grad():
         whole = copy.deepcopy(inputs.model).to("cpu").float().requires_grad_(True)
-        optimizer = make_optimizer(whole, plan, torch.device("cpu"))
+        optimizer = optim.make_optimizer(whole, plan, torch.device("cpu"))
         _steps(whole, optimizer, plan, 0, STOP)
-        tensors = optimizer_tensors(optimizer, whole)
-        at = save_checkpoint(Path(folder), Model(whole), tensors, State(step=STOP))
+        at = save_checkpoint(
+            Path(folder), Model(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
+        )
         _steps(whole, optimizer, plan, STOP, STEPS)
         del optimizer
         resumed = load(at, dtype=torch.float32).model
         tensors, state = load_checkpoint(at)
-        optimizer = make_optimizer(resumed, plan, torch.device("cpu"))
+        optimizer = optim.make_optimizer(resumed, plan, torch.device("cpu"))
         restore_optimizer(optimizer, resumed, tensors)
         _steps(resumed, optimizer, plan, state.step, STEPS)
         theirs = dict(whole.named_parameters())
@@ -143,7 +125,7 @@ def _steps(model: Transformer, optimizer: Any, plan: TrainPlan, done: int, until
     for step in range(done + 1, until + 1):
         torch.manual_seed(step)
         model.train()
-        set_rate(optimizer, rate(plan, step, STEPS, model.config.d_model))
+        optim.set_rate(optimizer, optim.rate(plan, step, STEPS, model.config.d_model))
         loss, count = batch_loss(model, some_batch(model, step))
         (loss / count).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)

@@ -12,35 +12,35 @@ A probe is scikit-learn's LogisticRegression on standardised vectors: L-BFGS, an
 most `iterations` steps. One written in torch with its own L-BFGS was tried: it took half as long again for
 the same steps, 20,000 words and 17 classes, and gave the same loss.
 
-Shapes: L depths (the embedding and every block), N words, D model, C classes.
+Shapes: L depths (the embedding and every block), N words to train on, M to test on, D model, C classes.
 """
 
+import importlib
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from clearhead.api import Model
-from clearhead.data.sides import sort_names
-from clearhead.data.tables import listed
-from clearhead.errors import InputError, refuse
+from clearhead.data import corpus, tables
+from clearhead.errors import MissingExtraError, refuse
+from clearhead.evaluation.metrics import bootstrap, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
-from clearhead.inside.probe.fit import (
-    baselines,
-    check_library,
-    control_labels,
-    interval,
-    numbered,
-    predict,
-    standardised,
-)
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
-from clearhead.inside.results import Result
+from clearhead.inside.results import Floats, Result
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
 TEST_SHARE = 0.2
 MOST_CLASSES = 200
 PENALTY = 0.005  # on half the square of the weights, beside the mean loss of a word
 ITERATIONS = 100
+SMALLEST = 1e-6  # spread of a dimension, below which it is left as it is
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,13 @@ def probe(
         on_progress: told what is being done, and how much of how much is.
     """
     m = as_model(m)
-    check_library()
+    _regression()  # before the model is run
     stack, prefix = stack_of(m, stack)
-    _check(pool, penalty, iterations)
+    refuse(
+        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
+    )
+    refuse(not penalty > 0, f"penalty {penalty} must be above 0")
+    refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
     train_items, test_items, column, said = _sides(data, test, column, words, test_share, seed)
     _check_labels(
         {label for item in train_items for label in item.labels if label is not None}, column, classes
@@ -135,9 +139,10 @@ def probe(
     unit = train_items[0].unit
     pool = pool or ("mean" if unit == "words" else _own_pooling(m))
     first, both = len(train_items), len(train_items) + len(test_items)
-    where = (stack, prefix, pool)
-    left = vectors_of(m, train_items, *where, lambda done: on_progress("reading", done, both))
-    right = vectors_of(m, test_items, *where, lambda done: on_progress("reading", first + done, both))
+    left = vectors_of(m, train_items, stack, prefix, pool, lambda done: on_progress("reading", done, both))
+    right = vectors_of(
+        m, test_items, stack, prefix, pool, lambda done: on_progress("reading", first + done, both)
+    )
     for side, vectors in (("train", left), ("test", right)):
         refuse(
             not vectors.labels,
@@ -146,7 +151,7 @@ def probe(
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
-    names = sort_names(left.labels)
+    names = corpus.sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
     types, test_types = (_types(m, vectors.forms, unit) for vectors in (left, right))
     control, control_test = control_labels(types, test_types, y, seed)
@@ -159,53 +164,66 @@ def probe(
             LayerProbe(name, float(hits.mean()), interval(hits, right.items, seed), float(by_heart.mean()))
         )
         on_progress("fitting", depth + 1, len(left.layers))
-    counts = (*baselines(types, test_types, y, y_test), len(left.labels), len(right.labels))
-    return Probes(tuple(layers), column, unit, stack, pool, names, *counts, seed, tuple(said))
-
-
-def _check(pool: str | None, penalty: float, iterations: int) -> None:
-    refuse(
-        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
+    majority, by_type, seen = baselines(types, test_types, y, y_test)
+    return Probes(
+        layers=tuple(layers),
+        column=column,
+        unit=unit,
+        stack=stack,
+        pool=pool,
+        labels=names,
+        majority=majority,
+        by_type=by_type,
+        seen=seen,
+        train=len(left.labels),
+        test=len(right.labels),
+        seed=seed,
+        said=tuple(said),
     )
-    refuse(not penalty > 0, f"penalty {penalty} must be above 0")
-    refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
+
+
+def _regression() -> Any:
+    """Return scikit-learn's LogisticRegression; refuse to go on without it."""
+    try:
+        return importlib.import_module("sklearn.linear_model").LogisticRegression
+    except ImportError:
+        raise MissingExtraError("probes need scikit-learn: pip install 'clearhead[train]'") from None
 
 
 def _check_labels(labels: set[str], column: str, most: int) -> None:
     """Refuse what cannot be told apart, or is too much to tell apart."""
-    if len(labels) < 2:
-        raise InputError(
-            f'every label of "{column}" to train on is {listed(labels)}: '
-            "there is nothing to tell apart; choose another column"
-        )
-    if len(labels) > most:
-        raise InputError(
-            f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: '
-            "choose another column, or allow more (classes)"
-        )
+    refuse(
+        len(labels) < 2,
+        f'every label of "{column}" to train on is {tables.listed(labels)}: '
+        "there is nothing to tell apart; choose another column",
+    )
+    refuse(
+        len(labels) > most,
+        f'"{column}" has {len(labels):,} labels, and a probe takes {most:,}: '
+        "choose another column, or allow more (classes)",
+    )
 
 
 def _sides(
     data: Data, test: Data | None, column: str | None, words: int, share: float, seed: int
 ) -> tuple[list[ProbeItem], list[ProbeItem], str, list[str]]:
     """Return items to train on and to test on, the column they are labelled by, and what was left out."""
-    notes: list[str | None] = []
     items, name = read_items(data, column)
+    repeated = 0
     if test is None:
         train, testing = split_items(items, share, seed)
     else:
         testing, _ = read_items(test, column)
-        if testing[0].unit != items[0].unit:
-            raise InputError(
-                f"the data has labels for {items[0].unit} and the test data for {testing[0].unit}: "
-                "both must be of one kind"
-            )
+        refuse(
+            testing[0].unit != items[0].unit,
+            f"the data has labels for {items[0].unit} and the test data for {testing[0].unit}: "
+            "both must be of one kind",
+        )
         train, repeated = apart(items, testing)
-        if repeated:
-            notes.append(f"to train on: {repeated:,} that are among those to test on left out")
+    again = f"to train on: {repeated:,} that are among those to test on left out" if repeated else None
     train, left_out = choose_items(train, words, seed, "train")
     testing, left_out_too = choose_items(testing, words, seed, "test")
-    return train, testing, name, [note for note in (*notes, left_out, left_out_too) if note]
+    return train, testing, name, [note for note in (again, left_out, left_out_too) if note]
 
 
 def _own_pooling(m: Model) -> str:
@@ -218,7 +236,68 @@ def _own_pooling(m: Model) -> str:
 def _types(m: Model, forms: Sequence[str], unit: str) -> Sequence[str]:
     """Return words as the tokenizer normalises them: words that a model reads alike are one type."""
     normalizer = m.text_tokenizer.normalizer if unit == "words" else None
-    if normalizer is None:
-        return forms
-    normal = {form: str(normalizer.normalize_str(form)) for form in set(forms)}
-    return [normal[form] for form in forms]
+    return forms if normalizer is None else [str(normalizer.normalize_str(form)) for form in forms]
+
+
+# What knows no model: the classifier, the control task, the baselines and the interval ----------------------
+
+
+def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: int) -> Numbers:
+    """Fit softmax regression to [N, D] with classes [N], and return the classes it gives to [M, D].
+
+    The loss is the mean cross-entropy plus half `penalty` times the square of the weights, without the
+    intercepts; of two classes there is one row of weights, so that the penalty counts once.
+    """
+    classes = np.unique(y)
+    if len(classes) == 1:
+        return np.full(len(x_test), classes[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
+        fitted = _regression()(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
+        found: Numbers = fitted.predict(x_test)
+        return found
+
+
+def standardised(x: Floats, x_test: Floats) -> tuple[Floats, Floats]:
+    """Return both sides with each dimension of the first at mean 0 and standard deviation 1."""
+    spread = x.std(0, dtype=np.float64)
+    scale = np.where(spread > SMALLEST, spread, 1.0).astype(np.float32)
+    mean = x.mean(0, dtype=np.float64).astype(np.float32)
+    return (x - mean) / scale, (x_test - mean) / scale
+
+
+def numbered(labels: Sequence[str], names: Sequence[str]) -> Numbers:
+    """Return the number of each label among the names; -1 for one that is not there."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers.get(label, -1) for label in labels], dtype=np.int64)
+
+
+def control_labels(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, seed: int
+) -> tuple[Numbers, Numbers]:
+    """Return labels of the control task: one for every type, drawn as often as the labels `y` occur."""
+    known = sorted({*types, *test_types})
+    counts = np.bincount(y)
+    drawn = np.random.default_rng(seed).choice(len(counts), size=len(known), p=counts / counts.sum())
+    label = dict(zip(known, drawn.tolist()))
+    return np.array([label[one] for one in types]), np.array([label[one] for one in test_types])
+
+
+def baselines(
+    types: Sequence[str], test_types: Sequence[str], y: Numbers, y_test: Numbers
+) -> tuple[float, float, float]:
+    """Return accuracies of the most frequent label and of each type's, and the share of test types seen."""
+    majority = int(np.bincount(y).argmax())
+    rising = sorted(Counter(zip(types, y.tolist())).items(), key=lambda counted: (counted[1], -counted[0][1]))
+    usual = {one: label for (one, label), _ in rising}  # the last of a type stays: its most frequent label
+    said = np.array([usual.get(one, majority) for one in test_types])
+    seen = sum(one in usual for one in test_types) / len(test_types)
+    return float((y_test == majority).mean()), float((said == y_test).mean()), seen
+
+
+def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share of hits, by drawing items; where there is one item, words."""
+    groups = items if len(np.unique(items)) > 1 else np.arange(len(hits))
+    _, place = np.unique(groups, return_inverse=True)
+    counts = np.stack([np.bincount(place, weights=hits), np.bincount(place)], 1).astype(np.float64)
+    return bootstrap(counts, ratio_of, seed)

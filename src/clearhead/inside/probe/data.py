@@ -15,16 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data.conll import tag_columns
-from clearhead.data.corpora import CORPORA
+from clearhead.data import corpora, files, formats, plan, split, tables
 from clearhead.data.examples import Images, Labelled, Tagged
-from clearhead.data.files import expand
-from clearhead.data.formats import format_of
-from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of
-from clearhead.data.tables import counted
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import nearest, refuse
 from clearhead.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
@@ -53,7 +47,7 @@ class ProbeItem:
     @property
     def key(self) -> int:
         """Equal for items of the same content."""
-        return key_of(self.text, self.pair or "", b"" if self.image is None else self.image.tobytes())
+        return split.key_of(self.text, self.pair or "", b"" if self.image is None else self.image.tobytes())
 
     @property
     def count(self) -> int:
@@ -79,21 +73,23 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     first = rows if isinstance(rows, Images) else next(iter(rows), None)
     refuse(first is None, "there are no examples: give one at least")
     kind = type(first)
-    if kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)):
-        listed = ", ".join(list(KINDS.values())[:3])
-        raise InputError(f"probes take {listed}, one kind at a time, or a file; not {kind.__name__}")
+    refuse(
+        kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)),
+        f"probes take {', '.join(list(KINDS.values())[:3])}, one kind at a time, or a file; "
+        f"not {kind.__name__}",
+    )
     if kind is Sentence:
         label = _labeller(column or "upos")
         return [_of_tree(sentence, label) for sentence in rows], column or "upos"
-    if column is not None:
-        raise InputError(
-            f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out'
-        )
+    refuse(
+        column is not None,
+        f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out',
+    )
     if kind is Images:
-        made = [
-            ProbeItem(("",), (str(label),), image=pixels) for pixels, label in zip(rows.pixels, rows.labels)
-        ]
-        return [dataclasses.replace(item, forms=(f"{item.key:x}",)) for item in made], "class"
+        return [
+            ProbeItem((f"{split.key_of('', '', pixels.tobytes()):x}",), (str(label),), image=pixels)
+            for pixels, label in zip(rows.pixels, rows.labels)
+        ], "class"
     if kind is Tagged:
         texts = [" ".join(row.words) for row in rows]
         return [
@@ -104,11 +100,12 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
 
 def _read(path: str, column: str | None) -> Data:
     """Return the examples of a file or folder, by what it looks like."""
-    files = [] if path in CORPORA else expand([path], CORPORA)
-    if files and all(format_of(file) == "conll" for file in files) and tag_columns(files[0], {})[0].universal:
+    found = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
+    words = found and all(formats.format_of(file) == "conll" for file in found)
+    if words and tables.tag_columns(found[0], {})[0].universal:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
-        return [sentence for file in files for sentence in read_treebank(file)]
-    corpus, _ = open_examples(DataPlan(paths=(path,)), split=False)
+        return [sentence for file in found for sentence in read_treebank(file)]
+    corpus, _ = open_examples(plan.DataPlan(paths=(path,)), split=False)
     refuse(
         corpus.shape not in ("tags", "labels", "images"),
         f"{path} holds {corpus.shape}, which has no labels: "
@@ -121,12 +118,12 @@ def _read(path: str, column: str | None) -> Data:
 def _of_tree(sentence: Sentence, label: Callable[[TreeWord, int], str | None]) -> ProbeItem:
     forms = tuple(word.form for word in sentence.words)
     spans = sentence.spans or locate(forms, sentence.text)
-    if spans is None:
-        raise InputError(
-            f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}"
-        )
-    labels = tuple(label(word, place) for place, word in enumerate(sentence.words))
-    return ProbeItem(forms, labels, sentence.text, spans)
+    refuse(
+        spans is None,
+        f"the words do not make up the text: {' '.join(forms)[:60]!r} against {sentence.text[:60]!r}",
+    )
+    labels = (label(word, place) for place, word in enumerate(sentence.words))
+    return ProbeItem(forms, tuple(labels), sentence.text, spans)
 
 
 def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:
@@ -190,13 +187,11 @@ def choose_items(
         return [item for item in items if item.count], None
     chosen, left = list[ProbeItem](), most
     for place in np.random.default_rng(seed).permutation(len(items)).tolist():
-        item = items[place]
-        if item.count and left:
-            if item.count > left:
-                last = [place for place, label in enumerate(item.labels) if label is not None][left]
-                unread = (None,) * (len(item.labels) - last)
-                item = dataclasses.replace(item, labels=item.labels[:last] + unread)
-            chosen.append(item)
-            left -= item.count
-    whole = f", from {counted(len(chosen), 'sentence')}" if chosen[0].unit == "words" else ""
+        labels = items[place].labels
+        kept = [number for number, label in enumerate(labels) if label is not None][:left]
+        if kept:
+            unread = (None,) * (len(labels) - kept[-1] - 1)
+            chosen.append(dataclasses.replace(items[place], labels=labels[: kept[-1] + 1] + unread))
+            left -= len(kept)
+    whole = f", from {tables.counted(len(chosen), 'sentence')}" if chosen[0].unit == "words" else ""
     return chosen, f"to {side} on: {most:,} of {total:,} {chosen[0].unit}{whole}, drawn at random"

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.hub.pixels import to_pixels
-from clearhead.inside.heads.words import align
-from clearhead.inside.inputs import device_of, patch_names, prepare_first, recorded
-from clearhead.inside.names import spec_of, states
+from clearhead.inside import inputs, names
+from clearhead.inside.heads.alignments import align, word_matrices
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
 
@@ -64,17 +63,17 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     there = [name for name in ("encoder", "decoder") if getattr(m.config, name) is not None]
     stack = stack or there[0]
     refuse(stack not in there, f'stack "{stack}" is not there: this model has {" and ".join(there)}')
-    if specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)):
-        raise InputError(
-            f"this model reads {specs[0].input}, "
-            "and probes take a model of text, or one of images without a decoder"
-        )
+    refuse(
+        specs[0].input not in (("tokens", "patches") if len(specs) == 1 else ("tokens",)),
+        f"this model reads {specs[0].input}, "
+        "and probes take a model of text, or one of images without a decoder",
+    )
     return stack, specs[there.index(stack)].prefix
 
 
 def depths(m: Model, prefix: str) -> list[str]:
     """Return the activations that are probed, from the embedding up."""
-    return states(spec_of(m.config, "encoder" if prefix else "self"))
+    return names.states(names.spec_of(m.config, "encoder" if prefix else "self"))
 
 
 def vectors_of(
@@ -127,15 +126,17 @@ def vectors_of(
 def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
     """Return the tokens of one item."""
     kinds = ("images", "text") if m.model.main.spec.input == "patches" else ("text", "images")
-    if kinds[0] != ("text" if item.image is None else "images"):
-        raise InputError(f"this model reads {kinds[0]}, and the data holds {kinds[1]}")
+    refuse(
+        kinds[0] != ("text" if item.image is None else "images"),
+        f"this model reads {kinds[0]}, and the data holds {kinds[1]}",
+    )
     if item.image is not None:
-        return ProbeInput((), (tuple(range(len(patch_names(m.config)))),), image=item.image)
+        return ProbeInput((), (tuple(range(len(inputs.patch_names(m.config)))),), image=item.image)
     if item.spans is not None:
         words = align(m, item.forms, item.text, item.spans)
         row, special = ProbeInput(words.ids, words.words, words.types), words.special
     else:
-        prepared = prepare_first(m, item.text, item.pair)
+        prepared = inputs.prepare_first(m, item.text, item.pair)
         tokens = prepared.first_tokens
         types = () if prepared.types is None else tuple(prepared.types[0].tolist())
         row, special = ProbeInput(tokens.ids, (tuple(range(len(tokens))),), types), tokens.special
@@ -151,7 +152,7 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
 
 def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
     """Return the states [B, T, D] of each depth; `feeds`: the probed stack is an encoder before a decoder."""
-    pad, device = m.special.get("pad", 0), device_of(m.model)
+    pad, device = m.special.get("pad", 0), inputs.device_of(m.model)
     given: dict[str, Any] = {}
     if rows[0].image is not None:
         pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
@@ -166,20 +167,17 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
             given |= {"source": padded(sources, pad, device), "source_mask": real_tokens(sources, device)}
         elif m.config.n_types > 1 and rows[0].types:
             given["types"] = padded([row.types for row in rows], 0, device)
-    seen = recorded(m.model, taps, main, **given)
+    seen = inputs.recorded(m.model, taps, main, **given)
     return [seen[tap] for tap in taps]
 
 
 def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Floats:
     """Pool states [L, T, D] over the tokens of N things: [L, N, D]."""
-    if pool != "mean":
-        end = 0 if pool == "first" else -1
-        return on_cpu(states[:, [tokens[end] for tokens in places]]).numpy()
-    last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
-    mean = torch.zeros(len(places), last, device=states.device)  # N T
-    for number, tokens in enumerate(places):
-        mean[number, list(tokens)] = 1 / len(tokens)
-    return on_cpu(mean @ states[:, :last].float()).numpy()
+    if pool == "mean":
+        last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
+        _, mean_of = word_matrices([places], last)  # 1 N T
+        return on_cpu(mean_of.to(states.device) @ states[:, :last].float()).numpy()
+    return on_cpu(states[:, [tokens[0 if pool == "first" else -1] for tokens in places]]).numpy()
 
 
 def _room(shape: tuple[int, int, int]) -> Floats:

@@ -11,7 +11,7 @@ The values are those of the model's own forward pass, as its taps show them.
 Shapes: see `words.LEGEND`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,20 +21,72 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.pixels import Image
-from clearhead.inside.inputs import Prepared
-from clearhead.inside.trace.answers import Prediction, answer_steps, probability_of
-from clearhead.inside.trace.inputs import input_steps, trace_inputs
-from clearhead.inside.trace.rows import Sums, TraceRow, rows_of
-from clearhead.inside.trace.steps import Peek, Recorder, TraceStep, priced
+from clearhead.hub.encodings import framed
+from clearhead.inside.inputs import AnyModel, Given, InputTokens, Target, as_model, prepare_any
+from clearhead.inside.trace.steps import Peek, Prediction, Recorder, TraceStep, answer_steps, priced
 from clearhead.inside.trace.words import LEGEND
 from clearhead.model.taps import Listener, listening
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.transformer import evaluating
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
-ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
-POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
+
+class Sums:
+    """The figures of several steps, added up."""
+
+    steps: tuple[TraceStep, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all its steps."""
+        return sum(step.parameters for step in self.steps)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all its steps."""
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the results of all its steps."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all its steps."""
+        return sum(step.seconds for step in self.steps)
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by name."""
+        return {name: getattr(self, name) for name in ("parameters", "flops", "bytes", "seconds")}
+
+
+@dataclass(frozen=True)
+class TraceRow(Sums):
+    """One line of the tree: a step or a group of steps."""
+
+    name: str
+    title: str
+    level: int  # 1 stack, 2 block, 3 sublayer, 4 step; a step outside of blocks has a lower level
+    steps: tuple[TraceStep, ...] = field(repr=False)
+
+    @property
+    def step(self) -> TraceStep | None:
+        """The step itself; None for a group."""
+        first = self.steps[0]
+        return first if (self.name, self.level) == (first.name, first.level) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, with the names of the first and the last step."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "level": self.level,
+            **self.figures(),
+            "first": self.steps[0].name,
+            "last": self.steps[-1].name,
+            "steps": len(self.steps),
+        }
 
 
 @dataclass(frozen=True)
@@ -66,7 +118,30 @@ class Trace(Sums):
 
     def rows(self, depth: int = 4, layer: int | None = None) -> tuple[TraceRow, ...]:
         """Return the steps as a tree: depth 1 stacks, 2 blocks, 3 sublayers, 4 steps; one `layer` in full."""
-        return rows_of(self.steps, depth, layer)
+        refuse(
+            not 1 <= depth <= 4,
+            f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps",
+        )
+        layers = sorted({number for step in self.steps if (number := _layer(step)) is not None})
+        refuse(
+            layer not in (None, *layers),
+            f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}",
+        )
+        rows: list[TraceRow] = []
+        open_groups: tuple[str, ...] = ()
+        for number, step in enumerate(self.steps):
+            limit = 4 if layer is not None and _layer(step) == layer else depth
+            for level in range(1, min(len(step.path), limit) + 1):
+                group = step.path[:level]
+                if open_groups[:level] != group:
+                    own = tuple(one for one in self.steps[number:] if one.path[:level] == group)
+                    last = group[-1].rpartition(".")[2]
+                    title = f"block {last}" if last.isdigit() else last
+                    rows.append(TraceRow(group[-1], title, level, own))
+            open_groups = step.path
+            if step.level <= limit:
+                rows.append(TraceRow(step.name, step.title, step.level, (step,)))
+        return tuple(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the values of steps and the logits."""
@@ -83,9 +158,9 @@ class Trace(Sums):
 
 
 def trace(
-    m: Model | Transformer,
-    given: str | Sequence[int] | Tensor | Image,
-    target: str | Sequence[int] | None = None,
+    m: AnyModel,
+    given: Given,
+    target: Target = None,
     pair: str | None = None,
     top: int = 5,
     *,
@@ -102,69 +177,53 @@ def trace(
         top: number of candidates to show.
         keep_values: keep the tensor of every step, or of the named steps; other steps keep a summary only.
     """
-    m = m if isinstance(m, Model) else Model(m)
+    m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
-    prepared = trace_inputs(m, given, target, pair)
-    model = m.model
-    with torch.no_grad(), evaluating(model):
+    prepared = prepare_any(m, given, target, pair)
+    tokens, source = prepared.tokens, prepared.source_tokens
+    with torch.no_grad(), evaluating(m.model):
         expected = prepared.run().required_logits  # first, to warm up before steps are timed
-        recorder = Recorder(model.config, _facts(m), keep_values)
-        sources = _inputs(recorder, prepared, prepared.source, "encoder.", pair)
-        inputs = _inputs(recorder, prepared, prepared.main, "", pair)
-        with listening(Listener(model, {}, recorder.hear)):
+        recorder = Recorder(m.config, keep_values)
+        if source is not None and prepared.source is not None:
+            _input_steps(recorder, m, prepared.source, source, "encoder.", pair)
+        _input_steps(recorder, m, prepared.main, tokens, "", pair)
+        with listening(Listener(m.model, {}, recorder.hear)):
             logits = prepared.run().required_logits
-        predictions = answer_steps(recorder, m, prepared.tokens, logits, top)
-    seen = recorder.steps[sources + inputs :]
-    first = [step for step in seen if step.name.startswith("encoder.")]
-    given_steps = recorder.steps[:sources], recorder.steps[sources : sources + inputs]
-    price = _price(prepared)
-    steps = priced([*given_steps[0], *first, *given_steps[1], *seen[len(first) :]], price.steps)
-    source = prepared.source_tokens.labels if prepared.source_tokens is not None else ()
-    difference = float((logits - expected).abs().max())
-    return Trace(steps, prepared.tokens.labels, source, predictions, logits.float().cpu(), difference, price)
-
-
-def _inputs(recorder: Recorder, prepared: Prepared, x: Tensor | None, prefix: str, pair: str | None) -> int:
-    """Record how the input became numbers; return the number of steps."""
-    before = len(recorder.steps)
-    tokens = prepared.source_tokens if prefix else prepared.tokens
-    if x is not None and tokens is not None:
-        input_steps(recorder, prepared.m, x, tokens, prefix, pair)
-    return len(recorder.steps) - before
-
-
-def _price(prepared: Prepared) -> Cost:
-    """Compute the cost of this very pass."""
+        predictions = answer_steps(recorder, m, tokens, logits, top)
     lengths = [None if x is None or x.ndim == 4 else x.shape[1] for x in (prepared.main, prepared.source)]
-    dtype = str(next(prepared.model.parameters()).dtype).removeprefix("torch.")
-    return cost(prepared.model.config, lengths[0], 1, dtype, lengths[1])
+    dtype = str(next(m.model.parameters()).dtype).removeprefix("torch.")
+    price = cost(m.config, lengths[0], 1, dtype, lengths[1])
+    # Both inputs were recorded first; the decoder's comes after the encoder has run.
+    ordered = sorted(recorder.steps, key=lambda step: not step.name.startswith("encoder."))
+    return Trace(
+        priced(ordered, price.steps),
+        tokens.labels,
+        () if source is None else source.labels,
+        predictions,
+        logits.float().cpu(),
+        float((logits - expected).abs().max()),
+        price,
+    )
 
 
-def _facts(m: Model) -> dict[str, Any]:
-    """Return the values that fill in the formulas."""
-    config = m.config
-    if config.router_order == "topk_softmax":
-        router = "softmax(the chosen)"
-    else:
-        router = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
-    return {
-        "norm": config.norm,
-        "activation": config.activation,
-        "head_activation": config.head_activation,
-        "embedding_scale": f"{config.embedding_scale:.4g}",
-        "residual_scale": f"{config.residual_scale:.4g}",
-        "logit_scale": f"{config.logit_scale:.4g}",
-        "softcap": config.attention_softcap,
-        "logit_softcap": config.logit_softcap,
-        "qkv_bias": " + b" if config.qkv_bias else "",
-        "out_bias": " + b" if config.attention_out_bias else "",
-        "feedforward_bias": " + b" if config.feedforward_bias else "",
-        "head_bias": " + b" if config.head_bias else "",
-        "n_experts": config.n_experts,
-        "n_active": config.n_active_experts,
-        "router": router,
-        "pooling": POOLING[config.readout.pooling],
-        "pooler": config.pooler,
-        "probability": probability_of(m)[1],
-        "answers": ANSWERS.get(config.readout.head, "B T C"),
-    }
+def _input_steps(
+    recorder: Recorder, m: Model, x: Tensor, tokens: InputTokens, prefix: str, pair: str | None
+) -> None:
+    """Record how the input became numbers."""
+    if x.ndim > 2:
+        recorder.timed(f"{prefix}{'pixels' if x.ndim == 4 else 'vectors'}", lambda: x)
+        return
+    if tokens.spans:
+
+        def tokenized() -> Tensor:
+            framed(m.text_tokenizer, m.max_length, tokens.text, pair)
+            return torch.tensor(tokens.spans)
+
+        recorder.timed(f"{prefix}tokenize", tokenized, tokens.labels)
+    recorder.timed(f"{prefix}ids", lambda: x, tokens.labels)
+
+
+def _layer(step: TraceStep) -> int | None:
+    """Return the number of the block of a step; None outside of blocks."""
+    parts = step.path[1].split(".") if len(step.path) > 1 else []
+    return int(parts[-1]) if len(parts) > 1 and parts[-2] == "blocks" else None

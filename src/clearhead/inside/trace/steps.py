@@ -1,8 +1,9 @@
-"""The steps of a trace, and the recorder that collects them while the model runs.
+"""The steps of a trace, the recorder that collects them while the model runs, and the answers at the end.
 
-    recorder = Recorder(config, facts)
+    recorder = Recorder(config)
     with listening(Listener(model, {}, recorder.hear)):
-        model(ids)
+        logits = model(ids).logits
+    answer_steps(recorder, m, tokens, logits, top=5)
 
 The recorder hears every value that the model shows to its taps. An activation that `record` knows is attached
 to the step that computed it. Each expert of a mixture computes a run of rows, which the recorder joins into
@@ -11,30 +12,41 @@ one step.
 Shapes: see `words.LEGEND`.
 """
 
-import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clearhead.api import Model
 from clearhead.config import ModelConfig
+from clearhead.inside.inputs import InputTokens
+from clearhead.inside.results import Result
 from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
+from clearhead.tokens.labels import label
 
+ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
+POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
 BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": "table[bucket of distance]"}
 FIRST = 5  # values shown of each result
 RECENT = 12  # latest steps that are searched for the one that computed an activation
+# Functions from logits to probabilities, by their formulas.
+PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax(x)": lambda logits: wide(logits).softmax(-1),
+    "softmax(x) over tokens": lambda logits: wide(logits).softmax(1),
+    "sigmoid(x)": lambda logits: wide(logits).sigmoid(),
+}
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Peek:
+class Peek(Result):
     """A summary of a result; masked scores are left out of mean, standard deviation and minimum."""
 
     first: tuple[float, ...]
@@ -43,15 +55,15 @@ class Peek:
     min: float | None = None
     max: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; a number that is not finite becomes None."""
-        figures = {name: _finite(getattr(self, name)) for name in ("mean", "std", "min", "max")}
-        return {"first": [_finite(value) for value in self.first], **figures}
-
 
 @dataclass(frozen=True)
-class TraceStep:
+class TraceStep(Result):
     """One step of a forward pass."""
+
+    json_names = (
+        "name", "title", "level", "symbols", "dtype", "formula", "why", "parameters", "flops", "bytes",
+        "seconds", "path", "shape", "sample", "taps", "costs", "peek",
+    )  # fmt: skip
 
     name: str  # stable: "blocks.3.attention.scores", "encoder.norm", "head.out"
     title: str  # short: "scores"
@@ -77,23 +89,33 @@ class TraceStep:
         """Depth in the tree: a stack is 1, a block 2, a sublayer 3, a step of a sublayer 4."""
         return len(self.path) + 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, without the value itself."""
-        words = ("name", "title", "level", "symbols", "dtype", "formula", "why")
-        figures = ("parameters", "flops", "bytes", "seconds")
-        lists = ("path", "shape", "sample", "taps", "costs")
-        values: dict[str, Any] = {name: getattr(self, name) for name in (*words, *figures)}
-        return {**values, **{name: list(getattr(self, name)) for name in lists}, "peek": self.peek.to_dict()}
+
+@dataclass(frozen=True)
+class Choice(Result):
+    """One candidate and its probability."""
+
+    label: str
+    id: int  # of a token, a class, or a place in the text
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction(Result):
+    """The likeliest answers, at one token or for the whole input."""
+
+    at: str  # the token that has just been read, or which question is answered: "class", "begins", "ends"
+    position: int | None  # of that token
+    id: int | None  # of that token, where it has one
+    chosen: Choice  # the likeliest; for a language model, the next token of the row where there is one
+    candidates: tuple[Choice, ...]  # the likeliest first
 
 
 class Recorder:
-    """Collects the steps of one forward pass; `facts` fill in formulas and symbols."""
+    """Collects the steps of one forward pass."""
 
-    def __init__(
-        self, config: ModelConfig, facts: Mapping[str, Any], keep_values: bool | Collection[str] = True
-    ) -> None:
+    def __init__(self, config: ModelConfig, keep_values: bool | Collection[str] = True) -> None:
+        self.config, self.keep_values = config, keep_values
         self.steps: list[TraceStep] = []
-        self.config, self.facts, self.keep_values = config, dict(facts), keep_values
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
         self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of a step, and their seconds
         self._clock = time.perf_counter()
@@ -107,8 +129,11 @@ class Recorder:
                 pieces, before = self._experts.get(joined, ([], 0.0))
                 self._experts[joined] = ([*pieces, x], before + seconds)
         else:
-            self._join_experts()
-            made = self._made(x) if public else None
+            for joined, (pieces, before) in self._experts.items():
+                self.note(joined, torch.cat(pieces), before)
+            self._experts.clear()
+            # An activation that a recent step has computed is this very tensor.
+            made = next((number for number, value in reversed(self._recent) if public and value is x), None)
             if made is not None:
                 self.steps[made] = replace(self.steps[made], taps=(*self.steps[made].taps, name))
             elif all(step.name != name for step in self.steps):
@@ -118,7 +143,7 @@ class Recorder:
     def timed(
         self, name: str, compute: Callable[[], Tensor], sample: tuple[str, ...] = (), **facts: Any
     ) -> Tensor:
-        """Run `compute`, append its result as a step, and return it."""
+        """Run `compute`, append its result as a step, and return it; `facts` fill in formula and symbols."""
         self._clock = time.perf_counter()
         x = compute()
         self.note(name, x, self._elapsed(x), sample, **facts)
@@ -135,7 +160,7 @@ class Recorder:
     ) -> None:
         """Append a step."""
         words = words_of(name, tuple(x.shape))
-        known = {**self.facts, **stack_facts(self.config, name, x), **facts}
+        known = {**facts_of(self.config, name, x), **facts}
         keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
         self._recent.append((len(self.steps), x))
         self.steps.append(
@@ -161,15 +186,6 @@ class Recorder:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         return time.perf_counter() - self._clock
-
-    def _made(self, x: Tensor) -> int | None:
-        """Return the number of the latest step whose value is this very tensor."""
-        return next((number for number, value in reversed(self._recent) if value is x), None)
-
-    def _join_experts(self) -> None:
-        for name, (pieces, seconds) in self._experts.items():
-            self.note(name, torch.cat(pieces), seconds)
-        self._experts.clear()
 
 
 def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
@@ -212,12 +228,13 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
     return (stack,) if part == "norm" else (stack, f"{at}embedding")
 
 
-def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
-    """Return the values, from the stack of a step, that fill in its formula and symbols."""
+def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
+    """Return the values that fill in the formula and the symbols of a step."""
     spec = config.stacks[0] if name.startswith("encoder.") else config.main
     window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
     nearer = "" if window in (None, "full") else f", nearer than {window}"
     hides = x.is_floating_point() and x.numel() and bool((x == torch.finfo(x.dtype).min).any())
+    weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
     return {
         "W": "D" if spec.d_embedding == spec.d_model else "W",
         "N": "N" if spec.input == "patches" else "T",
@@ -230,6 +247,24 @@ def stack_facts(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "mask": ("earlier" if spec.causal else "all") + nearer,
         "scale": f"{spec.attention_scale:.4g}",
         "hidden": "lowest number where hidden" if hides else "nothing is hidden",
+        "norm": config.norm,
+        "activation": config.activation,
+        "head_activation": config.head_activation,
+        "embedding_scale": f"{config.embedding_scale:.4g}",
+        "residual_scale": f"{config.residual_scale:.4g}",
+        "logit_scale": f"{config.logit_scale:.4g}",
+        "softcap": config.attention_softcap,
+        "logit_softcap": config.logit_softcap,
+        "qkv_bias": " + b" if config.qkv_bias else "",
+        "out_bias": " + b" if config.attention_out_bias else "",
+        "feedforward_bias": " + b" if config.feedforward_bias else "",
+        "head_bias": " + b" if config.head_bias else "",
+        "n_experts": config.n_experts,
+        "n_active": config.n_active_experts,
+        "router": "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed,
+        "pooling": POOLING[config.readout.pooling],
+        "pooler": config.pooler,
+        "answers": ANSWERS.get(config.readout.head, "B T C"),
     }
 
 
@@ -242,9 +277,59 @@ def _peek(x: Tensor) -> Peek:
     seen = wide(x[x > lowest] if bool((x == lowest).any()) else x)
     if not seen.numel():
         return Peek(first)
-    mean, std = float(seen.mean()), float(seen.std(correction=0))
-    return Peek(first, mean, std, float(seen.min()), float(seen.max()))
+    values = (seen.mean(), seen.std(correction=0), seen.min(), seen.max())
+    return Peek(first, *map(float, values))
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+# Answers ----------------------------------------------------------------------------------------------------
+
+
+def _probability_of(m: Model) -> str:
+    """Return the formula from logits to probabilities; "" where no answer is chosen."""
+    head, theirs = m.config.head, m.description.theirs if m.description is not None else {}
+    kind = theirs.get("problem_type") if head == "classifier" else None
+    if head in ("embedding", "none") or kind == "regression":
+        return ""
+    if head == "span":
+        return "softmax(x) over tokens"
+    each = kind == "multi_label_classification" or (head == "classifier" and m.config.n_classes == 1)
+    return "sigmoid(x)" if each else "softmax(x)"
+
+
+def answer_steps(
+    recorder: Recorder, m: Model, tokens: InputTokens, logits: Tensor, top: int
+) -> tuple[Prediction, ...]:
+    """Record probabilities and candidates as steps, and return them as predictions."""
+    head, formula = m.config.head, _probability_of(m)
+    if not formula:
+        return ()
+    probabilities = recorder.timed(
+        "head.probabilities", lambda: PROBABILITIES[formula](logits), probability=formula
+    )
+    # The last axis holds the options to choose from.
+    options = probabilities.transpose(1, 2) if head == "span" else probabilities
+    top = min(top, options.shape[-1])
+    shape = {"classifier": "B top", "span": "B C top"}.get(head or "", "B T top")
+    recorder.timed("head.candidates", lambda: options.topk(top).values, candidates=shape, top=top)
+    by_token = head in ("lm", "mlm", "tagger")
+    questions = list(tokens.labels) if by_token else ["class"] if head == "classifier" else ["begins", "ends"]
+    follows: Sequence[int | None] = [*tokens.ids[1:], None] if head == "lm" else [None] * len(questions)
+    shares = options.reshape(len(questions), -1).cpu()
+
+    def choice(row: int, number: int) -> Choice:
+        return Choice(_answer_name(m, tokens, number), number, float(shares[row, number]))
+
+    made = []
+    for row, (best, following) in enumerate(zip(shares.topk(top).indices.tolist(), follows)):
+        candidates = tuple(choice(row, number) for number in best)
+        chosen = candidates[0] if following is None else choice(row, following)
+        read = tokens.ids[row] if by_token and tokens.ids else None
+        made.append(Prediction(questions[row], row if by_token else None, read, chosen, candidates))
+    return tuple(made)
+
+
+def _answer_name(m: Model, tokens: InputTokens, number: int) -> str:
+    """Return the name of an answer: a token, a class, or the token at a place."""
+    if m.config.head in ("lm", "mlm"):
+        return label(m.tokenizer, number)
+    return tokens.labels[number] if m.config.head == "span" else m.class_names[number]

@@ -1,0 +1,244 @@
+"""Rows of the equality suite that hold the model against what shares no code with it: `plainly`, and
+transformers, which opens the same directory.
+
+A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too
+small to show, so two copies are made with the same code and other weights:
+
+    lively    large random weights, norms and biases too, and windows short enough to matter
+    quiet     weights so small that what every norm reads is as small as its eps, which decides the output
+
+Shapes: B rows, T tokens.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.api import Model, load
+from clearhead.errors import InputError, MissingExtraError, refuse
+from clearhead.generate.decode import greedy
+from clearhead.inside.checks.forward import cache_forms, through
+from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.model.taps import edit
+from clearhead.model.transformer import Transformer
+
+REFERENCE_TOLERANCE = 1e-4
+NEW_TOKENS = 50
+WINDOW = 4  # in the lively copy
+TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
+
+
+def formula_rows(inputs: Inputs) -> list[Comparison]:
+    """Return the rows for the model itself, its lively and its quiet copy."""
+    own, narrow = inputs.of(inputs.model, fewer=1), TOLERANCE[torch.float32]
+    large = functools.cache(lambda: own.of(lively(inputs.model)))
+    expected = functools.cache(lambda: _formula(large()))
+    row = functools.partial(own.compare, tolerance=narrow, copies=True)
+    return [
+        own.compare(
+            "model = formula",
+            "logits with those of a plain loop in float64 over the same weights",
+            lambda own: gap(own.run(), _formula(own)),
+        ),
+        row(
+            "model = formula (lively)",
+            "the same with large random weights: tokens, padding, far positions, short windows",
+            lambda _: _lively(large(), expected()),
+        ),
+        row(
+            "model = formula (quiet)",
+            "the same where everything is as small as norm_eps",
+            lambda _: _quiet(own.of(quiet(large().model))),
+        ),
+        row(
+            "cached = formula (lively)",
+            "the same through each form of cache, in pieces of 1, 3 and 2 tokens",
+            lambda _: _through_caches(large(), expected()),
+            fits=inputs.caches,
+        ),
+    ]
+
+
+def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
+    """Return the logits of the formula."""
+    config, weights = inputs.model.config, inputs.model.state_dict()
+    return plainly(config, weights, **(given or inputs.given), loudness=loudness)
+
+
+def _lively(inputs: Inputs, expected: Tensor) -> float:
+    """Compare plain input; where rows can be padded, gaps too, and positions beyond the trained length."""
+    gaps = [gap(inputs.run(), expected)]
+    if inputs.sequences:
+        (padded, slots), config = inputs.padded("gaps"), inputs.model.config
+        count = torch.arange(padded["ids"].shape[1], device=inputs.device)
+        far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
+        beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
+        for given in [padded] if config.positions == "learned" else [padded, beyond]:
+            both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
+            ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
+            gaps.append(gap(ours, theirs))
+    return max(gaps)
+
+
+def _through_caches(inputs: Inputs, expected: Tensor) -> float:
+    return max(gap(through(inputs, form(), [1, 3, 2]), expected) for form in cache_forms(inputs).values())
+
+
+def _quiet(inputs: Inputs) -> float:
+    """Compare the quiet copy. Sinusoids are not weights: with them, both sides scale the embedding."""
+    model, config = inputs.model, inputs.model.config
+    loud = 1.0 if config.positions != "sinusoidal" or config.embedding_norm else math.sqrt(config.norm_eps)
+    embeddings = [f"{spec.prefix}embedding" for spec in config.stacks]
+    changes: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(embeddings, lambda x: x * loud)
+    with edit(model, changes):
+        return gap(inputs.run(), _formula(inputs, loudness=loud), least=0.0)
+
+
+# Copies with other weights ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def lively(model: Transformer, seed: int = 0) -> Transformer:
+    """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
+    made = copy.deepcopy(model).float()
+    made.config = config = model.config.replace(window=_shorter(model.config.window))
+    for stack in (made.encoder, made.decoder):
+        if stack is not None:
+            stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in made.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+        if name.endswith(TABLES):
+            weight.copy_(noise)
+        elif weight.ndim == 1:
+            weight.copy_(0.3 * noise + float(name.endswith("weight") and not config.norm_unit_offset))
+        else:
+            weight.copy_(noise / math.sqrt(weight[0].numel()))
+    return made
+
+
+def _shorter(window: Any) -> Any:
+    if isinstance(window, tuple):
+        return tuple(_shorter(one) for one in window)
+    return None if window is None else min(window, WINDOW)
+
+
+@torch.no_grad()
+def quiet(lively: Transformer) -> Transformer:
+    """Return a copy of a lively model in which all that a norm reads is about the root of its eps.
+
+    What enters the residual stream is made small; what a norm before a sublayer has made large again is made
+    small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
+    """
+    made, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
+    queries = ("q.weight", "k.weight") if config.qk_norm != "none" else ()
+    before = config.norm_position in ("pre", "sandwich")
+    answers = ("out.weight", "down.weight", *queries) if before else ()
+    for name, weight in made.named_parameters():
+        after_a_norm = (".blocks." in name and name.endswith(answers)) or (
+            name == "head.transform.weight" and config.final_norm
+        )
+        into_stream = ".inside." in name or ".after." in name or ".embedding.norm." in name
+        if into_stream and name.endswith("weight") and config.norm_unit_offset:
+            weight.copy_((1 + weight) * small - 1)
+        elif into_stream or after_a_norm or name.endswith(("bias", *TABLES)) or ".front." in name:
+            weight.mul_(small)
+    return made
+
+
+# transformers -----------------------------------------------------------------------------------------------
+
+
+def reference_rows(m: Model | Transformer) -> list[Comparison]:
+    """Return the rows about logits, or hidden states where there are none, and about greedy tokens."""
+    if not isinstance(m, Model) or m.folder is None:
+        raise InputError(
+            "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
+        )
+    their_class, folder = _their_class(m), m.folder
+    kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
+    largest, tokens = f"largest difference of a {kind}", f"of {NEW_TOKENS} greedy tokens, how many differ"
+
+    @functools.cache
+    def opened() -> tuple[Inputs, Any]:
+        """Open the directory in both, in float32."""
+        theirs = their_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        return Inputs(load(folder, dtype=torch.float32).model.eval(), length=40), theirs.eval()
+
+    return [
+        Comparison("clearhead = transformers", largest, lambda: _difference(*opened()), REFERENCE_TOLERANCE),
+        Comparison(
+            "greedy tokens = transformers",
+            tokens,
+            lambda: _wrong_tokens(*opened()),
+            tolerance=0.0,
+            fits=m.config.head == "lm",
+        ),
+    ]
+
+
+def _their_class(m: Model) -> Any:
+    """Return the class of transformers that a directory names."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
+    theirs = m.description.theirs if m.description is not None else {}
+    names = theirs.get("architectures") or [None]
+    found = getattr(transformers, str(names[0]), None)
+    refuse(
+        found is None, f"transformers has no class {names[0]} to compare with: this model is clearhead's own"
+    )
+    transformers.logging.set_verbosity_error()
+    return found
+
+
+def _difference(inputs: Inputs, their_model: Any) -> float:
+    """Return the largest difference, absolute, as parity is published."""
+    main, source = inputs.main, inputs.given.get("source")
+    out = inputs.model(main, source=source)
+    if source is not None:
+        theirs = their_model(input_ids=source, decoder_input_ids=main)
+    else:
+        theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main})
+    if "logits" in theirs:
+        return _largest(out.logits, theirs.logits)
+    if "start_logits" in theirs:
+        return _largest(out.logits, torch.stack([theirs.start_logits, theirs.end_logits], dim=-1))
+    return _largest(out.hidden, theirs.last_hidden_state)
+
+
+def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
+    """Return how many greedy tokens are not those that transformers writes."""
+    model, source = inputs.model, inputs.given.get("source")
+    learned, room = model.config.positions == "learned", model.config.max_positions - 4
+    tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
+    read: dict[str, Any]
+    if source is None:
+        prompt = inputs.main[:1, :4]
+        read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    else:
+        source, prompt = source[:1], inputs.main[:1, :1]
+        read = {
+            "input_ids": source,
+            "decoder_input_ids": prompt,
+            "decoder_start_token_id": int(prompt),
+            "forced_bos_token_id": None,
+            "forced_eos_token_id": None,
+        }
+    theirs = their_model.generate(
+        max_new_tokens=tokens, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0, **read
+    )[:, prompt.shape[1] :]
+    ours = greedy(model, prompt, tokens, source=source)
+    return float((ours[:, : theirs.shape[1]] != theirs).sum())
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
