@@ -40,14 +40,13 @@ import clearhead as ch
 from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
 from clearhead.fast.training import join_projections
+from clearhead.losses import batch_loss
+from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
 from clearhead.training.loop import TrainingRun, learn
-from clearhead.training.losses import batch_loss
-from clearhead.training.machine import quick_attention
+from clearhead.training.machine import choose_precision, quick_attention
 from clearhead.training.optim import make_optimizer
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import choose_precision
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
@@ -179,7 +178,6 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
             validation=Drawn(),
             optimizer=optimizer,
             precision=choose_precision(plan, device),
-            device=device,
             attention=quick_attention(TASKS["lm"], DataPlan(), device),
             flops_per_token=ch.cost(config, length=LENGTH).flops.training_per_token,
         )

@@ -121,7 +121,7 @@ def place_tensors(device: torch.device) -> None:
 def place_models(device: torch.device, dtype: torch.dtype) -> None:
     """Make on the device the models, parts and fixed caches that a test builds; models in the dtype."""
     import clearhead as ch
-    from clearhead.model import attention, experts, feedforward, fronts, heads, norms, positions
+    from clearhead.model import attention, feedforward, fronts, heads, norms, positions
 
     def by_a_test() -> bool:
         return HERE in pathlib.Path(sys._getframe(2).f_code.co_filename).parents
@@ -137,12 +137,13 @@ def place_models(device: torch.device, dtype: torch.dtype) -> None:
         kind.__init__ = build_there
 
     place(ch.Transformer, device=device, dtype=dtype)
-    for room in (attention, experts, feedforward, fronts, heads, norms, positions):
+    for room in (attention, feedforward, fronts, heads, norms, positions):
         for kind in vars(room).values():
             if (
                 isinstance(kind, type)
                 and kind.__module__ == room.__name__
                 and issubclass(kind, torch.nn.Module)
+                and "__init__" in vars(kind)  # an inherited one is placed with the class that has it
             ):
                 place(kind, device=device)
     allocate = ch.FixedCache.__init__

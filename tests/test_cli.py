@@ -12,7 +12,7 @@ import torch
 import clearhead as ch
 from clearhead import cli
 from clearhead.model.cache import GrowingKeys
-from clearhead.training.log import read_log
+from clearhead.training.events import read_log
 
 
 def run(*arguments, **options):

@@ -11,8 +11,8 @@ import clearhead as ch
 from clearhead.cli import main
 from clearhead.commands.common import writing
 from clearhead.errors import ConfigError
+from clearhead.recipe import Recipe
 from clearhead.training.build import build
-from clearhead.training.recipe import Recipe
 from tests.test_tasks import saved
 from tests.training.test_refusals import words
 
@@ -86,10 +86,10 @@ def test_unknown_tokens_are_said_and_leave_no_bits_per_byte(tmp_path):
     assert [line for line in said if "unknown to the tokenizer" in line and "validation: " in line]
     assert not [line for line in said if "unknown to the tokenizer" in line and "train: " in line]
     known, unknown = (ch.evaluate(made.model, tmp_path / name) for name in ("text.txt", "greek.txt"))
-    assert "bits_per_byte" in known.metrics and not [line for line in known.said if "unknown" in line]
+    assert "bits_per_byte" in known.metrics and not [line for line in known.notes if "unknown" in line]
     assert "bits_per_byte" not in unknown.metrics
-    assert "80.0% of the tokens are unknown to the tokenizer" in " ".join(unknown.said)
-    assert "no bits per byte: 480 of 600 tokens are unknown" in " ".join(unknown.said)
+    assert "80.0% of the tokens are unknown to the tokenizer" in " ".join(unknown.notes)
+    assert "no bits per byte: 480 of 600 tokens are unknown" in " ".join(unknown.notes)
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
@@ -98,7 +98,7 @@ def test_bytes_spell_everything(kind, tmp_path):
     (tmp_path / "greek.txt").write_text("αβγδ εζηθ ικλμ\n" * 40)
     made = ch.train(tmp_path / "text.txt", out=tmp_path / "run", settings=[*TINY, f"tokens.kind={kind}"])
     found = ch.evaluate(made.model, tmp_path / "greek.txt")
-    assert "bits_per_byte" in found.metrics and not [line for line in found.said if "unknown" in line]
+    assert "bits_per_byte" in found.metrics and not [line for line in found.notes if "unknown" in line]
 
 
 # Sizes ------------------------------------------------------------------------------------------------------

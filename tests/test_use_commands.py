@@ -18,7 +18,7 @@ import clearhead as ch
 from clearhead import cli
 from clearhead.commands.common import writing
 from clearhead.commands.texts import Input, results
-from clearhead.tasks.words import tag
+from clearhead.tasks.reading import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
 

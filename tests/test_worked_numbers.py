@@ -10,7 +10,7 @@ from clearhead.costs import attention_matrix_bytes, cost
 from clearhead.model.attend import eager
 from clearhead.model.positions import sinusoid
 from clearhead.presets import preset
-from clearhead.training.schedule import original_schedule
+from clearhead.training.optim import original_schedule
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:

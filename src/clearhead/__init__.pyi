@@ -38,6 +38,8 @@ from clearhead.model.transformer import Transformer as Transformer
 from clearhead.model.transformer import attending as attending
 from clearhead.presets import PRESETS as PRESETS
 from clearhead.presets import preset as preset
+from clearhead.recipe import Recipe as Recipe
+from clearhead.recipe import read_recipe as read_recipe
 from clearhead.tasks.results import Answer as Answer
 from clearhead.tasks.results import Candidate as Candidate
 from clearhead.tasks.results import Classification as Classification
@@ -46,8 +48,6 @@ from clearhead.tasks.results import Score as Score
 from clearhead.tasks.results import Span as Span
 from clearhead.tasks.results import Tags as Tags
 from clearhead.tasks.results import Word as Word
-from clearhead.training.recipe import Recipe as Recipe
-from clearhead.training.recipe import read_recipe as read_recipe
 from clearhead.training.run import Trained as Trained
 from clearhead.training.run import train as train
 

@@ -19,8 +19,8 @@ from clearhead.batches.rows import pack
 from clearhead.data.examples import Chunk, Corpus
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
+from clearhead.losses import batch_loss
 from clearhead.tasks.table import TASKS as SPECS
-from clearhead.training.losses import batch_loss
 from tests.batches.toys import (
     batches_of,
     corpus_of,

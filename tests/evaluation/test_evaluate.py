@@ -26,11 +26,11 @@ from clearhead.cli import main
 from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.evaluate import data_plan
-from clearhead.evaluation.figures import Figures
+from clearhead.evaluation.examples import examine
+from clearhead.evaluation.judgement import Figures
+from clearhead.losses import batch_loss
 from clearhead.presets import preset
 from clearhead.tasks.corpus import open_data
-from clearhead.training.losses import batch_loss
-from clearhead.training.validate import examine
 from tests.test_tasks import LABELS, WORDS, saved
 
 transformers.logging.set_verbosity_error()
@@ -314,7 +314,7 @@ def test_classes_by_hand_and_by_transformers(tmp_path):
         f1.append(2 * hits / (said.count(one) + meant.count(one)))
     assert found.metrics["macro_f1"] == pytest.approx(np.mean(f1))
     assert found.outputs == tuple(f"LABEL_{one}" for one in said)
-    assert any("their numbers" in line for line in found.said)
+    assert any("their numbers" in line for line in found.notes)
     assert all(low <= found.metrics[name] <= high for name, (low, high) in found.intervals.items())
     assert (found.examples, found.targets) == (40, 40)
 
@@ -351,7 +351,7 @@ def test_tags_by_hand(tmp_path):
     assert found.metrics["accuracy"] == pytest.approx(np.mean(flat)) and len(flat) == sum(map(len, sentences))
     assert found.outputs == tuple(map(" ".join, said))
     assert {"span_f1", "span_precision", "span_recall"} <= set(found.intervals)
-    assert any("have no tag" in line for line in found.said)
+    assert any("have no tag" in line for line in found.notes)
 
 
 def test_answers_as_squad_judges_them(tmp_path):

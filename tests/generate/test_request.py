@@ -13,7 +13,7 @@ import pytest
 import tyro
 
 import clearhead as ch
-from clearhead.commands.use import CommandRequest
+from clearhead.commands.requests import CommandRequest
 from clearhead.generate.request import SEQUENCES, Request, RequestOptions, make_request
 from clearhead.tasks.generation import GenerateOptions, TranslateOptions
 

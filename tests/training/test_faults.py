@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from clearhead.batches.batch import Batch
+from clearhead.losses import batch_loss
+from clearhead.recipe import TrainPlan
 from clearhead.training.faults import diagnose, find_fault
-from clearhead.training.losses import batch_loss
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import Precision
+from clearhead.training.machine import Precision
 from tests.harness import build, some_ids
 
 PLAN, FLOAT32 = TrainPlan(lr=0.5), Precision(torch.device("cpu"), None, "")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.training.events import Note
-from clearhead.training.log import read_log
-from clearhead.training.recipe import read_recipe
+from clearhead.recipe import read_recipe
+from clearhead.training.events import Note, read_log
 
 WORDS = ["sea", "ship", "storm", "wind", "sail", "rope", "captain", "island"]
 PLAIN = [

@@ -10,9 +10,9 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.fast.prepare import prepared
-from clearhead.training.lora import LoraLinear, add_lora, merge, merged, unmerge
+from clearhead.recipe import TrainPlan
 from clearhead.training.optim import make_optimizer
-from clearhead.training.plan import TrainPlan
+from clearhead.training.weights import LoraLinear, add_lora, merge, merged, unmerge
 from tests.harness import build, config, some_ids, worst
 
 MODELS = {

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
+from clearhead import losses
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import InputError
+from clearhead.losses import batch_loss, default_chunk
 from clearhead.model.feedforward import balance_loss
 from clearhead.model.stack import Block
-from clearhead.training import losses
-from clearhead.training.losses import batch_loss, default_chunk
 from tests.harness import V, build, gradients, some_ids, worst
 
 LANGUAGE = {

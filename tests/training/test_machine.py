@@ -19,10 +19,10 @@ from clearhead.fast.training import (
     suit_narrow,
     unjoined,
 )
+from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
-from clearhead.training.lora import add_lora
 from clearhead.training.machine import pays, quick_attention
-from clearhead.training.plan import TrainPlan
+from clearhead.training.weights import add_lora
 from tests.harness import build, some_ids, worst
 
 MODELS = {

@@ -10,8 +10,8 @@ from transformers.optimization import Adafactor
 
 import clearhead as ch
 from clearhead.errors import InputError
+from clearhead.recipe import TrainPlan
 from clearhead.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
-from clearhead.training.plan import TrainPlan
 from tests.harness import build, config, some_ids, worst
 
 CPU = torch.device("cpu")

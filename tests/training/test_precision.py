@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.training import precision
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import best_device, choose_precision, cpu_has_bfloat16
+from clearhead.recipe import TrainPlan
+from clearhead.training import machine
+from clearhead.training.machine import best_device, choose_precision, cpu_has_bfloat16
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -18,7 +18,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.ledger("H4")
 @pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float16"])
 def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypatch, wanted):
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: False)
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda allowed=1.0: False)
     chosen = choose_precision(TrainPlan(precision=wanted), CPU)
     assert chosen.dtype is None and not chosen.scaled
     assert chosen.sentence.startswith("float32") and "\n" not in chosen.sentence
@@ -29,7 +29,7 @@ def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypa
 
 @pytest.mark.ledger("H4")
 def test_a_cpu_that_is_fast_with_bfloat16_uses_it(monkeypatch):
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda allowed=1.0: True)
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda allowed=1.0: True)
     chosen = choose_precision(TrainPlan(), CPU)
     assert chosen.dtype == torch.bfloat16 and not chosen.scaled
     with chosen.autocast():
@@ -40,7 +40,7 @@ def test_a_cpu_that_is_fast_with_bfloat16_uses_it(monkeypatch):
 @pytest.mark.ledger("H4")
 @pytest.mark.parametrize(("slow", "verdict"), [(300.0, False), (1.3, False), (0.5, True)])
 def test_the_clock_decides(monkeypatch, slow, verdict):
-    monkeypatch.setattr(precision, "_seconds", lambda matrix: slow if matrix.dtype == torch.bfloat16 else 1.0)
+    monkeypatch.setattr(machine, "_seconds", lambda matrix: slow if matrix.dtype == torch.bfloat16 else 1.0)
     cpu_has_bfloat16.cache_clear()
     try:
         assert cpu_has_bfloat16() is verdict
@@ -75,7 +75,7 @@ def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
 
 
 def test_a_scaler_goes_on_from_where_it_stood():
-    chosen = precision.Precision(CPU, torch.float16, "")
+    chosen = machine.Precision(CPU, torch.float16, "")
     scaler = chosen.scaler(SimpleNamespace(scale=512.0, scale_age=7))
     assert scaler.get_scale() == 512 and scaler.state_dict()["_growth_tracker"] == 7
     assert chosen.scaler(SimpleNamespace(scale=None, scale_age=0)).get_scale() == 65536

@@ -20,8 +20,8 @@ import transformers
 
 import clearhead as ch
 from clearhead.hub.files import read_json
-from clearhead.training.log import read_log
-from clearhead.training.recipe import SECTIONS, Recipe, _comments, recipe_names
+from clearhead.recipe import SECTIONS, Recipe, _comments, recipe_names
+from clearhead.training.events import read_log
 
 transformers.logging.set_verbosity_error()
 

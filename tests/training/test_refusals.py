@@ -16,10 +16,10 @@ from clearhead.batches.batch import Batch
 from clearhead.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
 from clearhead.evaluation.evaluate import data_plan
+from clearhead.losses import batch_loss
+from clearhead.recipe import Recipe, read_recipe
 from clearhead.tasks.table import TASKS
 from clearhead.training.build import base_of, build
-from clearhead.training.losses import batch_loss
-from clearhead.training.recipe import Recipe, read_recipe
 from tests.harness import build as micro
 from tests.harness import some_ids
 

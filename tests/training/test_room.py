@@ -12,13 +12,13 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.training import join_projections
-from clearhead.training import precision
-from clearhead.training.averaging import average
+from clearhead.losses import batch_loss
+from clearhead.training import machine
+from clearhead.training.events import read_log
 from clearhead.training.faults import find_fault
-from clearhead.training.log import read_log
-from clearhead.training.losses import batch_loss
-from clearhead.training.precision import Precision
+from clearhead.training.machine import Precision
 from clearhead.training.state import State
+from clearhead.training.weights import average
 from tests.harness import build, some_ids
 from tests.training.test_run import TEXT, StopAt, run, same, weights
 
@@ -325,14 +325,14 @@ def test_a_fault_has_the_same_name_where_projections_are_joined():
 
 
 def test_a_settled_precision_is_not_found_out_again(monkeypatch):
-    monkeypatch.setattr(precision, "_seconds", lambda matrix: 1.3 if matrix.dtype == torch.bfloat16 else 1.0)
-    precision.cpu_has_bfloat16.cache_clear()
+    monkeypatch.setattr(machine, "_seconds", lambda matrix: 1.3 if matrix.dtype == torch.bfloat16 else 1.0)
+    machine.cpu_has_bfloat16.cache_clear()
     try:
         plan, cpu = ch.read_recipe(None, ["train.precision=bfloat16"]).train, torch.device("cpu")
-        assert precision.choose_precision(plan, cpu).dtype is None
-        assert precision.choose_precision(plan, cpu, settled=True).dtype == torch.bfloat16
+        assert machine.choose_precision(plan, cpu).dtype is None
+        assert machine.choose_precision(plan, cpu, settled=True).dtype == torch.bfloat16
     finally:
-        precision.cpu_has_bfloat16.cache_clear()
+        machine.cpu_has_bfloat16.cache_clear()
 
 
 def test_parallel_files_are_found_again_from_anywhere(tmp_path, monkeypatch):

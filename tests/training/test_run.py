@@ -18,7 +18,7 @@ import torch
 
 import clearhead as ch
 from clearhead.batches import even
-from clearhead.training.log import read_log
+from clearhead.training.events import read_log
 from clearhead.training.state import newest
 from tests.harness import worst
 

@@ -78,7 +78,7 @@ def load_model(
     check_inputs(folder, *texts, plot=plot)
     import torch
 
-    from clearhead.training.precision import best_device
+    from clearhead.training.machine import best_device
 
     wanted = getattr(torch, dtype) if dtype is not None else None
     return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)

@@ -10,7 +10,7 @@ import json as jsonlib
 import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -111,23 +111,22 @@ class TextOptions:
         if single:
             yield Input(_checked(values, values, needed))
             return
-        refuse(self.file is None and sys.stdin.isatty(), NO_TEXT)
-        lines = _file_lines(self.file) if self.file else getattr(sys.stdin, "buffer", sys.stdin)
         name, number = str(self.file or "stdin"), 0
         jsonl = self.file is not None and ".jsonl" in self.file.suffixes
         try:
-            for number, raw in enumerate(lines, 1):
-                place = f"{name} line {number}"
-                try:
-                    text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
-                    found = _from_json(text) if jsonl else _from_tabs(text, needed)
-                    yield Input(_checked(found, values, needed), place)
-                except UnicodeDecodeError as error:
-                    raise InputError(
-                        f"{place}: byte {error.start + 1} is not UTF-8: convert the file"
-                    ) from None
-                except InputError as error:
-                    raise _placed(error, place) from None
+            with _lines(self.file) as lines:
+                for number, raw in enumerate(lines, 1):
+                    place = f"{name} line {number}"
+                    try:
+                        text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
+                        found = _from_json(text) if jsonl else _from_tabs(text, needed)
+                        yield Input(_checked(found, values, needed), place)
+                    except UnicodeDecodeError as error:
+                        raise InputError(
+                            f"{place}: byte {error.start + 1} is not UTF-8: convert the file"
+                        ) from None
+                    except InputError as error:
+                        raise _placed(error, place) from None
         except (EOFError, OSError, zlib.error) as error:
             raise InputError(
                 f"{name} cannot be read after line {number}: {str(error).splitlines()[0]}"
@@ -197,8 +196,13 @@ def _from_json(text: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _file_lines(path: Path) -> Iterator[bytes]:
-    """Give the lines of a file, which may be compressed by gzip. A bar shows how far it is read."""
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Iterable[bytes | str]]:
+    """Give the lines of stdin or of a file, compressed or not; a bar shows how far a file is read."""
+    if path is None:
+        refuse(sys.stdin.isatty(), NO_TEXT)
+        yield getattr(sys.stdin, "buffer", sys.stdin)
+        return
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -206,6 +210,10 @@ def _file_lines(path: Path) -> Iterator[bytes]:
     size = path.stat().st_size
     plain = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
     with raw, plain, progress() as on_progress:
-        for line in plain:
-            on_progress(path.name, raw.tell(), size)
-            yield line
+
+        def lines() -> Iterator[bytes]:
+            for line in plain:
+                on_progress(path.name, raw.tell(), size)
+                yield line
+
+        yield lines()

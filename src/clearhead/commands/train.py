@@ -33,9 +33,9 @@ from clearhead.commands.common import (
     writing,
 )
 from clearhead.errors import refuse
+from clearhead.recipe import recipe_names
 from clearhead.report import table
 from clearhead.training import events
-from clearhead.training.recipe import recipe_names
 
 EVERY = 10  # seconds between the lines of a run without a terminal
 LONGEST = 160  # letters of a sample
@@ -281,7 +281,7 @@ def evaluate(
         with writing(output) as write:
             for text in done.outputs:
                 write(" ".join(text.splitlines()))
-    print_notes(done.said)
+    print_notes(done.notes)
     body = {name: getattr(done, name) for name in SHOWN}
     title = f"{folder}: {done.task}, {done.examples:,} examples, {done.targets:,} targets"
     rows = (

@@ -1,34 +1,26 @@
 """`evaluate`: judge a model on every example of some files, each figure with its confidence interval."""
 
-import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from clearhead.api import Model
-from clearhead.batches.batch import Batches
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
+from clearhead.batches import batch, batching, encoded
+from clearhead.data import files, formats
 from clearhead.data.examples import TEXT, Corpus, Images
-from clearhead.data.files import RECIPE
-from clearhead.data.formats import way_for
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
-from clearhead.evaluation.examples import SeenPictures, begun, examples, led, renamed, summed_by
-from clearhead.evaluation.figures import Figures
-from clearhead.evaluation.judgement import Judgement, OnProgress, Options
-from clearhead.evaluation.metrics import Counts, sacrebleu_metric
+from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
+from clearhead.evaluation.judgement import Figures, Judgement, OnProgress
+from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
+from clearhead.recipe import GeneratePlan, Settings, read_recipe
+from clearhead.tasks import reading, table
 from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.run import fitting
 from clearhead.tasks.spec import TaskSpec
-from clearhead.tasks.table import TASKS, task_named
-from clearhead.training.plan import GeneratePlan
-from clearhead.training.recipe import Settings, read_recipe
-from clearhead.training.validate import examine
 from clearhead.typed import hints_of
 
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
@@ -51,7 +43,7 @@ class Evaluation:
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]  # of 95 %, by resampling the examples
     signatures: dict[str, str]  # sacreBLEU's
-    said: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
+    notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
     outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
 
 
@@ -87,30 +79,32 @@ def evaluate(
     """
     given = [data] if isinstance(data, str | Path) else list(data)
     plan = data_plan(loaded.folder, given) if plan is None else plan
-    task = task_for(loaded, plan.task)
-    spec = task_named(task)
-    if generation and not spec.writes:
-        raise InputError(
-            f"{next(iter(generation))} is for models that write, and this one is judged by {task}: "
-            "leave it out"
-        )
-    if spec.writes:
+    task = table.task_named(task_for(loaded, plan.task))
+    refuse(
+        generation and not task.writes,
+        f"{next(iter(generation), '')} is for models that write, and this one is judged by {task.name}: "
+        "leave it out",
+    )
+    if task.writes:
         _check_tokenize(tokenize)
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     refuse(seed < 0, f"seed {seed} must be 0 or more")
-    known = hints_of(GeneratePlan)
-    stated = {name: value for name, value in generation.items() if name in known and value is not None}
-    GeneratePlan(**stated)  # refuses wrong values
-    paths = tuple(map(str, given)) or plan.paths
-    plan = dataclasses.replace(plan, task=task, paths=paths, validation=(), **batch_sizes(batch_size))
+    known = generation.keys() & hints_of(GeneratePlan)
+    GeneratePlan(**{name: generation[name] for name in known if generation[name] is not None})  # or refuses
+    plan = replace(
+        plan,
+        task=task.name,
+        paths=tuple(map(str, given)) or plan.paths,
+        validation=(),
+        batch_size=batch_size or PICTURES,
+        batch_tokens=None if batch_size else BATCH_TOKENS,
+    )
     corpus, _ = open_examples(plan, split=False)
-    options = Options(tokenize, lowercase, generation, on_progress)
-    return _evaluation(loaded, spec, plan, corpus, Figures(seed, notes=list(corpus.notes)), options)
-
-
-def batch_sizes(rows: int | None) -> dict[str, Any]:
-    """Return the plan's batch size: `rows` at a time, or by their length."""
-    return {"batch_size": rows or PICTURES, "batch_tokens": None if rows else BATCH_TOKENS}
+    figures = Figures(seed, notes=list(corpus.notes))
+    if task.classes:
+        corpus = renamed(corpus, loaded, plan, figures.notes)
+    options = (tokenize, lowercase, generation, on_progress)
+    return _evaluation(Judgement(loaded, plan, corpus.validation, figures, *options), task, corpus)
 
 
 def data_plan(
@@ -126,36 +120,37 @@ def data_plan(
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if recipe is None and folder is not None:
         # Look in the folder of a run, and in the run of a checkpoint.
-        places = (folder / RECIPE, folder.resolve().parent.parent / RECIPE)
+        places = (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
         recipe = next((place for place in places if place.is_file()), None)
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
         changes["format"] = None  # the run learned from an embedded corpus: this is other data
-    changes["columns"] = changes["columns"] or way_for(
+    changes["columns"] = changes["columns"] or formats.way_for(
         [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
     )
-    return dataclasses.replace(asked, **changes)
+    return replace(asked, **changes)
 
 
 def task_for(loaded: Model, wanted: str | None) -> str:
     """Return the task that a model is judged by: its head decides; an encoder-decoder may also mend text."""
-    config, wanted_name = loaded.config, None if wanted is None else task_named(wanted).name
+    table.shape_of(wanted)  # refuses a task that does not exist
+    config = loaded.config
     theirs = loaded.description.theirs if loaded.description is not None else {}
     problem = theirs.get("problem_type") if config.head == "classifier" else None
-    alike = [
-        spec for spec in TASKS.values() if spec.head == config.head and config.family in spec.fitting_families
-    ]
-    if not alike:
-        raise InputError(
-            f"a model of family {config.family} with head {config.head} cannot be judged on data: "
-            f"{fitting(loaded)}"
-        )
-    fits = sorted((spec for spec in alike if spec.judges(config, problem)), key=lambda spec: not spec.guessed)
-    names = [spec.name for spec in fits]
     refuse(
-        wanted_name is not None and names and wanted_name not in names,
-        f"task {wanted_name} does not fit a model of family {config.family} with head {config.head}, "
+        not any(
+            spec.head == config.head and config.family in spec.fitting_families
+            for spec in table.TASKS.values()
+        ),
+        f"a model of family {config.family} with head {config.head} cannot be judged on data: "
+        f"{reading.fitting(loaded)}",
+    )
+    guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
+    names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
+    refuse(
+        wanted is not None and names and wanted not in names,
+        f"task {wanted} does not fit a model of family {config.family} with head {config.head}, "
         f"which is judged by {' or '.join(names)}",
     )
     refuse(
@@ -163,13 +158,11 @@ def task_for(loaded: Model, wanted: str | None) -> str:
         f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
         "only models that choose one of several classes, or give one number, are judged",
     )
-    return wanted_name or names[0]
+    return wanted or names[0]
 
 
 def _check_tokenize(tokenize: str | None) -> None:
     """Refuse a wrong tokenizer of sacreBLEU's now, before hours of generation."""
-    if tokenize is None:
-        return
     try:
         sacrebleu_metric("BLEU", tokenize=tokenize)(["a"], ["a"])
     except ImportError:
@@ -177,69 +170,77 @@ def _check_tokenize(tokenize: str | None) -> None:
     except Exception as error:
         from sacrebleu.metrics.bleu import BLEU
 
-        known = ", ".join(str(name) for name in BLEU.TOKENIZERS)
-        why = f": {str(error).splitlines()[0]}" if tokenize in BLEU.TOKENIZERS else f": choose from {known}"
-        raise InputError(f"tokenize {tokenize!r} cannot be used{why}") from None
+        known = tokenize in BLEU.TOKENIZERS
+        why = str(error).splitlines()[0] if known else f"choose from {', '.join(map(str, BLEU.TOKENIZERS))}"
+        raise InputError(f"tokenize {tokenize!r} cannot be used: {why}") from None
 
 
 def judged_batches(
     loaded: Model, task: str, plan: DataPlan, corpus: Corpus, folder: str, seed: int, notes: list[str]
-) -> tuple[Batches, int, int]:
+) -> tuple[batch.Batches, int, int]:
     """Return every example to validate on once, in one order; the number of tokens, and how many are unknown.
 
     `folder` holds the ids while they are read.
     """
-    spec = task_named(task)
+    spec = table.task_named(task)
     if spec.tokens is None:
         return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    tokenizer, labels = loaded.text_tokenizer, loaded.class_names
-    encoded = encode_corpus(
-        corpus, "validation", spec.batching, tokenizer, labels, folder, special=loaded.special
+    rows = encoded.encode_corpus(
+        corpus,
+        "validation",
+        spec.batching,
+        loaded.text_tokenizer,
+        loaded.class_names,
+        folder,
+        special=loaded.special,
     )
-    tokens, length = encoded.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
+    tokens, length = rows.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
-        encoded = led(encoded, "ids", encoded.frame.before)
-    encoded, special = begun(encoded, loaded)
-    batches = make_batches(
-        spec.batching, encoded, plan, special=special, length=length, seed=seed, training=False
+        rows = led(rows, "ids", rows.frame.special[0])
+    rows, special = begun(rows, loaded)
+    batches = batching.make_batches(
+        spec.batching, rows, plan, special=special, length=length, seed=seed, training=False
     )
     notes.extend(batches.notes)
-    return batches, tokens, encoded.n_unknown
+    return batches, tokens, rows.n_unknown
 
 
-def _evaluation(
-    loaded: Model, task: TaskSpec, plan: DataPlan, corpus: Corpus, figures: Figures, options: Options
-) -> Evaluation:
+def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluation:
     """Measure the loss, then what the task is about."""
-    if task.classes:
-        corpus = renamed(corpus, loaded, plan, figures.notes)
-    judgement = Judgement(loaded, loaded.class_names, plan, corpus.validation, figures, options)
-    rows, places = judgement.rows, dict[tuple[str, ...], int]()
+    loaded, figures, rows = judgement.loaded, judgement.figures, judgement.rows
+    places: dict[tuple[str, ...], int] = {}
     if task.shape.row is not None and task.shape.row.ASKED:
         places, judgement.references = examples(rows)
         judgement.asked = list(places)
-    if task.writes:
-        judgement.written = judgement.write()
     with tempfile.TemporaryDirectory() as folder:
         batches, judgement.tokens, judgement.unknown = judged_batches(
-            loaded, task.name, plan, corpus, folder, figures.seed, figures.notes
+            loaded, task.name, judgement.plan, corpus, folder, figures.seed, figures.notes
         )
         losses = _examined(judgement, task, batches)
     if places:
         example = np.arange(len(losses)) if batches.example is None else batches.example
-        losses = summed_by(losses, np.array([places[row.asked()] for row in rows])[example], len(places))
-    figures.loss(losses, with_perplexity=task.objective is None)
-    outputs = task.figures(judgement)
-    found = (figures.metrics, figures.intervals, figures.signatures)
+        asked = np.array([places[row.asked()] for row in rows])[example]  # the example of each row
+        losses = np.stack([np.bincount(asked, column, len(places)) for column in losses.T], 1)
+    figures.add("loss", *losses.T)
+    if task.objective is None:
+        figures.derive("perplexity", "loss", perplexity)
+    outputs = tuple(task.figures(judgement))
     return Evaluation(
-        task.name, len(losses), int(losses[:, 1].sum()), *found, tuple(figures.notes), tuple(outputs)
+        task=task.name,
+        examples=len(losses),
+        targets=int(losses[:, 1].sum()),
+        metrics=figures.metrics,
+        intervals=figures.intervals,
+        signatures=figures.signatures,
+        notes=tuple(figures.notes),
+        outputs=outputs,
     )
 
 
-def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
+def _examined(judgement: Judgement, task: TaskSpec, batches: batch.Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
     What the model said of each row is kept in `judgement`.
@@ -248,10 +249,9 @@ def _examined(judgement: Judgement, task: TaskSpec, batches: Batches) -> Counts:
     device = next(model.parameters()).device
     for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):
         seen.append(part)
-        judgement.options.on_progress("reading", done, batches.per_epoch)
+        judgement.on_progress("reading", done, batches.per_epoch)
     order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
     said, meant = ([row for part in seen for row in getattr(part, name)] for name in ("said", "meant"))
     if said:
         judgement.said, judgement.meant = ([rows[place] for place in order] for rows in (said, meant))
-    columns = [np.concatenate([getattr(part, name) for part in seen]) for name in ("losses", "counts")]
-    return np.stack(columns, 1)[order]
+    return np.concatenate([np.stack([part.losses, part.counts], 1) for part in seen])[order]

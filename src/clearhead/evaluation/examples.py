@@ -1,34 +1,44 @@
-"""The data of an evaluation as the model knows it.
+"""Examples as a model knows them, and what it says of them: the ground of validation and evaluation.
 
-Its names of classes, its way to begin a text, its pictures.
+Shapes: B batch, T length, D model.
 """
 
-import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as nnf
 from numpy.typing import NDArray
+from torch import Tensor
 
+from clearhead import losses
 from clearhead.api import Model
-from clearhead.batches.batch import Batch
-from clearhead.batches.batching import Encoded, tensor
-from clearhead.batches.even import EvenRows
+from clearhead.batches import batching, even
+from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.batches.rows import Ints
 from clearhead.data.corpus import place_of
 from clearhead.data.examples import TAGS, Corpus, Example, Images
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError, nearest
-from clearhead.evaluation.metrics import Counts
+from clearhead.errors import InputError, nearest, refuse
+from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
+from clearhead.model import dtypes, heads, transformer
+from clearhead.recipe import GeneratePlan
+from clearhead.tasks.spec import TaskSpec
 from clearhead.tasks.table import shape_of
 
 LABEL = re.compile(r"LABEL_\d+")
+WRITTEN = ("exact", "bleu", "chrf")  # metrics that need text the model generates
+Autocast = Callable[[], AbstractContextManager[object]]  # makes the context in which a loss is computed
 
 
-class SeenPictures(EvenRows):
+class SeenPictures(even.EvenRows):
     """Pictures as the model's own settings prepare them."""
 
     def __init__(self, loaded: Model, images: Images, rows: int) -> None:
@@ -40,26 +50,26 @@ class SeenPictures(EvenRows):
             to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places
         ]
         pixels = torch.stack(made).to(next(self.loaded.model.parameters()).dtype)
-        return Batch(pixels, tensor(self.images.labels[places]), numbers=tensor(places))
+        return Batch(pixels, batching.tensor(self.images.labels[places]), numbers=batching.tensor(places))
 
 
-def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
+def led(encoded: batching.Encoded, name: str, lead: Sequence[int]) -> batching.Encoded:
     """Return the same rows of ids, each with a prefix; a text is one row."""
     if not lead:
         return encoded
     ids, offsets = encoded[name], encoded[f"{name}_offsets"]
     if name == "ids":
-        return dataclasses.replace(
-            encoded, arrays={**encoded.arrays, name: np.concatenate([np.array(lead, ids.dtype), ids])}
-        )
-    longer = np.insert(
-        ids, np.repeat(offsets[:-1], len(lead)), np.tile(np.array(lead, ids.dtype), len(offsets) - 1)
-    )
-    moved = offsets + len(lead) * np.arange(len(offsets))
-    return dataclasses.replace(encoded, arrays={**encoded.arrays, name: longer, f"{name}_offsets": moved})
+        changed = {name: np.concatenate([np.array(lead, ids.dtype), ids])}
+    else:
+        prefixes = np.tile(np.array(lead, ids.dtype), len(offsets) - 1)
+        changed = {
+            name: np.insert(ids, np.repeat(offsets[:-1], len(lead)), prefixes),
+            f"{name}_offsets": offsets + len(lead) * np.arange(len(offsets)),
+        }
+    return replace(encoded, arrays={**encoded.arrays, **changed})
 
 
-def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
+def begun(encoded: batching.Encoded, loaded: Model) -> tuple[batching.Encoded, dict[str, int]]:
     """Return rows and special ids so that a decoder begins in training as in generation.
 
     `bos` is its first input.
@@ -68,31 +78,17 @@ def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
         return encoded, loaded.special
     start, *forced = loaded.start_ids
     if "target" in encoded.arrays:
-        encoded = led(encoded, "target", tuple(forced) or encoded.frame.before)
+        encoded = led(encoded, "target", forced or encoded.frame.special[0])
     return encoded, {**loaded.special, "bos": start}
-
-
-# Examples --------------------------------------------------------------------------------------------------
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:
     """Return the distinct questions with their places, and all right answers to each."""
-    places: dict[tuple[str, ...], int] = {}
-    references: list[list[str]] = []
+    references: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
-        place = places.setdefault(row.asked(), len(places))
-        if place == len(references):
-            references.append([])
-        if row.answered() not in references[place]:
-            references[place].append(row.answered())
-    return places, references
-
-
-def summed_by(rows: Counts, places: NDArray[np.int64], count: int) -> Counts:
-    """Add up rows [N, 2] by the example that each belongs to [N] -> [count, 2]."""
-    sums = np.zeros((count, rows.shape[1]))
-    np.add.at(sums, places, rows)
-    return sums
+        references.setdefault(row.asked(), {})[row.answered()] = None
+    places = {question: place for place, question in enumerate(references)}
+    return places, [list(answers) for answers in references.values()]
 
 
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> Corpus:
@@ -121,6 +117,130 @@ def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> 
     if isinstance(corpus.validation, Images):
         numbers = np.array([labels.index(theirs[name]) for name in corpus.labels])
         images = Images(corpus.validation.pixels, numbers[corpus.validation.labels])
-        return dataclasses.replace(corpus, validation=images)
-    rows = [row.renamed(theirs) for row in cast(Sequence[Example], corpus.validation)]
-    return dataclasses.replace(corpus, validation=rows)
+        return replace(corpus, validation=images)
+    rows = cast(Sequence[Example], corpus.validation)
+    return replace(corpus, validation=[row.renamed(theirs) for row in rows])
+
+
+# Judged --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A batch, judged row by row."""
+
+    numbers: NDArray[np.int64]  # B, of the examples
+    losses: Counts  # B, each the sum over the row's targets
+    counts: Counts  # B, how many targets that are
+    said: list[list[Any]]  # of each row, for a head without a vocabulary: see `Objective.answers`
+    meant: list[list[Any]]
+
+
+@torch.no_grad()
+def examine(
+    model: transformer.Transformer,
+    batches: Batches,
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+    objective: losses.Objective | None = None,
+) -> Iterator[Examined]:
+    """Judge every batch of one epoch; `objective` None: the usual one of the head."""
+    for batch in batches.all():
+        batch = batch.to(device)
+        arguments = losses.arguments_for(model, batch)
+        answers: losses.Answered = ([], [])
+        with transformer.evaluating(model), autocast():
+            if isinstance(model.head, heads.LanguageHead):
+                hidden = model(**arguments, logits="none").hidden  # B T D
+                chunk = losses.default_chunk(model.config.vocab_size, device)
+                found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
+            else:
+                own = objective or losses.objective_of(model.config.head)
+                logits = model(**arguments).logits
+                rows = [slice(row, row + 1) for row in range(len(batch))]
+                found = torch.stack([own.loss(logits[row], batch.rows(row), 0.0) for row in rows])
+                answers = own.answers(logits, batch)
+        counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
+        if batch.is_span or batch.targets.is_floating_point():
+            counts = torch.ones(len(batch))
+        numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
+        sums, of_rows = (values.cpu().double().numpy() for values in (found, counts))
+        yield Examined(numbers.numpy(), sums, of_rows, *answers)
+
+
+@torch.no_grad()
+def validate(
+    loaded: Model,
+    task: TaskSpec,
+    batches: Batches,
+    autocast: Autocast,
+    device: torch.device,
+    metric: str = "loss",
+) -> dict[str, float]:
+    """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task."""
+    seen = list(examine(loaded.model, batches, device, autocast, task.objective))
+    count = sum(float(part.counts.sum()) for part in seen)
+    refuse(
+        not count,
+        "the validation data has no targets: every token is unknown to the tokenizer; "
+        "validate on more of it, or on other files",
+    )
+    found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
+    if not isinstance(loaded.model.head, heads.LanguageHead):
+        predicted, wanted = (
+            [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
+        )
+        return found | task.scores(predicted, wanted, loaded.labels)
+    found["perplexity"] = math.exp(min(found["loss"], 700))
+    if task.writes and metric in WRITTEN:
+        with transformer.evaluating(loaded.model):
+            outputs, references = written(loaded, batches)
+        found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
+    return found
+
+
+def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B], by `chunk` positions."""
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    asked = (flat != IGNORE).nonzero()[:, 0]
+    found = torch.zeros(
+        flat.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
+    )
+    for start in range(0, len(asked), chunk):
+        some = asked[start : start + chunk]
+        found[some] = nnf.cross_entropy(dtypes.wide(head(rows[some], None)), flat[some], reduction="none")
+    return found.view(targets.shape).sum(1)
+
+
+def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
+    """Return greedy outputs for every validation source, and the texts of the targets."""
+    outputs: list[str] = []
+    references: list[str] = []
+    for batch in batches.all():
+        assert batch.source is not None
+        real = torch.ones_like(batch.source).bool() if batch.source_mask is None else batch.source_mask
+        sources = [row[where].tolist() for row, where in zip(batch.source, real)]
+        targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
+        room = min(max(map(len, targets)) * 2 + 10, loaded.config.max_positions - 1)
+        made: Any = loaded.generate(sources, max_new_tokens=room, num_beams=1)
+        outputs += [one.text or "" for one in made]
+        references += loaded.text_tokenizer.decode_batch(targets)
+    return outputs, references
+
+
+def sampler(
+    task: TaskSpec, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
+) -> Callable[[Model], tuple[str, ...]]:
+    """Return a function from a model to what it says of some validation examples, the same each time."""
+    given: Any = corpus.validation
+    if isinstance(given, Images):
+        given = zip(itertools.count(), given.pixels, given.labels.tolist())
+    rows = list(itertools.islice(given, count))
+
+    def sample(loaded: Model, place: int) -> str:
+        try:
+            return task.sample(loaded, rows[place], plan, seed + place)
+        except InputError as error:  # no run ends for something that is only shown
+            return f"({error})"
+
+    return lambda loaded: tuple(sample(loaded, place) for place in range(len(rows)))

@@ -1,25 +1,69 @@
-"""`Judgement`: what an evaluation knows of a model and its examples when a task adds its figures."""
+"""`Judgement`: what an evaluation knows of a model and its examples when a task adds its `Figures`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from clearhead.api import Model
+from clearhead.batches.padding import by_length
 from clearhead.data.plan import DataPlan
-from clearhead.evaluation.figures import Figures
+from clearhead.errors import MissingExtraError
+from clearhead.evaluation.metrics import METRICS, Metric, Values, sacrebleu_metric
 
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 SOURCES = 32  # sources to be translated at a time, where no number of rows is asked for
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a caller of `evaluate` chooses."""
+@dataclass
+class Figures:
+    """Figures by name, added one after the other; intervals are of 95 %, by resampling the examples."""
 
-    tokenize: str | None = None  # sacreBLEU's tokenizer
-    lowercase: bool = False
-    generation: dict[str, Any] = field(default_factory=dict)  # options of `translate`
-    on_progress: OnProgress = lambda stage, done, total: None
+    seed: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)  # sacreBLEU's: they make a figure comparable
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, predicted: Values, wanted: Values, metric: Metric | str = "") -> None:
+        """Add a metric of all examples; `metric` is one, or its name in `METRICS` where that differs."""
+        metric = METRICS[metric or name] if isinstance(metric, str) else metric
+        found = metric.measure(predicted, wanted, self.seed)
+        self.metrics[name] = found.value
+        self.intervals |= {} if found.interval is None else {name: found.interval}
+        self.signatures |= {name: found.signature} if found.signature else {}
+
+    def derive(self, name: str, base: str, of: Callable[[float], float]) -> None:
+        """Add a figure that grows with another one; so does its interval."""
+        self.metrics[name] = of(self.metrics[base])
+        if base in self.intervals:
+            low, high = self.intervals[base]
+            self.intervals[name] = (of(low), of(high))
+
+    def spans(self, predicted: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+        """Add figures of answers as SQuAD has them: the share that is right, and F1 over words."""
+        self.add("exact", predicted, references, "answer_exact")
+        self.add("token_f1", predicted, references, "answer_f1")
+
+    def texts(
+        self,
+        predicted: Sequence[str],
+        references: Sequence[Sequence[str]],
+        tokenize: str | None,
+        lowercase: bool,
+    ) -> None:
+        """Add the share of exact matches, edits per token of the reference, BLEU and chrF."""
+        self.add("exact", predicted, references)
+        spaced = any(" " in one.strip() for given in references for one in given)
+        if not spaced:
+            self.notes.append("no target has a space: token_error counts characters")
+        self.add("token_error", predicted, references, "word_error" if spaced else "token_error")
+        try:
+            for name in ("bleu", "bleu_lowercase") if lowercase else ("bleu",):
+                bleu = sacrebleu_metric("BLEU", tokenize=tokenize, lowercase=name == "bleu_lowercase")
+                self.add(name, predicted, references, bleu)
+            self.add("chrf", predicted, references)
+        except MissingExtraError as error:
+            self.notes.append(str(error))
 
 
 @dataclass
@@ -27,14 +71,17 @@ class Judgement:
     """One evaluation."""
 
     loaded: Model
-    labels: tuple[str, ...]  # names of the model's classes
     plan: DataPlan
     rows: Any  # the examples
     figures: Figures
-    options: Options
+    # What the caller of `evaluate` chooses
+    tokenize: str | None  # sacreBLEU's tokenizer
+    lowercase: bool
+    generation: dict[str, Any]  # options of `translate`
+    on_progress: OnProgress
+    # What is found
     asked: Sequence[tuple[str, ...]] = ()  # where answers are texts: the distinct questions or sources
     references: Sequence[list[str]] = ()  # and all right answers to each
-    written: list[str] = field(default_factory=list)  # what the model generates for each
     said: list[list[Any]] = field(default_factory=list)  # of each row, as `Objective.answers` has it
     meant: list[list[Any]] = field(default_factory=list)
     tokens: int = 0  # of the text
@@ -42,14 +89,13 @@ class Judgement:
 
     def write(self) -> list[str]:
         """Generate an output for each source; those of similar length share a batch."""
-        loaded, options, written = self.loaded, self.options.generation, [""] * len(self.asked)
+        loaded, options, written = self.loaded, self.generation, [""] * len(self.asked)
         ids = loaded.encode([source for (source,) in self.asked], loaded.max_length)
-        order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         size = self.plan.batch_size if self.plan.batch_tokens is None else SOURCES
-        for start in range(0, len(order), size):
-            some = order[start : start + size]
-            given: Any = [ids[place] for place in some]
-            for place, one in zip(some, loaded.translate(given, **options)):
+        groups = by_length(list(map(len, ids)), lambda rows, longest: rows <= size)
+        for number, places in enumerate(groups, start=1):
+            given: Any = [ids[place] for place in places]
+            for place, one in zip(places, loaded.translate(given, **options)):
                 written[place] = one.text or ""
-            self.options.on_progress("writing", min(start + size, len(order)), len(order))
+            self.on_progress("writing", min(number * size, len(ids)), len(ids))
         return written

@@ -4,13 +4,15 @@ A `Metric` is made of pure functions: `counts` gives a row of numbers for each e
 rows of a set, and `of` turns the sum into the value. So every metric has its interval from the same
 bootstrap.
 
-A new metric is one function and one entry in `METRICS`, by whose name a task can ask for it.
+A new metric is one function of a prediction and what was wanted, made into `counts` by `each`, and one entry
+in `METRICS`, by whose name a task can ask for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 import string
 from collections import Counter
@@ -20,10 +22,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from clearhead.errors import InputError, MissingExtraError, refuse
+from clearhead.errors import MissingExtraError, refuse
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
-References: TypeAlias = Sequence[str | Sequence[str]]  # a text for each example, or several: the best counts
 Values: TypeAlias = "Sequence[Any] | Counts"
 RESAMPLES, SHARE = 1000, 0.95  # of a bootstrap
 
@@ -58,15 +59,16 @@ class Metric:
 
     def __call__(self, predicted: Values, wanted: Values) -> float:
         """Return the value on all examples."""
-        counts = self._checked(predicted, wanted)
-        return self.of(self.total(counts, np.ones(len(counts))))
+        return self._value(self._checked(predicted, wanted))
 
     def measure(self, predicted: Values, wanted: Values, seed: int = 0) -> Measured:
         """Return the value on all examples with its interval and signature."""
         counts = self._checked(predicted, wanted)
-        value = self.of(self.total(counts, np.ones(len(counts))))
         interval = bootstrap(counts, self.of, seed, total=self.total) if len(counts) > 1 else None
-        return Measured(value, interval, self.signature(predicted, wanted))
+        return Measured(self._value(counts), interval, self.signature(predicted, wanted))
+
+    def _value(self, counts: Counts) -> float:
+        return self.of(self.total(counts, np.ones(len(counts))))
 
     def _checked(self, predicted: Values, wanted: Values) -> Counts:
         refuse(
@@ -75,6 +77,11 @@ class Metric:
         )
         refuse(not len(predicted), "there are no examples to measure: give one at least")
         return np.asarray(self.counts(predicted, wanted), dtype=np.float64)
+
+
+def each(row: Callable[[Any, Any], Sequence[float]]) -> Callable[[Values, Values], Counts]:
+    """Return the `counts` of a metric whose numbers are found for each example by itself."""
+    return lambda predicted, wanted: np.array([row(guess, truth) for guess, truth in zip(predicted, wanted)])
 
 
 def bootstrap(
@@ -92,16 +99,10 @@ def bootstrap(
     drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
     times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)
     values = [of(total(rows, one)) for one in times]
-    low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
-    return float(low), float(high)
+    return np.quantile(values, (1 - share) / 2).item(), np.quantile(values, (1 + share) / 2).item()
 
 
-# Losses and numbers -----------------------------------------------------------------------------------------
-
-
-def loss_counts(losses: Sequence[float], targets: Sequence[float]) -> Counts:
-    """Return of each example the summed loss and the number of targets."""
-    return np.stack([losses, targets], axis=1)
+# Losses --------------------------------------------------------------------------------------------------
 
 
 def perplexity(loss: float, count: int = 1) -> float:
@@ -113,9 +114,7 @@ def perplexity(loss: float, count: int = 1) -> float:
 # Classes ----------------------------------------------------------------------------------------------------
 
 
-def accuracy_counts(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
-    """Return of each example whether it is right, and 1."""
-    return np.array([(guess == truth, 1) for guess, truth in zip(predicted, wanted)])
+accuracy_counts = each(lambda guess, truth: (guess == truth, 1))  # whether it is right, and 1
 
 
 def class_numbers(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
@@ -127,14 +126,8 @@ def class_numbers(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> 
 def class_totals(numbers: Counts, times: Counts) -> Counts:
     """Count hits, predictions and wanted examples of each class -> [3, C]."""
     predicted, wanted = numbers.astype(np.int64).T
-    hits = times * (predicted == wanted)
-    size = int(numbers.max()) + 1
-    return np.stack(
-        [
-            np.bincount(which, weight, size)
-            for which, weight in ((wanted, hits), (predicted, times), (wanted, times))
-        ]
-    )
+    counted = ((wanted, times * (predicted == wanted)), (predicted, times), (wanted, times))
+    return np.stack([np.bincount(which, weight, int(numbers.max()) + 1) for which, weight in counted])
 
 
 def macro_f1_of(totals: Counts) -> float:
@@ -147,12 +140,6 @@ def macro_f1_of(totals: Counts) -> float:
 # Tags and spans ---------------------------------------------------------------------------------------------
 
 
-def word_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
-    """Return of each sentence the words with the right tag, and all of its words."""
-    hits = [sum(a == b for a, b in zip(guess, truth)) for guess, truth in zip(predicted, wanted)]
-    return np.array(list(zip(hits, map(len, wanted))))
-
-
 def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Return type, first and last place of each span of one sentence tagged with B-, I- and O.
 
@@ -160,47 +147,35 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     to none. A tag without prefix is a span of one word.
     """
     found: list[tuple[str, int, int]] = []
-    inside = ""
+    inside = ""  # the type of the span that an I- may continue
     for place, tag in enumerate(tags):
         prefix, _, kind = tag.partition("-")
-        if prefix == "I" and kind:
-            if kind == inside:
-                found[-1] = (kind, found[-1][1], place)
-            else:
-                inside = ""
-            continue
-        inside = kind if prefix == "B" else ""
-        if tag != "O":
-            found.append((inside or tag, place, place))
+        continues = prefix == "I" and kind != ""
+        if continues and kind == inside:
+            found[-1] = (kind, found[-1][1], place)
+        else:
+            inside = kind if prefix == "B" else ""
+            if not continues and tag != "O":
+                found.append((inside or tag, place, place))
     return set(found)
 
 
-def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
-    """Return of each sentence how many spans are hit (type and both ends), predicted and wanted."""
-    rows = []
-    for guess, truth in zip(predicted, wanted):
-        if len(guess) != len(truth):
-            counts = f"{len(guess)} tags and {len(truth)} are wanted"
-            raise InputError(f"a sentence has {counts}: give one per word on both sides")
-        a, b = spans(guess), spans(truth)
-        rows.append((len(a & b), len(a), len(b)))
-    return np.array(rows)
-
-
-def f1_of(sums: Counts) -> float:
-    """Return 2 · hits / (predicted + wanted)."""
-    return ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))
+def hit_spans(guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int]:
+    """Return of a sentence how many spans are hit (type and both ends), predicted and wanted."""
+    refuse(
+        len(guess) != len(truth),
+        f"a sentence has {len(guess)} tags and {len(truth)} are wanted: give one per word on both sides",
+    )
+    predicted, wanted = spans(guess), spans(truth)
+    return len(predicted & wanted), len(predicted), len(wanted)
 
 
 # Texts ------------------------------------------------------------------------------------------------------
 
 
-def exact_counts(predicted: Sequence[str], references: References) -> Counts:
-    """Return of each text whether it is one of its references, spaces at the ends aside, and 1."""
-    pairs = zip(predicted, references)
-    return np.array(
-        [(guess.strip() in [one.strip() for one in _several(given)], 1) for guess, given in pairs]
-    )
+def exact_match(guess: str, references: str | Sequence[str]) -> tuple[bool, int]:
+    """Return whether a text is one of its references, spaces at the ends aside, and 1."""
+    return guess.strip() in [one.strip() for one in _several(references)], 1
 
 
 def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
@@ -216,33 +191,24 @@ def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     return int(row[-1])
 
 
-def error_counts(
-    predicted: Sequence[Sequence[Hashable]], references: Sequence[Sequence[Sequence[Hashable]]]
-) -> Counts:
-    """Return of each example the edits to the nearest of its references, and the length of that reference."""
-    best = []
-    for guess, given in zip(predicted, references):
-        tried = [(edit_distance(guess, one), len(one)) for one in given]
-        best.append(min(tried, key=lambda pair: pair[0] / max(pair[1], 1)))
-    return np.array(best)
+def errors(guess: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, int]:
+    """Return the edits to the nearest of an example's references, and the length of that reference."""
+    tried = [(edit_distance(guess, one), len(one)) for one in references]
+    return min(tried, key=lambda pair: pair[0] / max(pair[1], 1))
 
 
-def word_error_counts(predicted: Sequence[str], references: References) -> Counts:
-    """Return `error_counts` of texts; words are what stands between spaces."""
-    words = [[one.split() for one in _several(given)] for given in references]
-    return error_counts([text.split() for text in predicted], words)
+def word_errors(guess: str, references: str | Sequence[str]) -> tuple[int, int]:
+    """Return `errors` of a text; words are what stands between spaces."""
+    return errors(guess.split(), [one.split() for one in _several(references)])
 
 
-def answer_counts(predicted: Sequence[str], references: References) -> Counts:
-    """Return of each answer, as SQuAD scores it: whether it is right, F1 over its words, and 1.
+def answer_match(guess: str, references: str | Sequence[str]) -> tuple[bool, float, int]:
+    """Return of an answer, as SQuAD scores it: whether it is right, F1 over its words, and 1.
 
     The best reference counts. Case, punctuation and English articles are ignored.
     """
-    rows = []
-    for text, given in zip(predicted, references):
-        guess, truth = _answer_words(text), [_answer_words(one) for one in _several(given)]
-        rows.append((guess in truth, max(_overlap(guess, one) for one in truth), 1))
-    return np.array(rows)
+    words, truths = _answer_words(guess), [_answer_words(one) for one in _several(references)]
+    return words in truths, max(_overlap(words, truth) for truth in truths), 1
 
 
 def _answer_words(text: str) -> list[str]:
@@ -260,48 +226,47 @@ def _several(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _sacrebleu(name: str, **options: Any) -> Any:
-    try:
-        from sacrebleu import metrics
-    except ImportError:
-        raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
-    return getattr(metrics, name)(**options)
-
-
 def sacrebleu_metric(name: str, **options: Any) -> Metric:
     """Return sacreBLEU's "BLEU" or "CHRF", 0 to 100, with its options, such as `tokenize`."""
 
-    def extract(predicted: Sequence[str], references: References) -> tuple[Any, Any]:
-        """Return the metric, which then knows the number of references, and the counts of each text."""
-        metric = _sacrebleu(name, **options)
-        given = [_several(one) for one in references]
-        streams = list(itertools.zip_longest(*given))  # the first reference of every text, the second, ...
-        return metric, metric._extract_corpus_statistics(list(predicted), streams)
+    def made(**options: Any) -> Any:
+        try:
+            from sacrebleu import metrics
+        except ImportError:
+            raise MissingExtraError("BLEU and chrF need sacrebleu: pip install 'clearhead[train]'") from None
+        return getattr(metrics, name)(**options)
 
-    def of(sums: Counts) -> float:
-        metric = _sacrebleu(name)  # the options matter only to the counts
-        return float(metric._compute_score_from_stats([int(count) for count in sums]).score)
+    def extract(predicted: Sequence[str], references: Sequence[str | Sequence[str]]) -> tuple[Any, Any]:
+        """Return the metric, which then knows the number of references, and the counts of each text."""
+        metric = made(**options)
+        # The first reference of every text, the second, ...
+        streams = list(itertools.zip_longest(*map(_several, references)))
+        return metric, metric._extract_corpus_statistics(list(predicted), streams)
 
     return Metric(
         counts=lambda predicted, references: extract(predicted, references)[1],
-        of=of,
+        # The options matter only to the counts.
+        of=lambda sums: float(made()._compute_score_from_stats([int(count) for count in sums]).score),
         signature=lambda predicted, references: str(extract(predicted, references)[0].get_signature()),
     )
 
 
 # By name ----------------------------------------------------------------------------------------------------
 
+span_counts = each(hit_spans)
+answer_counts = each(answer_match)
 METRICS: dict[str, Metric] = {
-    "loss": Metric(loss_counts),
+    "loss": Metric(lambda losses, targets: np.stack([losses, targets], axis=1)),  # sums, numbers of targets
     "accuracy": Metric(accuracy_counts),
     "macro_f1": Metric(class_numbers, macro_f1_of, class_totals),
-    "word_accuracy": Metric(word_counts),  # of tags: sentences are drawn, not words
-    "span_f1": Metric(span_counts, f1_of),
+    # Of tags, with the words of a sentence: sentences are drawn, not words.
+    "word_accuracy": Metric(each(lambda guess, truth: (sum(map(operator.eq, guess, truth)), len(truth)))),
+    "span_f1": Metric(span_counts, lambda sums: ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))),
     "span_precision": Metric(span_counts, lambda sums: ratio_of(sums[[0, 1]])),
     "span_recall": Metric(span_counts, lambda sums: ratio_of(sums[[0, 2]])),
-    "exact": Metric(exact_counts),
-    "token_error": Metric(error_counts),
-    "word_error": Metric(word_error_counts),
+    "exact": Metric(each(exact_match)),
+    "token_error": Metric(each(errors)),
+    "word_error": Metric(each(word_errors)),
     "answer_exact": Metric(answer_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "answer_f1": Metric(answer_counts, lambda sums: ratio_of(sums[[1, 2]])),
     "bleu": sacrebleu_metric("BLEU"),

@@ -1,7 +1,10 @@
 """Parts built from other parts: the same parameters under the same names, with another `forward`.
 
 A replacement takes the place of the first part by ordinary assignment. The first part stays as it was, and
-can be put back.
+can be put back. Those for inference are here: products joined into one, and weights packed for a few rows.
+
+Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width,
+F feed-forward width.
 """
 
 import copy

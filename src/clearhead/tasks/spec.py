@@ -13,9 +13,9 @@ from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
 from clearhead.data.examples import Shape
 from clearhead.errors import ConfigError, InputError, refuse
+from clearhead.losses import Objective
 from clearhead.presets import preset
 from clearhead.tokens.training import SpecialTokens
-from clearhead.training.losses import Objective
 
 # What a model is used for, by its head; every model also embeds.
 USES: dict[HeadName, tuple[str, ...]] = {
@@ -28,17 +28,6 @@ USES: dict[HeadName, tuple[str, ...]] = {
     "none": (),
 }
 Answers = Sequence[Sequence[Any]]  # of each row: its class, the tags of its words, the ends of a span
-
-
-def uses_of(head: HeadName) -> str:
-    """Return what a model with this head is used for: "generate, score and embed"."""
-    uses = USES[head]
-    return f"{', '.join(uses)} and embed" if uses else "embed"
-
-
-def head_for(use: str) -> HeadName | None:
-    """Return the head that a use needs; None where any will do."""
-    return next((head for head, uses in USES.items() if use in uses), None)
 
 
 @dataclass(frozen=True)
@@ -81,11 +70,6 @@ VISION = UsualModel(
 )
 
 
-def no_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
-    """Return no metrics: the loss says it all."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """A task."""
@@ -108,7 +92,7 @@ class TaskSpec:
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
     # (answers, targets, labels) -> scores by name.
-    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = no_scores
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use

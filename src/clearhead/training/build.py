@@ -8,6 +8,7 @@ for encoders, mBART for pairs, ViT for images.
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, exported
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
+from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import best_device
-from clearhead.training.recipe import BASE, Recipe
+from clearhead.training.machine import best_device
 from clearhead.typed import hints_of, shaped
 
 # Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
@@ -77,24 +77,29 @@ def build(
     """
     spec = task_named(task)
     given = {name: value for name, value in recipe.model.items() if name != BASE}
-    if base is not None:
-        _check_kind(base.config, recipe.model, spec)
-        _check_sizes(base, image, tokenizer)
-        if tokenizer is not None and base.config.head == spec.head and set(labels) <= set(base.labels):
-            labels = base.labels  # the classes it knows, by their numbers there
-        generation = _generation(recipe, spec, special, base.config.max_positions, base.generation)
-        fixed = _fixed(spec, tokenizer, labels, image, given)
-        made = _adapted(base, fixed, given, tokenizer, special, labels, generation, recipe.train.seed)
-    else:
+    if base is None:
         start = preset(recipe.model[BASE]) if BASE in recipe.model else spec.usual.config(large)
-        _check_kind(start, recipe.model, spec)
+    else:
+        start = base.config
+    _check_kind(start, recipe.model, spec)
+    if base is None:
         fixed = _fixed(spec, tokenizer, labels, image, given)
         config = _config(start, {**_usual_head(start.family, spec.head), **given, **fixed}, given)
         _check_memory(config, recipe.train)
         torch.manual_seed(recipe.train.seed)
-        generation = _generation(recipe, spec, special, config.max_positions)
-        names = tuple(labels) if config.n_classes else ()
-        made = Model(Transformer(config), tokenizer, generation, special=dict(special), labels=names)
+        made = Model(Transformer(config), labels=tuple(labels) if config.n_classes else ())
+    else:
+        _check_sizes(base, image, tokenizer)
+        if tokenizer is not None and start.head == spec.head and set(labels) <= set(base.labels):
+            labels = base.labels  # the classes it knows, by their numbers there
+        fixed = _fixed(spec, tokenizer, labels, image, given)
+        made = _adapted(base, fixed, given, tuple(labels), recipe.train.seed)
+    made = dataclasses.replace(
+        made,
+        tokenizer=tokenizer,
+        special=dict(special),
+        generation=_generation(recipe, spec, special, base or made),
+    )
     if spec.stated:
         saved = exported(made.config, made.description)
         named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
@@ -106,13 +111,13 @@ def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) ->
     """Refuse a model of another family: it would see its own targets, or have no place for the source."""
     usual, fits = preset(task.usual.preset), task.fitting_families
     family, read = model.get("family", start.family), model.get("input", start.input)
-    if family not in fits or read != usual.input:
-        what = f"[model] base {model[BASE]}" if BASE in model else "[model]"
-        raise ConfigError(
-            f"{what} has family {family} and reads {read}, and task {task.name} needs family "
-            f"{' or '.join(fits)} "
-            f"and {usual.input}: one such as {task.usual.preset} fits"
-        )
+    refuse(
+        family not in fits or read != usual.input,
+        f"[model]{f' base {model[BASE]}' if BASE in model else ''} has family {family} and reads {read}, "
+        f"and task {task.name} needs family {' or '.join(fits)} and {usual.input}: "
+        f"one such as {task.usual.preset} fits",
+        ConfigError,
+    )
 
 
 def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | None) -> None:
@@ -122,18 +127,15 @@ def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | No
         theirs, ours = (" x ".join(map(str, size)) for size in ((*old.image_size, old.n_channels), image))
         raise ConfigError(
             f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are "
-            f"{ours}: "
-            "convert them, or leave model.base out"
+            f"{ours}: convert them, or leave model.base out"
         )
-    if (
-        tokenizer is not None
-        and tokenizer is not base.tokenizer
-        and tokenizer.get_vocab_size() > old.vocab_size
-    ):
-        raise ConfigError(
-            f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model "
-            f"{tokenizer.get_vocab_size()}: leave tokens.model out, or go on from another base"
-        )
+    size = 0 if tokenizer is None or tokenizer is base.tokenizer else tokenizer.get_vocab_size()
+    refuse(
+        size > old.vocab_size,
+        f"{base.folder} has a vocabulary of {old.vocab_size}, and the tokenizer of [tokens] model "
+        f"{size}: leave tokens.model out, or go on from another base",
+        ConfigError,
+    )
 
 
 def _fixed(
@@ -162,10 +164,9 @@ def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, A
     """Change a config; fields derived from a width are derived from the new one."""
     values = {**_dropout(start, given), **values}
     if given.get("d_model", 0) > 0:
-        if start.embedding_scale != 1.0:
-            values = {"embedding_scale": float(given["d_model"]) ** 0.5, **values}
-        if start.logit_scale != 1.0:
-            values = {"logit_scale": float(given["d_model"]) ** -0.5, **values}
+        powers = {"embedding_scale": 0.5, "logit_scale": -0.5}
+        scales = {name: float(given["d_model"]) ** power for name, power in powers.items()}
+        values = {name: scale for name, scale in scales.items() if getattr(start, name) != 1.0} | values
     names = {name: value for name, value in values.items() if name != "vocab_size" or value}
     return _loosened(_loosened(start).replace(**_typed(names)))
 
@@ -176,11 +177,9 @@ def _loosened(config: ModelConfig) -> ModelConfig:
     A preset, a checkpoint and a `train.toml` give every field, also those that nobody chose.
     """
     for name in [name for name in derive(config) if name != "head"]:
-        try:
+        with suppress(ConfigError):  # a field that was chosen is needed, such as d_head
             free = config.replace(**{name: None})
-        except ConfigError:  # a field that was chosen is needed, such as d_head
-            continue
-        config = free if free == config else config
+            config = free if free == config else config
     return config
 
 
@@ -192,8 +191,8 @@ def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual_head(family: str, head: str, base: Model | None = None) -> dict[str, Any]:
     """Return the fields of this head in the architecture of `base`, so that transformers opens the result."""
-    described = None if base is None else base.description
-    classes = () if described is None else described.architecture.classes.values()
+    described = base and base.description
+    classes = described.architecture.classes.values() if described else ()
     usual = {"head_bias": False} if (family, head) == ("decoder", "classifier") else {}
     return next((dict(fields) for fields in classes if fields.get("head") == head), usual)
 
@@ -204,29 +203,22 @@ def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
     count = cost(config).parameters.total
     needed = count * (LEARNING[plan.optimizer] if learns else 4)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        raise ConfigError(
-            f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes "
-            f"{needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of memory: "
-            "choose a smaller model.d_model, model.n_layers or tokens.vocab_size"
-        )
+    refuse(
+        needed > there,
+        f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes "
+        f"{needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of memory: "
+        "choose a smaller model.d_model, model.n_layers or tokens.vocab_size",
+        ConfigError,
+    )
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values of a TOML file to those of a config."""
-    hints = hints_of(ModelConfig)
-    return {name: shaped(value, hints[name]) for name, value in values.items()}
+    return {name: shaped(value, hints_of(ModelConfig)[name]) for name, value in values.items()}
 
 
 def _adapted(
-    base: Model,
-    fixed: Mapping[str, Any],
-    given: Mapping[str, Any],
-    tokenizer: Tokenizer | None,
-    special: Mapping[str, int],
-    labels: Sequence[str],
-    generation: dict[str, Any],
-    seed: int,
+    base: Model, fixed: Mapping[str, Any], given: Mapping[str, Any], labels: tuple[str, ...], seed: int
 ) -> Model:
     """Give a loaded model the head that the task needs.
 
@@ -246,52 +238,39 @@ def _adapted(
         config = old.replace(**changes)
     except ConfigError as error:
         raise ConfigError(f"{base.folder} cannot be made into what the task needs: {error}") from None
-    same_classes = tuple(labels) == base.labels
-    if config == old and same_classes:
-        return dataclasses.replace(base, tokenizer=tokenizer, special=dict(special), generation=generation)
+    if config == old and labels == base.labels:
+        return base
     torch.manual_seed(seed)
     model = Transformer(config)
     weights, fresh = dict(base.model.named_parameters()), dict(model.named_parameters())
-    shared = [name for name in fresh if name in weights and weights[name].shape == fresh[name].shape]
-    body = [name for name in fresh if not name.startswith("head.")]
-    lost = [name for name in body if name not in shared]
-    if lost:
-        raise ConfigError(
-            f"[model] changes the shape of {lost[0]} (and {len(lost) - 1} more) of {base.folder}: "
-            "leave those keys out"
-        )
-    with torch.no_grad():
-        for name in shared:
-            if same_classes or not name.startswith("head.out."):
-                fresh[name].copy_(weights[name])
-    return Model(
-        model,
-        tokenizer,
-        generation=generation,
-        special=dict(special),
-        settings=dict(base.settings),
-        labels=tuple(labels) if config.n_classes else (),
+    shared = {name for name in fresh if name in weights and weights[name].shape == fresh[name].shape}
+    lost = [name for name in fresh if name not in shared and not name.startswith("head.")]
+    refuse(
+        lost,
+        f"[model] changes the shape of {', '.join(lost[:1])} (and {len(lost) - 1} more) of {base.folder}: "
+        "leave those keys out",
+        ConfigError,
     )
+    of_classes = set() if labels == base.labels else {name for name in fresh if name.startswith("head.out.")}
+    model.load_state_dict({name: weights[name] for name in shared - of_classes}, strict=False)
+    return Model(model, settings=dict(base.settings), labels=labels if config.n_classes else ())
 
 
-def _generation(
-    recipe: Recipe,
-    task: TaskSpec,
-    special: Mapping[str, int],
-    longest: int,
-    known: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return generation_config.json: special token ids, unless `known`, and how text is generated.
+def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], known: Model) -> dict[str, Any]:
+    """Return generation_config.json: special token ids, unless `known` has them, and how text is generated.
 
-    An output has no more tokens than the decoder has positions, `longest`: transformers would run past them
-    and fail.
+    An output has no more tokens than the decoder has positions: transformers would run past them and fail.
     """
     if task.head != "lm":
         return {}
     plan, roles = recipe.generate, ("bos", "eos", "pad", "decoder_start")
-    made = {f"{role}_token_id": special[role] for role in roles if role in special} | dict(known or {})
+    made = {f"{role}_token_id": special[role] for role in roles if role in special} | known.generation
     if task.usual is DECODER:
         sampling = {"temperature": plan.temperature or 1.0, "top_p": plan.top_p}
         return made | {"max_new_tokens": plan.max_new_tokens, "do_sample": plan.temperature > 0} | sampling
-    beams = {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
-    return made | {"max_new_tokens": min(plan.max_new_tokens, longest)} | beams
+    most = min(plan.max_new_tokens, known.config.max_positions)
+    return made | {
+        "max_new_tokens": most,
+        "num_beams": plan.num_beams,
+        "length_penalty": plan.length_penalty,
+    }

@@ -1,10 +1,22 @@
-"""The events of a training run, as data: the caller of `train` decides which of them to show."""
+"""The events of a training run, as data, and their log: log.jsonl, loss.png, TensorBoard if it is asked for.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+The caller of `train` decides which events to show.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from clearhead.errors import CheckpointError, MissingExtraError
+
+LOG, CURVE = "log.jsonl", "loss.png"
+CURVES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # kind of event, label, style
+    ("stepped", "training batch", {"color": "0.7", "linewidth": 1}),
+    ("validated", "validation", {"color": "C0"}),
+)
 Reason: TypeAlias = Literal["done", "patience", "stopped"]  # why a run ended
 
 
@@ -76,3 +88,89 @@ class Finished:
 Said = Note  # the name of `Note` until version 0.1; it stays for one release
 Event: TypeAlias = Note | Started | Stepped | Validated | Saved | Finished
 OnEvent = Callable[[Event], None]
+
+
+# The log ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False) -> Iterator[OnEvent]:
+    """Yield a function that writes steps, validations and the end to the log, and calls `on_event` with all.
+
+    Lines after `step`, where a run is resumed, are removed first.
+    """
+    path = folder / LOG
+    kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
+    with _reporting(path):
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    board: Any = _tensorboard(folder) if tensorboard else None
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Stepped | Validated | Finished):
+            write(event)
+        on_event(event)
+
+    def write(event: Stepped | Validated | Finished) -> None:
+        text = json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, default=str)
+        # JSON has no numbers that are not finite: null stands for them.
+        line = json.dumps(json.loads(text, parse_constant=lambda name: None))
+        with _reporting(path), path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        if isinstance(event, Stepped):
+            values = {"rate": event.rate, "norm": event.norm, "train": event.loss}
+        else:
+            values = event.metrics
+            draw(folder)
+        for name, value in values.items() if board is not None else ():
+            board.add_scalar(name, value, event.step)
+
+    with closing(board) if board is not None else nullcontext():
+        yield tell
+
+
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Report a failed write in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of log.jsonl; a last line that was cut short is left out."""
+    lines: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        lines.extend(map(json.loads, (folder / LOG).read_text(encoding="utf-8").splitlines()))
+    return lines
+
+
+def draw(folder: Path) -> None:
+    """Draw loss.png from log.jsonl; without matplotlib, do nothing."""
+    try:
+        import numpy as np
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, label, style in CURVES:
+        lines = [line for line in read_log(folder) if line["event"] == kind]
+        losses = [line["loss"] if kind == "stepped" else line["metrics"]["loss"] for line in lines]
+        # Null, for a loss that was not finite, is a gap in the curve.
+        axes.plot([line["step"] for line in lines], np.array(losses, dtype=np.float64), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss per target")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    with _reporting(folder / CURVE):
+        figure.savefig(folder / CURVE, dpi=120)
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingExtraError(
+            "train.tensorboard needs TensorBoard: pip install tensorboard, or leave it out"
+        ) from None
+    return SummaryWriter(str(folder / "tensorboard"))

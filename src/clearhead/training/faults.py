@@ -1,20 +1,20 @@
 """Diagnosis of a loss or gradient that is not finite: the first part that broke, and what to change."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.batches.batch import Batch
 from clearhead.fast.training import unjoined
+from clearhead.losses import Objective, batch_loss
 from clearhead.model.transformer import Transformer
-from clearhead.training.losses import Objective, batch_loss
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import Precision
+from clearhead.recipe import TrainPlan
+from clearhead.training.machine import Precision
 
 SHOWN = 8  # examples named in a line, at most
 
@@ -37,7 +37,12 @@ class Fault:
         calmer = f"lower train.lr (now {plan.lr:g}) or lengthen train.warmup"
         clip = "" if 0 < plan.clip <= 1 else f"set train.clip (now {plan.clip:g}) to 1, "
         of_gradient = f"{clip}{calmer}, or set train.precision to float32"
-        explained = {
+        kind: str = self.kind
+        if self.weight is not None:
+            kind = "weight"
+        elif kind == "output" and self.dtype == torch.float16:
+            kind = "float16"
+        what, way_out = {
             "output": (
                 f"{self.name} gave a number that is not finite from an input of {self.largest:.3g}{rows}",
                 calmer,
@@ -48,14 +53,15 @@ class Fault:
             ),
             "gradient": (f"the loss is finite and the gradient of {self.name} is not{rows}", of_gradient),
             "none": (f"the gradient was not finite, and is when computed again{rows}", of_gradient),
-        }
-        what, way_out = explained[self.kind]
-        if self.weight is not None:
-            what = f"the weight {self.weight} is not finite"
-            way_out = f"begin again, or from a sound checkpoint, and {calmer}"
-        elif self.kind == "output" and self.dtype == torch.float16:
-            what = f"{self.name} passed 65504, where float16 ends, from an input of {self.largest:.3g}{rows}"
-            way_out = "set train.precision to bfloat16 or float32"
+            "weight": (
+                f"the weight {self.weight} is not finite",
+                f"begin again, or from a sound checkpoint, and {calmer}",
+            ),
+            "float16": (
+                f"{self.name} passed 65504, where float16 ends, from an input of {self.largest:.3g}{rows}",
+                "set train.precision to bfloat16 or float32",
+            ),
+        }[kind]
         return f"step {step}: {what}: {way_out}"
 
 
@@ -87,22 +93,20 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
     Modules are ordered by when they finish, parameters by the backward pass. The gradients that parameters
     already have are left unchanged.
     """
-    numbers = batch.numbers if batch.numbers is not None else torch.arange(len(batch))
-    everyone = tuple(numbers.flatten().tolist())
+    everyone = tuple(range(len(batch)) if batch.numbers is None else batch.numbers.flatten().tolist())
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: list[Fault] = []
 
     def check_output(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], out: object) -> None:
         if found or not isinstance(out, Tensor) or out.isfinite().all():
             return
-        bad = [own for own, weight in module.named_parameters(recurse=False) if not weight.isfinite().all()]
+        own = module.named_parameters(name, recurse=False)
+        weight = next((called for called, one in own if not one.isfinite().all()), None)
         examples = everyone
         if out.ndim > 1 and out.shape[0] == len(everyone):
             finite = out.isfinite().flatten(1).all(1).tolist()
             examples = tuple(number for number, is_finite in zip(everyone, finite) if not is_finite)
-        weight = f"{name}.{bad[0]}" if bad else None
-        largest = _largest([*args, *kwargs.values()])
-        found.append(Fault("output", name, largest, out.dtype, weight, examples))
+        found.append(Fault("output", name, _largest(*args, *kwargs.values()), out.dtype, weight, examples))
 
     def check_gradient(name: str, gradient: Tensor) -> None:
         if not found and not gradient.isfinite().all():
@@ -117,13 +121,12 @@ def find_fault(model: Transformer, batch: Batch, loss_of: Callable[[Transformer,
             return Fault("loss", examples=everyone)
         if not found:
             for name, parameter in trained.items():
-                register: Any = parameter.register_hook
-                hooks.enter_context(register(partial(check_gradient, name)))
+                hooks.enter_context(cast(Any, parameter).register_hook(partial(check_gradient, name)))
             torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return found[0] if found else Fault("none", examples=everyone)
 
 
-def _largest(values: Iterable[object]) -> float:
+def _largest(*values: object) -> float:
     """Return the largest absolute value of the floating-point tensors among `values`; without any, 0."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)

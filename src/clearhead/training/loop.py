@@ -18,18 +18,13 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
+from clearhead.evaluation.examples import validate
+from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
+from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
-from clearhead.training.averaging import Ema
+from clearhead.training import faults, machine, optim, weights
 from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
-from clearhead.training.faults import diagnose
-from clearhead.training.lora import merged
-from clearhead.training.losses import batch_loss
-from clearhead.training.machine import memory
-from clearhead.training.optim import set_rate, step_if_finite
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import Precision
-from clearhead.training.schedule import rate
 from clearhead.training.state import (
     BEST,
     State,
@@ -39,7 +34,6 @@ from clearhead.training.state import (
     save_checkpoint,
     saved_steps,
 )
-from clearhead.training.validate import validate
 
 
 @dataclass
@@ -55,10 +49,9 @@ class TrainingRun:
     train: Batches
     validation: Batches
     optimizer: torch.optim.Optimizer
-    precision: Precision
-    device: torch.device
+    precision: machine.Precision
     attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
-    ema: Ema | None = None
+    ema: weights.Ema | None = None
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
@@ -85,8 +78,10 @@ class TrainingRun:
 
     def batches(self, step: int) -> list[Batch]:
         """Return the batches of a step; the first step is 1."""
-        first = (step - 1) * self.plan.accumulate
-        return [self.train.at(first + place).to(self.device) for place in range(self.plan.accumulate)]
+        size = self.plan.accumulate
+        return [
+            self.train.at(index).to(self.precision.device) for index in range((step - 1) * size, step * size)
+        ]
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -94,19 +89,21 @@ class TrainingRun:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return rate(self.plan, step, self.steps, self.model.config.d_model)
+        return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
-        smoothing, chunk, objective = self.plan.label_smoothing, self.plan.loss_chunk, self.task.objective
+        plan, objective = self.plan, self.task.objective
         with self.precision.autocast(), self.attention():
-            return batch_loss(self.runner, batch, smoothing, chunk, objective=objective)[0]
+            return batch_loss(self.runner, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[
+                0
+            ]
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
         """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        with averaged, merged(self.model) if self.plan.lora else nullcontext():
+        with averaged, weights.merged(self.model) if self.plan.lora else nullcontext():
             yield replace(self.loaded, model=self.runner)
 
 
@@ -121,10 +118,10 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     while state.step < run.steps and run.patient:
         step, batches = state.step + 1, upcoming
         run.seed(step)
-        set_rate(optimizer, run.rate(step))
+        optim.set_rate(optimizer, run.rate(step))
 
         targets = max(1, sum(batch.n_targets for batch in batches))
-        total = torch.zeros((), device=run.device)
+        total = torch.zeros((), device=run.precision.device)
         for batch in batches:
             loss = run.loss(batch)
             scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
@@ -135,21 +132,22 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
 
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        read = step_if_finite(optimizer, scaler, total / targets, norm)
+        read = optim.step_if_finite(optimizer, scaler, total / targets, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
         meter.pending = step, batches, read
-        if run.device.type != "cuda":
+        if run.precision.device.type != "cuda":
             meter.settle()
 
         stopping, best = stop(), False
         if due(step, plan.validate_every, run.steps):
             meter.settle()
-            with meter.paused():
-                validated = validate_run(run)
-                on_event(validated)
+            meter.tick()
+            validated = validate_run(run)
+            on_event(validated)
+            meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
@@ -170,7 +168,9 @@ def validate_run(run: TrainingRun) -> Validated:
     """Validate, and record whether this is the best validation so far."""
     state = run.state
     with run.usable() as usable:
-        metrics = validate(usable, run.task, run.validation, run.precision, run.device, run.metric)
+        metrics = validate(
+            usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
+        )
         samples = run.samples(usable)
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
@@ -222,8 +222,9 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            what = diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
-            raise TrainingError(what)
+            raise TrainingError(
+                faults.diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
+            )
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None
@@ -234,13 +235,6 @@ class Meter:
         self.run.state.seconds += now - self.ticked
         self.ticked = now
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of a `with` block out."""
-        self.tick()
-        yield
-        self.ticked = time.perf_counter()
-
     def report(self, loss: float, norm: float) -> Stepped:
         """Return the figures of the last step, and the speed since the last report."""
         self.tick()
@@ -250,7 +244,6 @@ class Meter:
         self.reported = state.tokens, state.seconds
         first_step, first_seconds = self.began
         per_step = (state.seconds - first_seconds) / max(state.step - first_step, 1)
-        peak = run.precision.peak
         return Stepped(
             step=state.step,
             steps=run.steps,
@@ -260,6 +253,8 @@ class Meter:
             tokens_per_second=speed,
             seconds=state.seconds,
             left=per_step * (run.steps - state.step),
-            memory=memory(run.device),
-            mfu=run.flops_per_token * speed / peak if peak and run.flops_per_token else None,
+            memory=machine.memory(run.precision.device),
+            mfu=run.flops_per_token * speed / run.precision.peak
+            if run.precision.peak and run.flops_per_token
+            else None,
         )

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are trained, with which weight decay and learning rate."""
+"""The optimizer: which parameters are trained, their weight decay, and the learning rate of each step."""
 
 import fnmatch
 import math
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clearhead.errors import InputError, nearest, refuse
-from clearhead.training.plan import TrainPlan
+from clearhead.errors import nearest, refuse
+from clearhead.recipe import TrainPlan
 
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
+
+ORIGINAL_WARMUP = 4000
 
 # PyTorch's default for the first, 1e-7, also bounds a gradient's mean square from below; language models have
 # smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
@@ -26,11 +28,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
         found = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
-        if not found:
-            modules = [name for name, _ in model.named_modules() if name]
-            close = nearest(pattern, [*named, *modules])
-            such = f"they are called like {next(iter(named))}, with * for any part"
-            raise InputError(f'train.freeze "{pattern}" names no parameter{close}: {such}')
+        known = [*named, *(name for name, _ in model.named_modules() if name)]
+        refuse(
+            not found,
+            f'train.freeze "{pattern}" names no parameter{nearest(pattern, known)}: '
+            f"they are called like {next(iter(named))}, with * for any part",
+        )
         for name in found:
             named[name].requires_grad_(False)
 
@@ -44,13 +47,12 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[float, float], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
-        group = groups.setdefault((decay, scale), {"params": [], "weight_decay": decay, "scale": scale})
-        group["params"].append(parameter)
+        new = {"params": [], "weight_decay": decay, "scale": scale}
+        groups.setdefault((decay, scale), new)["params"].append(parameter)
     refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 
@@ -96,8 +98,7 @@ def step_if_finite(
     infinite: the scaler then skips the step and lowers its scale.
 
     Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
-    step, but not
-        for what the device was given after it.
+        step, but not for what the device was given after it.
     """
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
     if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):
@@ -117,3 +118,43 @@ def step_if_finite(
         return here.tolist()
 
     return read
+
+
+# Learning-rate schedules: pure functions from a step to a rate --------------------------------------------
+
+
+def original_schedule(step: int, d_model: int, warmup: int = ORIGINAL_WARMUP) -> float:
+    """Return the original Transformer's rate: linear up to step `warmup`, then falling as 1/sqrt(step).
+
+    d_model^-0.5 · min(step^-0.5, step · warmup^-1.5); the first step is 1, and step 0 has rate 0.
+    """
+    return float(d_model**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)) if step > 0 else 0.0
+
+
+def warmup_steps(plan: TrainPlan, steps: int) -> int:
+    """Return the number of warm-up steps."""
+    usual = ORIGINAL_WARMUP if plan.schedule == "original" else steps // 20
+    return usual if plan.warmup is None else plan.warmup
+
+
+def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
+    """Return the learning rate of `step` (the first is 1) in a run of `steps`.
+
+    The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the
+    share `plan.floor` at the last step (cosine, linear), or stays and falls linearly at the end (wsd).
+    `original` has its own peak and no floor.
+    """
+    warmup = warmup_steps(plan, steps)
+    if plan.schedule == "original":
+        return plan.lr * original_schedule(step, d_model, warmup)
+    if step < warmup:
+        return plan.lr * max(step, 0) / warmup
+    begin = max(warmup, steps - round(plan.decay * steps)) if plan.schedule == "wsd" else warmup
+    progress = min(max(step - begin, 0) / max(steps - begin, 1), 1.0)  # 0: the fall begins; 1: the last step
+    heights = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return plan.lr * (plan.floor + (1 - plan.floor) * heights[plan.schedule])

@@ -1,67 +1,58 @@
 """A run made ready, new or from a checkpoint: recipe, data, tokenizer, model, batches, optimizer."""
 
-import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model, load
-from clearhead.batches.batch import Batches
-from clearhead.batches.even import EvenRows
+from clearhead.batches import batch, batching, encoded, even
+from clearhead.config import ModelConfig
 from clearhead.costs import cost
-from clearhead.data.corpora import CORPORA
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.data.plan import DataPlan
 from clearhead.errors import CheckpointError, TrainingError, refuse
+from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
+from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.presets import PRESETS
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.spec import ENCODER, TaskSpec
-from clearhead.tasks.table import task_named
-from clearhead.training.averaging import Ema
-from clearhead.training.build import base_of, build
-from clearhead.training.data import encode_batches, find_tokenizer
+from clearhead.recipe import BASE, Recipe, TrainPlan, read_recipe
+from clearhead.tasks import spec, table
+from clearhead.tasks.corpus import Texts, open_examples
+from clearhead.tokens.training import choose, train_tokenizer
+from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
-from clearhead.training.folder import CACHE
 from clearhead.training.loop import TrainingRun
-from clearhead.training.lora import add_lora
-from clearhead.training.machine import narrow, pays, quick_attention
-from clearhead.training.optim import make_optimizer
-from clearhead.training.plan import TrainPlan
-from clearhead.training.precision import best_device, choose_precision
-from clearhead.training.recipe import BASE, Recipe, read_recipe
-from clearhead.training.samples import sampler
-from clearhead.training.schedule import warmup_steps
-from clearhead.training.state import load_checkpoint, restore_optimizer
+from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
+from clearhead.training.state import CACHE, load_checkpoint, restore_optimizer
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
+SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
     corpus, name = open_examples(recipe.data)
-    task = task_named(name)
+    task = table.task_named(name)
     task.check_metric(recipe.train.metric)
     for line in corpus.notes:
         on_event(Note(line))
-    base = base_of(recipe)
+    base = build.base_of(recipe)
     tokenizer, special = find_tokenizer(recipe, task, corpus, base, on_event)
     device = best_device(recipe.train.device)
     image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
-    loaded = build(recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu")
+    loaded = build.build(
+        recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
+    )
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event)
-    if base is None and task.usual is ENCODER and task.head != "mlm":
-        on_event(
-            Note("training starts from random weights: set model.base=DIR to start from a trained model")
-        )
-    for line in without_effect(recipe, task, loaded, base):
+    for line in remarks(recipe, task, loaded, base):
         on_event(Note(line))
     asked, precision = recipe.train.warmup, choose_precision(recipe.train, device).name
     recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision)
@@ -76,7 +67,7 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint."""
     recipe = read_recipe(folder / RECIPE)
     corpus, name = open_examples(recipe.data)
-    task = task_named(name)
+    task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
     refuse(
         fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
@@ -84,36 +75,33 @@ def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
         TrainingError,
     )
     loaded = load(checkpoint, dtype=torch.float32)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)  # told before
     run = _assemble(recipe, task, corpus, loaded, batches, folder, on_event)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
-    weights, averages = (_named(tensors, f"{kind}/") for kind in ("weights", "ema"))
-    with torch.no_grad():
-        for name, parameter in run.model.named_parameters():
-            if name in weights:
-                parameter.copy_(weights[name])
+    run.model.load_state_dict(_named(tensors, "weights/"), strict=False)
     restore_optimizer(run.optimizer, run.model, tensors)
     if run.ema is not None:
-        run.ema.restore(averages)
+        run.ema.restore(_named(tensors, "ema/"))
     on_event(Note(f"resuming from step {run.state.step}"))
     return run
 
 
 def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
-    weights, parameters = _named(tensors, "weights/"), dict(run.model.named_parameters())
+    saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
-    adamw = isinstance(run.optimizer, torch.optim.AdamW)
     fits = {
-        "lora": all(weights.get(name, one).shape == one.shape for name, one in parameters.items()),
-        "optimizer": not moments or ("exp_avg" in moments) == adamw,
+        "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
+        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():
-        if not fitting:
-            ways_out = f"put it back in {RECIPE}, or begin a new run"
-            raise CheckpointError(f"train.{key} has changed since {run.folder} began: {ways_out}")
+        refuse(
+            not fitting,
+            f"train.{key} has changed since {run.folder} began: put it back in {RECIPE}, or begin a new run",
+            CheckpointError,
+        )
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -122,10 +110,10 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _assemble(
     recipe: Recipe,
-    task: TaskSpec,
+    task: spec.TaskSpec,
     corpus: Corpus,
     loaded: Model,
-    batches: tuple[Batches, Batches],
+    batches: tuple[batch.Batches, batch.Batches],
     folder: Path,
     on_event: OnEvent,
 ) -> TrainingRun:
@@ -138,18 +126,18 @@ def _assemble(
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
-        also = () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
-        add_lora(loaded.model, plan.lora, plan.lora_alpha, plan.lora_targets, also)
+        weights.add_lora(
+            loaded.model,
+            plan.lora,
+            plan.lora_alpha,
+            plan.lora_targets,
+            also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
+        )
     loaded.model.to(device)
-    optimizer = make_optimizer(loaded.model, plan, device)
+    optimizer = optim.make_optimizer(loaded.model, plan, device)
     join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    flops = (
-        cost(loaded.config, length=loaded.max_length).flops.training_per_token
-        if task.tokens is not None
-        else 0.0
-    )
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -161,11 +149,12 @@ def _assemble(
         validation=batches[1],
         optimizer=optimizer,
         precision=precision,
-        device=device,
         attention=quick_attention(task, recipe.data, device),
-        ema=Ema(loaded.model, plan.ema) if plan.ema else None,
+        ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
-        flops_per_token=flops,
+        flops_per_token=0.0
+        if task.tokens is None
+        else cost(loaded.config, length=loaded.max_length).flops.training_per_token,
     )
     wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
     if not (wanted and _compile(run, on_event)) and narrow(device):
@@ -184,47 +173,105 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
         raise
     except Exception as error:
         run.compiled = None
-        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        on_event(Note(f"not compiled, and slower for it: {why}"))
+        first_line = next(iter(str(error).splitlines()), "")
+        on_event(Note(f"not compiled, and slower for it: {type(error).__name__}: {first_line}"))
         return False
     finally:
         run.model.zero_grad(set_to_none=True)
     return True
 
 
-# The recipe ------------------------------------------------------------------------------------------
+# Tokenizer and batches --------------------------------------------------------------------------------------
 
 
-def run_name(plan: DataPlan) -> str:
-    """Name a run for its first file or folder; for a glob, name it for the folder that is searched."""
-    first = Path(plan.paths[0]).absolute() if plan.paths else Path("model")
-    named = next((path for path in (first, *first.parents) if not glob.has_magic(path.name)), first)
-    return named.name.split(".")[0] or "model"
+def find_tokenizer(
+    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
+) -> tuple[Tokenizer | None, dict[str, int]]:
+    """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
+    if task.tokens is None:
+        return None, {}
+    plan = recipe.tokens
+    if plan.model is not None:
+        folder = Path(plan.model)
+        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        refuse(tokenizer is None, f'[tokens] model "{plan.model}" is no directory with a tokenizer')
+        return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
+    if base is not None:
+        refuse(base.tokenizer is None, f"{base.folder} has no tokenizer: add tokenizer.json to it")
+        return base.tokenizer, base.special
+    chosen, sentence = choose(plan, task.tokens, corpus.size)
+    on_event(Note(sentence))
+    assert chosen.kind is not None
+    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size)
+    named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
+    special = {role: index for role, index in named.items() if index is not None}
+    if task.usual is spec.ENCODER_DECODER:
+        special["decoder_start"] = special["bos"]
+    return tokenizer, special
 
 
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Make the paths of a recipe absolute; the name of a corpus or a preset stays as it is."""
+def encode_batches(
+    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
+) -> tuple[batch.Batches, batch.Batches]:
+    """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
+    length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
+    cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
+    made = []
+    for side in SIDES:
+        rows, special = begun(
+            encoded.encode_corpus(
+                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
+            ),
+            loaded,
+        )
+        batches = batching.make_batches(
+            task.batching,
+            rows,
+            recipe.data,
+            special=special,
+            length=length,
+            seed=recipe.train.seed,
+            training=side == "train",
+        )
+        for line in batches.notes:
+            on_event(Note(f"{side}: {line}"))
+        made.append(batches)
+        if task.tokens is None and side == "train":
+            mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
+            loaded.images = processor(mean, deviation, loaded.config)
+    train, validation = made
+    if train.waste:
+        count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
+        on_event(Note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding"))
+    return train, validation
 
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute()) if Path(path).exists() or "/" in path else path
 
-    def data_path(path: str) -> str:
-        is_prefix = path not in CORPORA and any(glob.iglob(f"{path}*"))  # `train` for train.en and train.de
-        return str(Path(path).absolute()) if is_prefix else absolute(path)
+def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
+    """Return preprocessor_config.json: how a picture is prepared for the model."""
+    assert config.image_size is not None
+    height, width = config.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean,
+        "image_std": deviation,
+    }
 
-    paths = {name: tuple(map(data_path, getattr(recipe.data, name))) for name in ("paths", "validation")}
-    recipe = recipe.replace("data", **paths)
-    for section, key, path in (
-        ("tokens", "model", recipe.tokens.model),
-        ("model", BASE, recipe.model.get(BASE)),
-    ):
-        if path is not None:
-            recipe = recipe.replace(section, **{key: absolute(path)})
-    return recipe
+
+# What the recipe leaves open --------------------------------------------------------------------------------
 
 
 def settled(
-    recipe: Recipe, task: TaskSpec, labels: tuple[str, ...], loaded: Model, train: Batches, precision: str
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    labels: tuple[str, ...],
+    loaded: Model,
+    train: batch.Batches,
+    precision: str,
 ) -> Recipe:
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
     plan = recipe.train
@@ -245,12 +292,12 @@ def settled(
     return recipe.replace("model", **loaded.config.to_dict())
 
 
-def _steps(plan: TrainPlan, train: Batches) -> int:
+def _steps(plan: TrainPlan, train: batch.Batches) -> int:
     """Return the number of steps: as given, by the epochs, or ten epochs within 1,000 to 5,000 steps."""
     if plan.steps is not None:
         return plan.steps
     # The last batch of even rows is filled up from the next epoch.
-    batches = train.n_rows / train.rows if isinstance(train, EvenRows) else train.per_epoch
+    batches = train.n_rows / train.rows if isinstance(train, even.EvenRows) else train.per_epoch
     per_epoch = batches / plan.accumulate
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))
@@ -258,16 +305,15 @@ def _steps(plan: TrainPlan, train: Batches) -> int:
 
 
 def _warmup(plan: TrainPlan, steps: int) -> int:
-    warmup = warmup_steps(plan, steps)
-    if plan.warmup is None:
-        warmup = max(1, warmup)
-    if warmup >= steps and plan.schedule != "original":
-        return max(1, steps // 10)  # with none, a single step would already have the last rate
-    return warmup
+    warmup = max(1 if plan.warmup is None else 0, optim.warmup_steps(plan, steps))
+    too_long = warmup >= steps and plan.schedule != "original"
+    return max(1, steps // 10) if too_long else warmup  # with 0, a single step would have the last rate
 
 
-def without_effect(recipe: Recipe, task: TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
-    """Yield a sentence for each setting that the data, the model or its base overrides."""
+def remarks(recipe: Recipe, task: spec.TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
+    """Yield a sentence for random weights and each setting that the data, the model or its base overrides."""
+    if base is None and task.usual is spec.ENCODER and task.head != "mlm":
+        yield "training starts from random weights: set model.base=DIR to start from a trained model"
     longest, asked = loaded.max_length, recipe.data.max_length
     if asked is not None and asked > longest and task.tokens is not None:
         yield (

@@ -1,26 +1,22 @@
 """`train`: from data to a model directory, step by step."""
 
-import dataclasses
+import glob
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clearhead.api import Model, load
-from clearhead.data.files import RECIPE
-from clearhead.errors import CheckpointError, InputError, refuse
+from clearhead.data import corpora, files
+from clearhead.data.plan import DataPlan
+from clearhead.errors import CheckpointError, refuse
+from clearhead.evaluation.examples import validate
 from clearhead.hub.files import write_text
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.table import TASKS, shape_of
-from clearhead.training.averaging import average
-from clearhead.training.events import Event, Finished, Note, OnEvent, Reason, Started
-from clearhead.training.folder import PRETRAIN, new_folder, resumable
-from clearhead.training.log import open_log
-from clearhead.training.loop import TrainingRun, averaged_steps, learn, save
-from clearhead.training.prepare import prepare, restore, run_name, with_absolute_paths
-from clearhead.training.recipe import BASE, Recipe, Settings, read_recipe
-from clearhead.training.state import BEST, CHECKPOINTS, LAST, newest
-from clearhead.training.validate import validate
+from clearhead.recipe import BASE, Recipe, Settings, read_recipe
+from clearhead.tasks import corpus, table
+from clearhead.training import loop, prepare, weights
+from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
+from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,15 @@ def train(
     """Train a model from files and write it to a folder, as `clearhead train` does.
 
     Args:
-        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names. recipe: a
-        recipe, its name, or its file; None: chosen by the data. out: the folder to write; None: `runs/` and
-        the name of the data. settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as
-        `train.steps=2000`. resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and
-        `settings` must be left out. overwrite: remove an earlier run in `out`. on_event: called with every
-        event of the run. stop: called after each step; True saves and ends the run, which can be resumed
-        later.
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names.
+        recipe: a recipe, its name, or its file; None: chosen by the data.
+        out: the folder to write; None: `runs/` and the name of the data.
+        settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as `train.steps=2000`.
+        resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and `settings` must be
+            left out.
+        overwrite: remove an earlier run in `out`.
+        on_event: called with every event of the run.
+        stop: called after each step; True saves and ends the run, which can be resumed later.
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if resume is not None:
@@ -65,7 +63,7 @@ def train(
         )
         return _resume(Path(resume), on_event, stop)
     plan = read_recipe(recipe, settings)
-    shape_of(plan.data.task)  # refuses a task that does not exist
+    table.shape_of(plan.data.task)  # refuses a task that does not exist
     paths = [data] if isinstance(data, str | Path) else list(data)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
@@ -84,15 +82,15 @@ def _start(
     keep: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Run the first stage, if there are two, then the run itself; call `keep` at the first checkpoint."""
-    write_text(folder / RECIPE, recipe.to_toml())
+    write_text(folder / files.RECIPE, recipe.to_toml())
     if recipe.train.pretrain:
         first = _pretrain(recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
-            return dataclasses.replace(first, folder=folder)
-        recipe = recipe.replace("model", base=str(first.folder.absolute())).replace("tokens", kind=None)
-        recipe = recipe.replace("train", pretrain=0)
-    run = prepare(recipe, folder, on_event)
-    save(run)
+            return replace(first, folder=folder)
+        recipe = recipe.replace("model", base=str(first.folder.absolute()))
+        recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
+    run = prepare.prepare(recipe, folder, on_event)
+    loop.save(run)
     keep()
     return _finish(run, on_event, stop)
 
@@ -103,48 +101,50 @@ def _pretrain(
     """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
     if newest(folder) is not None:
         return _resume(folder, on_event, stop)
-    _, task = open_examples(recipe.data)
-    if not TASKS[task].pretrain:
-        fits = " and ".join(sorted(name for name, spec in TASKS.items() if spec.pretrain))
-        raise InputError(f"train.pretrain is for {fits}, and this is {task}: set it to 0")
-    TASKS[task].check_metric(recipe.train.metric)
+    _, task = corpus.open_examples(recipe.data)
+    fits = " and ".join(sorted(name for name, spec in table.TASKS.items() if spec.pretrain))
+    refuse(not table.TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    table.TASKS[task].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
-    later = {"pretrain": 0, "metric": None, "patience": None, "average": 0}  # are of the second stage
-    # These settings keep trained weights, and there are none yet.
-    fine_tuning = {"lora": 0, "freeze": (), "layer_decay": 1.0}
-    recipe = recipe.replace("train", steps=steps, epochs=None, **later, **fine_tuning)
+    later = {
+        **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
+        **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
+    }
+    recipe = recipe.replace("train", steps=steps, epochs=None, **later)
     return _start(recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
 
 
 def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
-    """Continue a run from its newest checkpoint."""
     refuse(
-        not (folder / RECIPE).is_file() or not resumable(folder),
-        f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint",
+        not (folder / files.RECIPE).is_file() or not resumable(folder),
+        f"{folder} holds no run that can be resumed: it needs {files.RECIPE} and a checkpoint",
         CheckpointError,
     )
     checkpoint = newest(folder)
     if checkpoint is None:  # it ended in its first stage
-        return _start(read_recipe(folder / RECIPE), folder, on_event, stop)
+        return _start(read_recipe(folder / files.RECIPE), folder, on_event, stop)
     for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    return _finish(restore(folder, checkpoint, on_event), on_event, stop)
+    return _finish(prepare.restore(folder, checkpoint, on_event), on_event, stop)
 
 
-def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
-    state, parameters = run.state, list(run.model.parameters())
-    with open_log(run.folder, state.step, run.plan.tensorboard) as write:
-
-        def tell(event: Event) -> None:
-            write(event)
-            on_event(event)
-
-        size = sum(parameter.numel() for parameter in parameters)
-        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        tell(Started(run.folder, run.task.name, size, trainable, run.steps, state.step, str(run.device)))
-        reason = learn(run, tell, stop)
+    state = run.state
+    with logged(run.folder, state.step, on_event, run.plan.tensorboard) as tell:
+        tell(
+            Started(
+                folder=run.folder,
+                task=run.task.name,
+                parameters=sum(one.numel() for one in run.model.parameters()),
+                trainable=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
+                steps=run.steps,
+                step=state.step,
+                device=str(run.precision.device),
+            )
+        )
+        reason = loop.learn(run, tell, stop)
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped":
             chosen.save(run.folder)
@@ -152,18 +152,52 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
     return Trained(chosen, run.folder, state.step, metrics, reason)
 
 
-def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
+def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own."""
     best = run.folder / BEST
     found = (best if best.exists() else run.folder / LAST).resolve()
     loaded = load(found)
-    steps = averaged_steps(run)  # none, where patience ended the run before the first of them
+    steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
     if len(steps) > 1 and reason != "stopped":
         states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in steps)
-        loaded.model.load_state_dict(average(states))
-        loaded.model.to(run.device)
-        metrics = validate(loaded, run.task, run.validation, run.precision, run.device, run.metric)
+        loaded.model.load_state_dict(weights.average(states))
+        loaded.model.to(run.precision.device)
+        metrics = validate(
+            loaded, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
+        )
         loaded.model.to("cpu")
         return loaded, {"step": run.state.step, **metrics}
     step = int(found.name.removeprefix("step-"))
     return loaded, next((row for row in run.state.validations if row["step"] == step), {})
+
+
+# The names in a recipe --------------------------------------------------------------------------------------
+
+
+def run_name(plan: DataPlan) -> str:
+    """Name a run for its first file or folder; for a glob, name it for the folder that is searched."""
+    first = Path(plan.paths[0]).absolute() if plan.paths else Path("model")
+    named = next((path for path in (first, *first.parents) if not glob.has_magic(path.name)), first)
+    return named.name.split(".")[0] or "model"
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Make the paths of a recipe absolute; the name of a corpus or a preset stays as it is."""
+
+    def absolute(path: str, prefix: bool = False) -> str:
+        # A prefix names several files: `train` for train.en and train.de.
+        is_path = "/" in path or Path(path).exists() or (prefix and any(glob.iglob(f"{path}*")))
+        return str(Path(path).absolute()) if is_path else path
+
+    paths = {
+        name: tuple(absolute(path, prefix=path not in corpora.CORPORA) for path in getattr(recipe.data, name))
+        for name in ("paths", "validation")
+    }
+    recipe = recipe.replace("data", **paths)
+    for section, key, path in (
+        ("tokens", "model", recipe.tokens.model),
+        ("model", BASE, recipe.model.get(BASE)),
+    ):
+        if path is not None:
+            recipe = recipe.replace(section, **{key: absolute(path)})
+    return recipe

@@ -16,10 +16,10 @@ from torch import Tensor
 from clearhead.api import Model, load
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
+from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
-from clearhead.training import optim, schedule
-from clearhead.training.losses import batch_loss
-from clearhead.training.plan import TrainPlan
+from clearhead.recipe import TrainPlan
+from clearhead.training import optim
 from clearhead.training.state import (
     State,
     load_checkpoint,
@@ -125,7 +125,7 @@ def _steps(model: Transformer, optimizer: Any, plan: TrainPlan, done: int, until
     for step in range(done + 1, until + 1):
         torch.manual_seed(step)
         model.train()
-        optim.set_rate(optimizer, schedule.rate(plan, step, STEPS, model.config.d_model))
+        optim.set_rate(optimizer, optim.rate(plan, step, STEPS, model.config.d_model))
         loss, count = batch_loss(model, some_batch(model, step))
         (loss / count).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)

@@ -5,18 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
-from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
-from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
+from clearhead.losses import CLASSES, SPANS, TAGGED
+from clearhead.recipe import GeneratePlan
+from clearhead.tasks.reading import tag
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
-from clearhead.tasks.words import tag
 from clearhead.tokens.training import READER
-from clearhead.training.losses import CLASSES, SPANS, TAGGED
-from clearhead.training.plan import GeneratePlan
 
 
 def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
@@ -38,8 +36,9 @@ def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) ->
 def _class_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and the mean F1 of the classes."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
-    judgement.figures.classes(said, meant)
-    return [judgement.labels[place] for place in said]
+    for name in ("accuracy", "macro_f1"):
+        judgement.figures.add(name, said, meant)
+    return [judgement.loaded.class_names[place] for place in said]
 
 
 def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
@@ -49,8 +48,7 @@ def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
 
 
 def _tag_metric(labels: Sequence[str]) -> str:
-    spans = all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels)
-    return "span_f1" if spans else "accuracy"
+    return "span_f1" if all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels) else "accuracy"
 
 
 def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -63,7 +61,11 @@ def _tag_figures(judgement: Judgement) -> list[str]:
     """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
     found = tag(judgement.loaded, [row.words for row in judgement.rows])
     tags = [[word.label for word in one.words] for one in found]
-    judgement.figures.tags(tags, [row.tags for row in judgement.rows])
+    wanted = [row.tags for row in judgement.rows]
+    judgement.figures.add("accuracy", tags, wanted, "word_accuracy")
+    if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
+        for name in ("span_f1", "span_precision", "span_recall"):
+            judgement.figures.add(name, tags, wanted)
     return [" ".join(row) for row in tags]
 
 
@@ -91,7 +93,7 @@ def _answer_figures(judgement: Judgement) -> list[str]:
 
 _TEXTS = TaskSpec(
     name="classify",
-    batching=Batching("classify", LABELS, encode_labelled, LabelBatches),
+    batching=Batching("classify", LABELS, encoding.encode_labelled, bucketed.LabelBatches),
     tokens=READER,
     head="classifier",
     usual=ENCODER,
@@ -109,7 +111,7 @@ _TEXTS = TaskSpec(
 _PICTURES = replace(
     _TEXTS,
     name="image",
-    batching=Batching("image", IMAGES, None, PictureBatches),
+    batching=Batching("image", IMAGES, None, pictures.PictureBatches),
     tokens=None,
     usual=VISION,
     families=(),
@@ -123,7 +125,7 @@ TASKS = (
     _PICTURES,
     TaskSpec(
         name="tag",
-        batching=Batching("tag", TAGS, encode_tagged, TagBatches),
+        batching=Batching("tag", TAGS, encoding.encode_tagged, bucketed.TagBatches),
         tokens=READER,
         head="tagger",
         usual=ENCODER,
@@ -140,7 +142,7 @@ TASKS = (
     ),
     TaskSpec(
         name="answer",
-        batching=Batching("answer", QUESTIONS, encode_questions, AnswerBatches),
+        batching=Batching("answer", QUESTIONS, encoding.encode_questions, bucketed.AnswerBatches),
         tokens=READER,
         head="span",
         usual=ENCODER,

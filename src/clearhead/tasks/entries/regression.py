@@ -25,11 +25,11 @@ from clearhead.data.tables import Record
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import Counts, Metric
+from clearhead.losses import Answered, Objective
 from clearhead.model.dtypes import wide
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import ENCODER, Answers, TaskSpec
 from clearhead.tokens.training import READER
-from clearhead.training.losses import Answered, Objective
-from clearhead.training.plan import GeneratePlan
 
 STATED = {"problem_type": "regression"}
 
@@ -53,6 +53,8 @@ def predict(
 class Rated(Labelled):
     """A text, or two texts that are read together, and a number written as its label."""
 
+    NAMED = ""  # a number is not the name of a class
+
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """See `Example.read`."""
@@ -66,10 +68,6 @@ class Rated(Labelled):
         if not finite:
             raise InputError(f"{record.place}: the label in `{column}` must be a number, not {row.label:.40}")
         return cls(row.text, row.label, row.pair)
-
-    def names(self) -> tuple[str, ...]:
-        """See `Example.names`: a number is not the name of a class."""
-        return ()
 
 
 def _encode(rows: Iterable[Rated], encoder: Encoder) -> Iterator[Columns]:

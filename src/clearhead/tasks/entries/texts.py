@@ -1,20 +1,19 @@
 """Tasks whose targets are text: the next token, masked tokens, spans that were taken out, a translation."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, even
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import PairBatches
-from clearhead.batches.encoding import encode_pairs, encode_text
-from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
+from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
-from clearhead.training.plan import GeneratePlan
 
 PROMPT = 32  # characters of the validation text that a language model continues
 
@@ -38,10 +37,6 @@ def _filled(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
     return f"{best[0].text}  ({words[place]})"
 
 
-def _nothing(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
-    return ""
-
-
 def _bits(judgement: Judgement) -> list[str]:
     """Add bits per byte and per character; they say nothing where some of the text was not predicted."""
     tokens, unknown = judgement.tokens, judgement.unknown
@@ -53,11 +48,10 @@ def _bits(judgement: Judgement) -> list[str]:
         return []
     chunks = cast(Iterable[Chunk], judgement.rows)
     sizes = [(len(chunk.text.encode("utf-8", "replace")), len(chunk.text)) for chunk in chunks]
-    judgement.figures.bits(tokens, *np.sum(sizes, 0).tolist())
-    return []
-
-
-def _loss_alone(judgement: Judgement) -> list[str]:
+    n_bytes, characters = np.sum(sizes, 0).tolist()
+    figures = judgement.figures
+    figures.derive("bits_per_byte", "loss", lambda loss: loss / math.log(2) * tokens / n_bytes)
+    figures.derive("bits_per_character", "loss", lambda loss: loss / math.log(2) * tokens / characters)
     return []
 
 
@@ -70,15 +64,15 @@ def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
 
 def _texts(judgement: Judgement) -> list[str]:
     """Add exact match, edits per token, BLEU and chrF."""
-    written, options = judgement.written, judgement.options
-    judgement.figures.texts(written, judgement.references, options.tokenize, options.lowercase)
+    written, references = judgement.write(), judgement.references
+    judgement.figures.texts(written, references, judgement.tokenize, judgement.lowercase)
     return written
 
 
 TASKS = (
     TaskSpec(
         name="lm",
-        batching=Batching("lm", TEXT, encode_text, next_token_batches, separator="eos"),
+        batching=Batching("lm", TEXT, encoding.encode_text, even.next_token_batches, separator="eos"),
         tokens=GENERATOR,
         head="lm",
         usual=DECODER,
@@ -89,7 +83,7 @@ TASKS = (
     ),
     TaskSpec(
         name="mlm",
-        batching=Batching("mlm", TEXT, encode_text, MaskedWindows, separator="sep"),
+        batching=Batching("mlm", TEXT, encoding.encode_text, even.MaskedWindows, separator="sep"),
         tokens=READER,
         guessed=False,
         head="mlm",
@@ -97,22 +91,24 @@ TASKS = (
         pooled=False,
         command="fill {folder} TEXT",
         sample=_filled,
-        figures=_loss_alone,
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="denoise",
-        batching=Batching("denoise", TEXT, encode_text, NoisyWindows, separator="eos", sentinels=True),
+        batching=Batching(
+            "denoise", TEXT, encoding.encode_text, even.NoisyWindows, separator="eos", sentinels=True
+        ),
         tokens=DENOISER,
         guessed=False,
         head="lm",
         usual=ENCODER_DECODER,
         command="translate {folder} TEXT",
-        sample=_nothing,
-        figures=_loss_alone,
+        sample=lambda *given: "",
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="seq2seq",
-        batching=Batching("seq2seq", PAIRS, encode_pairs, PairBatches),
+        batching=Batching("seq2seq", PAIRS, encoding.encode_pairs, bucketed.PairBatches),
         tokens=TRANSLATOR,
         head="lm",
         usual=ENCODER_DECODER,

@@ -23,11 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clearhead.batches.batch import IGNORE, Batch
-from clearhead.errors import InputError
-from clearhead.model.dtypes import wide
-from clearhead.model.feedforward import balance_loss
-from clearhead.model.heads import LanguageHead
-from clearhead.model.transformer import Transformer
+from clearhead.errors import refuse
+from clearhead.model import dtypes, feedforward, heads, transformer
 
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
@@ -44,16 +41,17 @@ class Objective:
     answers: Callable[[Tensor, Batch], Answered]
 
 
-def arguments_for(model: Transformer, batch: Batch) -> dict[str, Tensor]:
+def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
     """Return the model's inputs of a batch; token types are left out where the model has none."""
-    arguments = batch.arguments()
-    if model.config.n_types < 2:
-        arguments.pop("types", None)
-    return arguments
+    return {
+        name: value
+        for name, value in batch.arguments().items()
+        if name != "types" or model.config.n_types > 1
+    }
 
 
 def batch_loss(
-    model: Transformer,
+    model: transformer.Transformer,
     batch: Batch,
     smoothing: float = 0.0,
     chunk: int | None = None,
@@ -71,13 +69,13 @@ def batch_loss(
         objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
-    if isinstance(model.head, LanguageHead):
+    if isinstance(model.head, heads.LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
     else:
-        objective = objective or objective_of(config.head)
-        loss = objective.loss(model(**arguments).logits, batch, smoothing)
+        loss_of = (objective or objective_of(config.head)).loss
+        loss = loss_of(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         # Multiply by the targets, because the balance is part of the mean.
         loss = loss + balance * batch.n_targets * _balance(model, batch)
@@ -100,13 +98,12 @@ def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
 
     Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
     """
-    flat = wide(logits).reshape(-1, logits.shape[-1])
+    flat = dtypes.wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
-        shares = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
-        return nnf.cross_entropy(flat, shares, reduction="sum", label_smoothing=smoothing)
-    return nnf.cross_entropy(
-        flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
-    )
+        wanted = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
+    else:
+        wanted = targets.reshape(-1)
+    return nnf.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
 def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -115,13 +112,12 @@ def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
     Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
     """
     targets, mask = batch.targets, batch.mask
-    scores = wide(logits).transpose(1, 2)  # B 2 T
+    scores = dtypes.wide(logits).transpose(1, 2)  # B 2 T
     real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
     log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
-    asked = targets != IGNORE
     chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
     even = log_p.masked_fill(~real, 0).sum(-1) / real.sum(-1)
-    return -((1 - smoothing) * chosen + smoothing * even).masked_fill(~asked, 0).sum() / 2
+    return -((1 - smoothing) * chosen + smoothing * even).masked_fill(targets == IGNORE, 0).sum() / 2
 
 
 def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -158,14 +154,20 @@ SPANS = Objective(span_loss, span_answers)
 def objective_of(head: str | None) -> Objective:
     """Return the usual objective of a head without a vocabulary."""
     usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
-    if head not in usual:
-        heads = "lm, mlm, classifier, tagger or span"
-        raise InputError(f'a model with head "{head}" has no loss: train one with {heads}')
-    return usual[head]
+    refuse(
+        head not in usual,
+        f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span',
+    )
+    return usual[str(head)]
 
 
 def vocabulary_loss(
-    head: LanguageHead, hidden: Tensor, batch: Batch, smoothing: float, chunk: int, compiled: bool = False
+    head: heads.LanguageHead,
+    hidden: Tensor,
+    batch: Batch,
+    smoothing: float,
+    chunk: int,
+    compiled: bool = False,
 ) -> Tensor:
     """Return the cross-entropy of hidden states [B, T, D] over the vocabulary, in chunks -> []."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
@@ -185,7 +187,7 @@ def vocabulary_loss(
     return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
 
 
-def _row_loss_for(head: LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
+def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
     """Choose the plain loss, our own kernel for large vocabularies on a GPU, or the compiled loss."""
     if not compiled:
         return row_loss
@@ -254,14 +256,15 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that the forward pass took, scaled."""
-        scaled = ((wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
+        scaled = ((dtypes.wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
         return (None, None, None, None, *scaled)
 
 
-def _balance(model: Transformer, batch: Batch) -> Tensor:
-    """Return the mean of the balance losses of the stacks."""
+def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
-    return torch.stack([balance_loss(stack, mask) for stack, mask in stacks if stack is not None]).mean()
+    return torch.stack(
+        [feedforward.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
+    ).mean()

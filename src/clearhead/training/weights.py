@@ -1,0 +1,195 @@
+"""Weights beside those in training: averages, and low-rank updates.
+
+A moving average along the run, and the mean of several checkpoints, often score better than the weights of
+the last step. Low-rank updates (LoRA) train two thin matrices beside a frozen one,
+y = W x + alpha / rank · B A x.
+"""
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.errors import CheckpointError, nearest, refuse
+from clearhead.model.dtypes import wide
+
+
+class Ema:
+    """An exponential moving average of a model's trainable parameters, in float32 at least.
+
+    The n-th update has decay min(decay, n / (n + 9)): otherwise the average of a short run would mostly be
+    its first weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay, self.updates = decay, 0
+        self.weights = {
+            name: wide(parameter.detach()).clone() for name, parameter in _trainable(model).items()
+        }
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the weights of `model`; call it once after each step."""
+        self.updates += 1
+        share = 1 - min(self.decay, self.updates / (self.updates + 9))
+        named = _trainable(model)
+        torch._foreach_lerp_(
+            list(self.weights.values()), [wide(named[name].detach()) for name in self.weights], share
+        )
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Give `model` the averaged weights within a `with` block; its own come back bit for bit."""
+        own = {name: parameter.detach().clone() for name, parameter in _trainable(model).items()}
+        try:
+            model.load_state_dict(self.weights, strict=False)
+            yield
+        finally:
+            model.load_state_dict(own, strict=False)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the average as tensors, for a checkpoint."""
+        return {"updates": torch.tensor(self.updates), **self.weights}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Set the average to what `state` returned."""
+        differing = sorted(state.keys() ^ {"updates", *self.weights})
+        refuse(
+            differing,
+            f"the moving average of the checkpoint differs in {', '.join(differing[:1])}: "
+            "the recipe was changed",
+            CheckpointError,
+        )
+        self.updates = int(state["updates"])
+        for name, weight in self.weights.items():
+            weight.copy_(state[name])
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of state dicts, read one by one and summed in float64; integers come from the last."""
+    sums: dict[str, Tensor] = {}
+    state: Mapping[str, Tensor] = {}
+    count = 0
+    for count, state in enumerate(states, start=1):
+        if count == 1:
+            sums = {name: torch.zeros(one.shape, dtype=torch.float64) for name, one in state.items()}
+        first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
+        differing = sorted(name for name, _ in first.items() ^ here.items())
+        if differing:
+            shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
+            what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"
+            raise CheckpointError(f"checkpoints differ: {differing[0]} {what}: average those of one run")
+        values = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        sums = {name: sums[name] + one if one.is_floating_point() else one for name, one in values.items()}
+    refuse(not count, "there is no checkpoint to average: give one at least", CheckpointError)
+    return {
+        name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total
+        for name, total in sums.items()
+    }
+
+
+# Low-rank updates -------------------------------------------------------------------------------------------
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a low-rank update, which is zero at first."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # the default of linear layers
+        self.scale = alpha / rank
+
+    @property
+    def weight(self) -> Tensor:
+        """The merged weight [out, in]."""
+        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
+            self.base.weight.dtype
+        )
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the frozen layer."""
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        update: Tensor = nnf.linear(nnf.linear(x, self.a), self.b)
+        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
+
+
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
+) -> list[str]:
+    """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
+
+    Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
+    Returns the names of the layers that were changed.
+    """
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and ".blocks." in f".{name}"
+    }
+    last_names = sorted({name.rpartition(".")[2] for name in layers})
+    for target in targets:
+        refuse(
+            target not in last_names,
+            f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
+            f"choose from {', '.join(last_names)}",
+        )
+    refuse(not targets, f"train.lora_targets is empty: choose from {', '.join(last_names)}")
+    chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
+    largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
+    refuse(
+        not 1 <= rank <= largest,
+        f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width",
+    )
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        model.set_submodule(name, LoraLinear(layer, rank, alpha))
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
+            parameter.requires_grad_(True)
+    return list(chosen)
+
+
+def merge(model: nn.Module) -> dict[str, LoraLinear]:
+    """Replace each updated layer by one plain linear layer; return the updated layers by name, for `unmerge`.
+
+    Modules and parameters then have the names they had before `add_lora`, so the model saves like any other.
+    """
+    updated = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    for name, part in updated.items():
+        plain = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(part.weight.detach(), requires_grad=False)
+        plain.bias = part.base.bias
+        model.set_submodule(name, plain.train(part.training))
+    return updated
+
+
+def unmerge(model: nn.Module, updated: Mapping[str, LoraLinear]) -> None:
+    """Undo `merge` exactly: put the frozen layers and their updates back."""
+    for name, part in updated.items():
+        model.set_submodule(name, part)
+
+
+@contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """Merge the updates within a `with` block: to save, or to generate."""
+    updated = merge(model)
+    try:
+        yield
+    finally:
+        unmerge(model, updated)
