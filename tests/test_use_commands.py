@@ -595,3 +595,21 @@ def test_a_pipe(decoder):
         process.stdin.close()
         assert json.loads(process.stdout.readline())["prompt"] == "two"
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("command", ["trace", "attention", "lens"])
+def test_looking_inside_takes_ids_and_an_empty_text_as_python_does(command, decoder, capsys, tmp_path):
+    m = ch.load(decoder)
+    m.special = {"eos": 256, "bos": 256}
+    m.save(tmp_path / "model")
+    as_text = json.loads(run(command, tmp_path / "model", "hello", "--json", capsys=capsys)[1])
+    ids = " ".join(map(str, m.encode(["hello"])[0]))
+    as_ids = json.loads(run(command, tmp_path / "model", ids, "--ids", "--json", capsys=capsys)[1])
+    assert set(as_text) == set(as_ids)
+    assert command != "attention" or [one["entropy"] for one in as_ids["heads"]] == pytest.approx(
+        [one["entropy"] for one in as_text["heads"]], abs=1e-5
+    )
+    assert command != "lens" or as_ids["top_names"] == as_text["top_names"]
+    assert run(command, tmp_path / "model", "", "--json", capsys=capsys)[0] == 0  # read as what begins a text
+    code, out, err = run(command, decoder, "", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "empty" in err

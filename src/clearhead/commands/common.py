@@ -30,6 +30,10 @@ Folder = Annotated[
     Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="DIR")
 ]
 Given = Annotated[Positional[str], option("the text; for a model of images, an image file", metavar="TEXT")]
+TokenIds = Annotated[
+    bool,
+    option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
+]
 Target = Annotated[
     str | None,
     option("what the decoder of an encoder-decoder has written; default: what it writes by itself"),
@@ -48,14 +52,23 @@ Settings = Annotated[
 ]
 
 
-def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
-    """Refuse a missing model, an empty text or an unknown format of picture, before importing torch."""
+def token_ids(text: str) -> list[int]:
+    """Return the token ids written in a text, with spaces or commas between them."""
+    try:
+        return list(map(int, text.replace(",", " ").split()))
+    except ValueError:
+        raise InputError(
+            f'"{text:.40}" is not a list of token ids: with --ids, write whole numbers, such as "15 27 3"'
+        ) from None
+
+
+def check_inputs(folder: Path, plot: Path | None = None) -> None:
+    """Refuse a missing model or an unknown format of picture, before importing torch."""
     refuse(
         not folder.is_dir(),
         f"{folder} is not a directory: name a model directory; "
         f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
     )
-    refuse("" in texts, "the text is empty: give some text, or the name of an image file")
     if plot is not None:
         from clearhead.plot.canvas import FORMATS
 
@@ -67,14 +80,13 @@ def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
 
 def load_model(
     folder: Path,
-    *texts: str,
     tokenizer: Path | None = None,
     device: str = "cpu",
     dtype: str | None = None,
     plot: Path | None = None,
 ) -> ch.Model:
     """Return the model of a directory, on a device and in a dtype, once the inputs are checked."""
-    check_inputs(folder, *texts, plot=plot)
+    check_inputs(folder, plot)
     return ch.load(folder, dtype, device, tokenizer=tokenizer)
 
 

@@ -31,16 +31,13 @@ from clearhead.commands.common import (
     print_notes,
     progress,
     show_result,
+    token_ids,
     writing,
 )
 from clearhead.errors import ClearheadError, InputError, refuse
 
 Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")
-]
-TokenIds = Annotated[
-    bool,
-    option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
 ]
 NO_TEXT = "no text was given: write it after the directory, name a --file, or pipe in one text per line"
 Made = TypeVar("Made")
@@ -227,7 +224,7 @@ def _checked(
         refuse(name not in found, f"there is no {name}: an input needs {all_needed}")
     for name, value in found.items():
         if ids and isinstance(value, str):
-            found[name] = value = _token_ids(value)
+            found[name] = value = token_ids(value)
         listed = isinstance(value, list) and all(type(token) is int for token in value)
         allowed = "text" if ids is None else "text, or a list of token ids"
         refuse(
@@ -235,15 +232,6 @@ def _checked(
             f"{name} is {value!r:.40}: it must be {allowed}",
         )
     return found
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return list(map(int, text.replace(",", " ").split()))
-    except ValueError:
-        raise InputError(
-            f'"{text:.40}" is not a list of token ids: with --ids, write whole numbers, such as "15 27 3"'
-        ) from None
 
 
 def _joined(row: dict[str, Any], unused: Mapping[str, Any]) -> str:

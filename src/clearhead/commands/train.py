@@ -265,7 +265,7 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --plot confusion.png
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
-    check_inputs(folder, plot=plot)
+    check_inputs(folder, plot)
     refuse(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
     )

@@ -8,8 +8,8 @@ from typing import Annotated, Any, cast
 
 from tyro.conf import Fixed, Positional, SuppressFixed, arg
 
-from clearhead.commands.common import Folder, option
-from clearhead.commands.texts import Options, Text, TextOptions, TokenIds
+from clearhead.commands.common import Folder, TokenIds, option
+from clearhead.commands.texts import Options, Text, TextOptions
 from clearhead.generate.request import Request
 from clearhead.report import class_table, fill_table, score_table, tag_table
 from clearhead.tasks.results import Candidate, Generation
