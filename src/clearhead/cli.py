@@ -65,7 +65,7 @@ def list_commands(bold: bool = False) -> str:
         lines += [f"  {name:<12}{command.summary}" for name, command in commands.items()]
     last = (
         "`clearhead COMMAND --help` shows its arguments and examples.",
-        '`eval "$(clearhead --completion)"` completes commands and options in bash; zsh needs bashcompinit.',
+        '`eval "$(clearhead --completion)"` completes commands in bash and zsh.',
     )
     return "\n".join([*lines, "", *last])
 
