@@ -65,6 +65,7 @@ def train(
       clearhead train reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead train train.en train.de --recipe original-transformer --set train.steps=5000
       clearhead train --resume runs/my
+      clearhead train --resume runs/my --set train.steps=4000
     """
     if not data and resume is None and not ch.read_recipe(recipe, set).data.paths:
         refuse(
@@ -77,7 +78,7 @@ def train(
     with _stopping() as signals:
         try:
             done = ch.train(
-                data,
+                [Path(name) for name in data],
                 recipe=recipe,
                 out=out,
                 settings=set,

@@ -195,7 +195,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
     best = [step for step in run.best_steps(len(state.validations)) if step in steps]
     if best:
         point(run.folder, BEST, best[0])
-    forget(run.folder, {*steps[-plan.keep_last :], *averaged_steps(run), *best[: plan.keep_best]})
+    forget(run.folder, steps[-plan.keep_last :], {*averaged_steps(run), *best[: plan.keep_best]})
 
 
 def averaged_steps(run: TrainingRun) -> list[int]:
