@@ -96,11 +96,7 @@ def train(
         sys.exit(128 + signals[0])
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
-    from clearhead.evaluation.evaluate import task_for
-    from clearhead.tasks.table import task_named
-
-    use = task_named(task_for(done.model, None)).command.format(folder=folder)
-    tries = [f"try   clearhead {use}", f"      clearhead check {folder}"]
+    tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
     show_result(body, json, [best, f"saved {folder}", *tries])
 
 

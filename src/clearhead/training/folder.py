@@ -19,12 +19,26 @@ from clearhead.data.given import ROWS
 from clearhead.errors import CheckpointError, refuse
 from clearhead.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.training.tries import PICTURE
 
 LOCK = ".lock"
 BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it
 MOVING = ".moving"  # the same on its way in or out: what it holds belongs into the folder
 OWN = (  # what a run writes
-    *(RECIPE, CACHE, PRETRAIN, CHECKPOINTS, BEST, LAST, LOG, CURVE, *ROWS.values(), "tensorboard", ".*"),
+    *(
+        RECIPE,
+        CACHE,
+        PRETRAIN,
+        CHECKPOINTS,
+        BEST,
+        LAST,
+        LOG,
+        CURVE,
+        PICTURE,
+        *ROWS.values(),
+        "tensorboard",
+        ".*",
+    ),
     *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
 )
 CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache

@@ -53,6 +53,7 @@ class TrainingRun:
     attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
     ema: weights.Ema | None = None
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
+    example: Any = None  # what `tries.first_example` returned
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
     compiled: Transformer | None = None  # a twin of the model that is compiled, with the same parts

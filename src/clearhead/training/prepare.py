@@ -30,6 +30,7 @@ from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
 from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
 from clearhead.training.state import CACHE
+from clearhead.training.tries import first_example
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
 APART = 50  # steps between validations, at least, where the recipe does not say
@@ -107,6 +108,7 @@ def assemble(
         attention=quick_attention(task, recipe.data, device),
         ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
+        example=first_example(corpus),
         flops_per_token=0.0
         if task.tokens is None
         else cost(loaded.config, length=loaded.max_length).flops.training_per_token,

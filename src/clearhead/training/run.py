@@ -21,6 +21,7 @@ from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import new_folder, resumed_folder
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.training.tries import command_to_try
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Trained:
     step: int
     metrics: dict[str, float]  # of the best validation, and its step
     reason: Reason
+    command: str = ""  # `clearhead` and this uses the model on an example from the data
 
 
 def train(
@@ -156,7 +158,8 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
         if reason != "stopped":
             chosen.save(run.folder)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
-    return Trained(chosen, run.folder, state.step, metrics, reason)
+    use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
+    return Trained(chosen, run.folder, state.step, metrics, reason, use)
 
 
 def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
