@@ -12,10 +12,9 @@ import clearhead as ch
 from clearhead.generate.sampling import Sampling, distribution
 from clearhead.inside.attention import attention
 from clearhead.inside.choices import choices_of
-from clearhead.inside.contributions import contributions
 from clearhead.inside.inputs import prepare
-from clearhead.inside.lens import lens
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.lens import contributions, lens
+from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from tests.explorer.toys import picture, toy
 

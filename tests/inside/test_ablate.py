@@ -13,10 +13,9 @@ from clearhead.batches.batch import IGNORE, Batch
 from clearhead.cli import main
 from clearhead.errors import InputError
 from clearhead.inside.names import all_heads
-from clearhead.inside.parts.ablate import ablate, ablate_each, ablating, mean_activations
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.parts.ablate import ablate, ablating, effect, mean_activations
 from clearhead.inside.parts.examples import Examples, examples_from, judge
-from clearhead.inside.parts.importance import importance
+from clearhead.inside.parts.importance import ablate_each, importance
 from tests.harness import V, build, scramble, some_ids, worst
 from tests.inside.test_prune import judged
 

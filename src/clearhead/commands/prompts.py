@@ -29,9 +29,8 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
-    from clearhead.inside.contributions import Contributions
-    from clearhead.inside.lens import Lens
+    from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern
+    from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
 
 LINKS = 3  # tokens named per place in a table of rollout
@@ -192,7 +191,7 @@ def lens(
     )
     model = load_model(folder, text, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.choices import find_column
-    from clearhead.inside.contributions import contributions as take_apart
+    from clearhead.inside.lens import contributions as take_apart
     from clearhead.inside.lens import lens as run
     from clearhead.plot import lens as pictures
 

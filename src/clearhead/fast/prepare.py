@@ -46,7 +46,8 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
 
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
-            fast = made[part] = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            fast = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            made[part] = fast
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
             if isinstance(fast, Direct):

@@ -187,7 +187,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
     tensors = optimizer_tensors(run.optimizer, run.model)
     if run.ema is not None:
-        tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state().items()}
+        tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
     with run.usable() as usable:
