@@ -127,6 +127,8 @@ def test_texts_are_told_from_paths(tmp_path, monkeypatch):
     texts = ["It was a dark night", "ok", "The sea, the sea!", "two\nlines"]
     corpus = read(texts, tmp_path)
     assert [chunk.text for chunk in corpus.validation] == texts
+    assert isinstance(given_or_paths(["この映画は長い", "とても良かった"]), Given)
+    assert isinstance(given_or_paths(["ACGT" * 50, "TTGA" * 60]), Given)
     paths = (["a b", "and another text here"], ["x.txt", "y.txt"], ["my data.txt", "other data.csv"])
     for names in (*paths, ["one text alone"], ["dates"], ("data/*.txt",)):
         assert given_or_paths(names) == tuple(names)

@@ -22,7 +22,7 @@ from clearhead.data.files import listing
 from clearhead.errors import InputError, MissingExtraError, refuse
 
 LOOKED_AT = 100  # elements of a list by which texts are told from paths
-_FILE_NAME = re.compile(r"\S*|.*\.\w{1,7}")
+_FILE_NAME = re.compile(r"[!-~]{1,80}|.*\.[A-Za-z0-9]{1,7}")  # one word of few letters, or it has an ending
 # Parts of a data set that are validated on, the first that is there.
 VALIDATION = ("validation", "valid", "dev", "test")
 WRITTEN = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)  # as text

@@ -84,7 +84,9 @@ def train(
         if isinstance(given, Given):
             for line in given.notes:
                 on_event(Note(line))
-            plan = plan.replace("data", **given.write(folder))
+            if plan.data.format or plan.data.pattern:
+                on_event(Note("data.format and data.pattern are for files: rows in memory need none"))
+            plan = plan.replace("data", format=None, pattern=None, **given.write(folder))
         return _start(plan, folder, on_event, stop, keep)
 
 
