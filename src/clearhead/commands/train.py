@@ -70,6 +70,7 @@ def train(
       clearhead train my.txt --dry-run
       clearhead train --recipe char-gpt --show
       clearhead train --resume runs/my
+      clearhead train --resume runs/my --set train.steps=4000
     """
     if show:
         refuse(data or resume is not None, "--show prints a recipe, not a run: leave data and --resume out")
@@ -98,7 +99,7 @@ def train(
     with _stopping() as signals:
         try:
             done = ch.train(
-                data,
+                [Path(name) for name in data],
                 recipe=recipe,
                 out=out,
                 settings=set,
@@ -116,11 +117,7 @@ def train(
         sys.exit(128 + signals[0])
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
-    from clearhead.evaluation.evaluate import task_for
-    from clearhead.tasks.table import task_named
-
-    use = task_named(task_for(done.model, None)).command.format(folder=folder)
-    tries = [f"try   clearhead {use}", f"      clearhead check {folder}"]
+    tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
     show_result(body, json, [best, f"saved {folder}", *tries])
 
 

@@ -20,8 +20,10 @@ SUFFIXES: dict[str, Format] = {
     **dict.fromkeys((".conll", ".conllu", ".iob", ".iob2", ".bio"), "conll"),
     **dict.fromkeys(PICTURES, "folders"),
     ".csv": "csv",
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), "arrow"),
     ".npz": "npz",
 }
+SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".xlsb", ".ods", ".numbers")
 LANGUAGES = frozenset(
     ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "no", "fi", "pl", "cs", "sk", "ru", "uk")
     + ("bg", "ro", "hu", "el", "tr", "ar", "he", "fa", "hi", "zh", "ja", "ko", "vi", "id", "th")
@@ -30,7 +32,7 @@ IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
 _SIDES = (("src", "tgt"), ("src", "trg"), ("source", "target"), ("input", "output"))
 _LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
 _NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
-_UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
+_UNLIKE_TEXT = ("binary", "arrow", "folders", "idx", "npz")
 _WORDS = {
     "text": "plain text",
     "conll": "tagged sentences (conll)",
@@ -74,6 +76,12 @@ def find_source(
     )
     if plan.pattern is not None:
         return Source("lines", tuple(files))
+    sheet = next((path for path in files if path.suffix.lower() in SPREADSHEETS), None)
+    refuse(
+        sheet is not None and (plan.format is None or len(files) == 1),
+        f"{sheet} is a spreadsheet, which is not read: save its sheet as CSV in UTF-8, "
+        "or give a pandas frame to clearhead.train",
+    )
     looks = {path: format_of(path, wanted) for path in files}
     if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
         texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
@@ -95,7 +103,7 @@ def find_source(
     if look == "binary":
         raise InputError(
             f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
-            "text, tables, pictures, idx and npz can be read"
+            "text, tables, Parquet, pictures, idx and npz can be read"
         )
     whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
     why = _why_not_parallel(files) if look == "text" and wanted is None else None

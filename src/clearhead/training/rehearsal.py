@@ -2,7 +2,7 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from clearhead.recipe import Recipe, Settings, read_recipe
 from clearhead.training.build import LEARNING
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.prepare import prepare
-from clearhead.training.run import planned
+from clearhead.training.run import planned, with_rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rehearsal:
 
 
 def rehearse(
-    data: str | Path | Sequence[str | Path] = (),
+    data: Any = (),
     *,
     recipe: str | Path | Recipe | None = None,
     out: str | Path | None = None,
@@ -41,12 +41,12 @@ def rehearse(
     Of a run of two stages, the second is shown, from random weights.
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
-    plan, folder = planned(data, recipe, out, settings)
+    plan, folder, given = planned(data, recipe, out, settings)
     if plan.train.pretrain:
         on_event(Note(f"first stage: {plan.train.pretrain:,} steps of masked language modelling; not shown"))
         plan = plan.replace("train", pretrain=0)
     with tempfile.TemporaryDirectory() as work:
-        run = prepare(plan, Path(work), on_event)
+        run = prepare(with_rows(plan, given, Path(work), on_event), Path(work), on_event)
         decided = read_recipe(Path(work) / RECIPE)
         first, trained = run.train.at(0), [one for one in run.model.parameters() if one.requires_grad]
         count = sum(one.numel() for one in run.model.parameters())
