@@ -8,7 +8,6 @@ from typing import Any
 
 from clearhead.api import Model
 from clearhead.data.examples import Corpus, Images
-from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.tasks.spec import TaskSpec
 
 PICTURE = "example.png"  # written beside a model that reads pictures
@@ -36,9 +35,6 @@ def command_to_try(task: TaskSpec, example: Any, model: Model, folder: Path) -> 
         texts = [" ".join([*texts[0].split(" ")[:-1], str(mask)])]
     if not all(texts):
         return command
-    if verb == "generate" and model.tokenizer is not None:
-        room = model.max_length - len(model.tokenizer.encode(texts[0]).ids)
-        command += f" --max-new-tokens {max(room, 1)}" if room < MAX_NEW_TOKENS else ""
     arguments = (" " if asked else " --pair ").join(map(quote, texts))
     return _PLACE.sub(lambda found: arguments, command)
 
