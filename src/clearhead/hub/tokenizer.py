@@ -1,33 +1,56 @@
 """Tokenizers that come with a checkpoint, whatever their files; special tokens by role; text to ids.
 
-`tokenizer.json` is taken as it stands. Older directories hold a vocabulary alone: see `vocabularies`.
+The class that `tokenizer_config.json` names decides what surrounds the vocabulary: see `vocabularies`.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.files import first_line, read_json_if_any, write_json
-from clearhead.hub.vocabularies import ROLES, extra_tokens, from_folder, from_piece_file, token_text
+from clearhead.hub.files import first_line, read_json_if_any, reading, write_json
+from clearhead.hub.pieces import token_text
+from clearhead.hub.special import ROLES, extra_tokens
+from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder, for templates of other names
 KEPT = (
     *("model_max_length", "padding_side", "truncation_side"),
-    *("chat_template", "clean_up_tokenization_spaces", "model_input_names"),
+    *("clean_up_tokenization_spaces", "model_input_names", "split_special_tokens"),
 )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and from special_tokens_map.json the special tokens it does not name."""
-    return {
-        key: value
-        for name in ("special_tokens_map.json", SETTINGS)
-        for key, value in read_json_if_any(folder / name).items()
-        if value is not None
-    }
+    """Read tokenizer_config.json, and the files beside it that override it: special tokens, chat templates.
+
+    special_tokens_map.json counts only where tokenizer_config.json has no `added_tokens_decoder`.
+    """
+    settings = read_json_if_any(folder / SETTINGS)
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")  # its newer name
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json_if_any(folder / "special_tokens_map.json")
+    templates = _chat_templates(folder)
+    if templates:
+        settings["chat_template"] = templates["default"] if {*templates} == {"default"} else templates
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """Read chat_template.jinja, and those of further names."""
+    paths = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE).exists():
+        paths = {"default": folder / TEMPLATE, **paths}
+    found = {}
+    for name, path in paths.items():
+        with reading(path, "is not UTF-8 text"):
+            found[name] = path.read_text(encoding="utf-8")
+    return found
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -37,12 +60,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if (folder / TOKENIZER).exists():
         return _from_json(folder / TOKENIZER)
-    try:
+    with building(f"{folder}: its vocabulary makes no tokenizer"):
         return from_folder(folder, read_settings(folder))
-    except CheckpointError:
-        raise
-    except Exception as error:  # what the tokenizers library says about a vocabulary it cannot use
-        raise CheckpointError(f"{folder}: its vocabulary makes no tokenizer: {first_line(error)}") from None
 
 
 def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -67,13 +86,24 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def _from_json(path: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} is no tokenizer: {first_line(error)}") from None
+    with building(f"{path} is no tokenizer"):
+        stated = Tokenizer.from_file(str(path))
+    with building(f"{path} and {SETTINGS} beside it make no tokenizer"):
+        tokenizer = from_json(path.parent, stated, read_settings(path.parent))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+@contextmanager
+def building(otherwise: str) -> Iterator[None]:
+    """Refuse files in one line with what the tokenizers library says about them, a panic included."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{otherwise}: {first_line(error)}") from None
 
 
 def special_ids(
@@ -133,8 +163,8 @@ def save_tokenizer(
     except Exception as error:
         raise CheckpointError(f"{folder / TOKENIZER} cannot be written: {error}") from None
     named = {role: tokenizer.id_to_token(special[role]) for role in ROLES if role in special}
-    others = [text for text in extra_tokens(settings) if text not in named.values()]
-    extra = [text for text in others if tokenizer.token_to_id(text) is not None]
+    others = [text for text in map(token_text, extra_tokens(settings)) if text not in named.values()]
+    extra = [text for text in others if text is not None and tokenizer.token_to_id(text) is not None]
     written = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **({} if max_length is None else {"model_max_length": max_length}),
@@ -143,6 +173,20 @@ def save_tokenizer(
         **({"additional_special_tokens": extra} if extra else {}),
     }
     write_json(folder / SETTINGS, written)
+    for name, text in _templates_of(settings).items():
+        path = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return chat templates by name, from any of the forms in which files state them."""
+    stated = settings.get("chat_template") or {}
+    if isinstance(stated, list):
+        stated = {str(each.get("name")): each.get("template") for each in stated if isinstance(each, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    safe = {name: text for name, text in named.items() if re.fullmatch(r"[\w. -]+", name)}
+    return {name: text for name, text in safe.items() if isinstance(text, str)}
 
 
 def clean(text: str) -> str:
