@@ -222,13 +222,14 @@ class Model(Bundle):
             return answers.answer(self, [question], [context], **options)[0]
         return answers.answer(self, question, context, **options)
 
-    def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
+    def embed(self, texts: str | list[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
-        else by their mean. Texts longer than the model takes are cut.
+        else by their mean. Texts longer than the model takes are cut. `prompt` names one of the directory's
+        prompts, to be put before each text in place of its usual one.
         """
-        return embeddings.embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
+        return embeddings.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
 
 
 def _prompts(given: Any) -> tuple[bool, list[Any]]:
@@ -309,7 +310,7 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
