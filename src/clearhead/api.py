@@ -257,11 +257,13 @@ def load(
     device: str = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
+    mapped: bool = False,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
     `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model,
-    llama2.c's .bin.
+    llama2.c's .bin. `mapped` weights are the file's own pages: they are read when first used and shared
+    between processes, and the file must not be written to while the model is in use.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -272,7 +274,7 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
-    model, description = checkpoint.load_model(path, checkpoint.describe(path), dtype)
+    model, description = checkpoint.load_model(path, checkpoint.describe(path), dtype, mapped)
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)

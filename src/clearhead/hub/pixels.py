@@ -14,8 +14,7 @@ from torch import Tensor
 
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.hub.files import first_line
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 
 PREPROCESSOR = "preprocessor_config.json"
 DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor

@@ -4,20 +4,21 @@ The class that `tokenizer_config.json` names decides what surrounds the vocabula
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.files import first_line, read_json_if_any, reading, write_json
+from clearhead.errors import CheckpointError, refuse, refusing
+from clearhead.hub.files import read_json_if_any, reading, write_json
 from clearhead.hub.pieces import token_text
 from clearhead.hub.special import ROLES, extra_tokens
 from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+PROBE = "A text, 1 \u4e2d \U000e0001"  # words, digits, and what hardly any vocabulary has
 TEMPLATES = "additional_chat_templates"  # a folder, for templates of other names
 KEPT = (
     *("model_max_length", "padding_side", "truncation_side"),
@@ -60,8 +61,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if (folder / TOKENIZER).exists():
         return _from_json(folder / TOKENIZER)
-    with building(f"{folder}: its vocabulary makes no tokenizer"):
-        return from_folder(folder, read_settings(folder))
+    with refusing(f"{folder}: its vocabulary makes no tokenizer", CheckpointError):
+        tokenizer = from_folder(folder, read_settings(folder))
+        return tokenizer if tokenizer is None else _tried(tokenizer)
 
 
 def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -86,24 +88,23 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def _from_json(path: Path) -> Tokenizer:
-    with building(f"{path} is no tokenizer"):
+    with refusing(f"{path} is no tokenizer", CheckpointError):
         stated = Tokenizer.from_file(str(path))
-    with building(f"{path} and {SETTINGS} beside it make no tokenizer"):
-        tokenizer = from_json(path.parent, stated, read_settings(path.parent))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    stated.no_padding()
+    stated.no_truncation()
+    with refusing(f"{path} and {SETTINGS} beside it make no tokenizer", CheckpointError):
+        return _tried(from_json(path.parent, stated, read_settings(path.parent)))
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that does not panic at the first text, as parts that do not fit together do.
+
+    That it knows no token for a text is no fault: it may have been made for a closed vocabulary.
+    """
+    for text in ("", PROBE):
+        with suppress(Exception):
+            tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
     return tokenizer
-
-
-@contextmanager
-def building(otherwise: str) -> Iterator[None]:
-    """Refuse files in one line with what the tokenizers library says about them, a panic included."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{otherwise}: {first_line(error)}") from None
 
 
 def special_ids(
@@ -197,11 +198,12 @@ def clean(text: str) -> str:
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
     """Return the ids of each text with its special tokens, truncated to `max_length`."""
     cleaned = [clean(text) for text in texts]
-    if max_length is None:
-        return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
+    with refusing("the tokenizer cannot read a text"):
+        if max_length is None:
+            return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
+        found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
-    found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
     for encoding in found:
         encoding.truncate(room)
     return [tokenizer.post_process(encoding).ids for encoding in found]
