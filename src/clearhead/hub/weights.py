@@ -216,7 +216,8 @@ def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int,
         tensor = torch.empty(shape, dtype=dtype)
         with reading(path, "cannot be read"), path.open("rb") as file:
             file.seek(body + start)
-            found = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) if start < stop else 0
+            into = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if start < stop else bytearray()
+            found = file.readinto(into)
         refuse(found != stop - start, f"{path} has become shorter while it was read: load it again")
         return tensor
 
@@ -258,12 +259,13 @@ def open_pickle(path: Path, mapped: bool = True) -> dict[str, Entry]:
     }
     for name, tensor in tensors.items():
         _check_plain(path, name, tensor)
+
+    def drop(name: str) -> None:
+        tensors.pop(name, None)
+
     return {
         name: Entry(
-            tuple(tensor.shape),
-            tensor.dtype,
-            partial(tensors.__getitem__, name),
-            partial(tensors.pop, name, None),
+            tuple(tensor.shape), tensor.dtype, partial(tensors.__getitem__, name), partial(drop, name)
         )
         for name, tensor in tensors.items()
     }
