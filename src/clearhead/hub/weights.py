@@ -216,7 +216,7 @@ def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int,
         tensor = torch.empty(shape, dtype=dtype)
         with reading(path, "cannot be read"), path.open("rb") as file:
             file.seek(body + start)
-            into = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if start < stop else bytearray()
+            into = tensor.reshape(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
             found = file.readinto(into)
         refuse(found != stop - start, f"{path} has become shorter while it was read: load it again")
         return tensor
