@@ -22,8 +22,8 @@ from tokenizers import (
 )
 
 import clearhead as ch
+from clearhead.tasks.reading import spans_of, tag
 from clearhead.tasks.results import Word
-from clearhead.tasks.words import spans_of, tag
 
 transformers.logging.set_verbosity_error()
 

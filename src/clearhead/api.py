@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Bundle, default_names
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.generate.request import MAX_NEW_TOKENS, make_request
+from clearhead.bundle import Bundle, best_device, default_names, float_dtype
+from clearhead.errors import CheckpointError, MissingExtraError, refuse
+from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.tasks import answers, blanks, classes, embeddings, scores, translation, words
+from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 
@@ -84,9 +84,9 @@ class Model(Bundle):
             draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
-        request = make_request({"max_new_tokens": max_new_tokens, "num_return": num_return, **options})
+        asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
         single, prompts = _prompts(prompt)
-        return _best(generate(self, prompts, request, Hooks(on_text, cancel, draft)), num_return, single)
+        return _best(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
 
     @overload
     def translate(  # type: ignore[overload-overlap]
@@ -146,12 +146,12 @@ class Model(Bundle):
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
         asked = {**own, "num_return": num_return, **options}
         single, prompts = _prompts(text)
-        made = translation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
+        made = generation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
         return _best(made, num_return, single)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""
-        return scores.score(self, text, source)
+        return generation.score(self, text, source)
 
     @overload
     def classify(self, inputs: str | Pair | pixels.Image, batch_size: int = ...) -> Classification: ...
@@ -168,7 +168,7 @@ class Model(Bundle):
         single = not isinstance(inputs, list)
         if self.config.input == "patches":
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
-        return _unwrapped(classes.classify(self, [inputs] if single else list(inputs), batch_size), single)
+        return _unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
 
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
@@ -184,7 +184,7 @@ class Model(Bundle):
         """
         single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
         texts: Any = [text] if single else text
-        return _unwrapped(words.tag(self, texts, batch_size), single)
+        return _unwrapped(reading.tag(self, texts, batch_size), single)
 
     @overload
     def fill(self, text: str, k: int = ..., batch_size: int = ...) -> Filled: ...
@@ -197,20 +197,20 @@ class Model(Bundle):
 
         Several masks give a list for each. Each mask is filled on its own, the others left standing.
         """
-        found = blanks.fill(self, [text] if isinstance(text, str) else text, k, batch_size)
+        found = reading.fill(self, [text] if isinstance(text, str) else text, k, batch_size)
         made: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in found]
         return made[0] if isinstance(text, str) else made
 
     @overload
-    def answer(self, question: str, context: str, **options: Unpack[answers.AnswerOptions]) -> Answer: ...
+    def answer(self, question: str, context: str, **options: Unpack[reading.AnswerOptions]) -> Answer: ...
 
     @overload
     def answer(
-        self, question: list[str], context: list[str], **options: Unpack[answers.AnswerOptions]
+        self, question: list[str], context: list[str], **options: Unpack[reading.AnswerOptions]
     ) -> list[Answer]: ...
 
     def answer(
-        self, question: Any, context: Any, **options: Unpack[answers.AnswerOptions]
+        self, question: Any, context: Any, **options: Unpack[reading.AnswerOptions]
     ) -> Answer | list[Answer]:
         """Return the part of the context that answers the question; a long context is read in windows.
 
@@ -219,8 +219,8 @@ class Model(Bundle):
         windows at a time.
         """
         if isinstance(question, str):
-            return answers.answer(self, [question], [context], **options)[0]
-        return answers.answer(self, question, context, **options)
+            return reading.answer(self, [question], [context], **options)[0]
+        return reading.answer(self, question, context, **options)
 
     def embed(self, texts: str | list[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
@@ -229,7 +229,7 @@ class Model(Bundle):
         else by their mean. Texts longer than the model takes are cut. `prompt` names one of the directory's
         prompts, to be put before each text in place of its usual one.
         """
-        return embeddings.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
+        return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
 
 
 def _prompts(given: Any) -> tuple[bool, list[Any]]:
@@ -253,18 +253,21 @@ def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
 
 def load(
     folder: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
     mapped: bool = False,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
-    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model,
-    llama2.c's .bin. `mapped` weights are the file's own pages: they are read when first used and shared
-    between processes, and the file must not be written to while the model is in use.
+    `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
+    `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
+    lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
+    are the file's own pages: they are read when first used and shared between processes, and the file must
+    not be written to while the model is in use.
     """
+    cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
     if not path.is_dir():
         refuse(
@@ -274,18 +277,14 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
-    model, description = checkpoint.load_model(path, checkpoint.describe(path), dtype, mapped)
+    model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
-    try:
-        model = model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return Model(
-        model,
+        model.to(place),
         found,
         generation,
         description,

@@ -46,11 +46,9 @@ def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> 
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:
-        refuse(
-            name not in known,
-            f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}',
-            ConfigError,
-        )
+        if name not in known:
+            near = nearest(str(name), known)
+            raise ConfigError(f'unknown {table} key "{name}"{near}: {table} has {", ".join(known)}')
 
 
 def shaped(value: Any, hint: Any) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.data.columns import has_header
 from clearhead.data.examples import Corpus
+from clearhead.data.layout import has_header
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.tasks.corpus import open_data

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clearhead.data import text as text_module
+from clearhead.data import split as text_module
 from clearhead.data.examples import Chunk
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import key_of, split_keys
-from clearhead.data.text import Stream, cut, split_text
+from clearhead.data.split import Stream, cut, key_of, split_keys, split_text
 from clearhead.tasks.corpus import open_data
 
 
@@ -96,7 +95,7 @@ def test_text_is_parted_without_loss(documents, share, size):
         assert all(len(chunk.text) <= size for chunk in chunks)
         if max(map(len, whole), default=0) < 20 or len(set(whole)) < 2:
             return
-        train, validation, _ = split_text(Stream(lambda: iter(chunks)), share, "empty")
+        train, validation, _ = split_text(Stream(lambda: iter(chunks), "empty"), share)
         parts = ["".join(text) for text in joined(train)], ["".join(text) for text in joined(validation)]
         if len(whole) >= text_module.FEW:
             assert sorted([*parts[0], *parts[1]]) == sorted(whole)

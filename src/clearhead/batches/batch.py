@@ -44,9 +44,8 @@ class Batch:
     @cached_property
     def n_targets(self) -> int:
         """Return the number of targets; an answer, a share of classes or a number counts as one."""
-        if self.is_span or self.targets.is_floating_point():
-            return len(self)
-        return int((self.targets != IGNORE).sum())
+        one_each = self.is_span or self.targets.is_floating_point()
+        return len(self) if one_each else int((self.targets != IGNORE).sum())
 
     @cached_property
     def n_tokens(self) -> int:
@@ -66,12 +65,14 @@ class Batch:
         """Return the batch on a device; to a GPU it is copied from pinned memory while the CPU goes on."""
         device = torch.device(device)
         copied = device.type == "cuda" and self.ids.device.type == "cpu"
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "numbers"}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        if copied:
-            tensors = {name: value.pin_memory() for name, value in tensors.items()}
-        moved = {name: value.to(device, non_blocking=copied) for name, value in tensors.items()}
-        made = replace(self, **moved)
+        tensors = {**self.arguments(), "targets": self.targets}
+        made = replace(
+            self,
+            **{
+                name: (value.pin_memory() if copied else value).to(device, non_blocking=copied)
+                for name, value in tensors.items()
+            },
+        )
         # Counted here: on a device, counting would wait for it.
         made.__dict__.update(n_targets=self.n_targets, n_tokens=self.n_tokens)
         return made

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from clearhead.batches.batch import Batches
 from clearhead.batches.encoding import Columns, Encoder
-from clearhead.batches.rows import Frame
+from clearhead.batches.rows import BARE, Frame, Ints, Stretches
 from clearhead.data.examples import Shape
 from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
-
-BARE = Frame((), (), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +44,10 @@ class Encoded:
         ragged = [name.removesuffix("_offsets") for name in self.arrays if name.endswith("_offsets")]
         return sum(len(self.arrays[name]) for name in ragged)
 
-    def stretches(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each row of a ragged column begins, and how long it is."""
+    def stretches(self, name: str) -> Stretches:
+        """Return the rows of a ragged column."""
         offsets = np.asarray(self[f"{name}_offsets"])
-        return offsets[:-1], np.diff(offsets)
+        return Stretches(self[name], offsets[:-1], np.diff(offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,3 +145,9 @@ def tensor(array: NDArray[Any]) -> Tensor:
     """Return integers, truth values or numbers as a model takes them."""
     dtype = {"b": np.bool_, "f": np.float32}.get(array.dtype.kind, np.int64)
     return torch.from_numpy(array.astype(dtype))
+
+
+def blank(lengths: Ints, pad: int) -> tuple[Ints, Tensor | None]:
+    """Return padding for rows of the given lengths [B, T], and the mask where some of it will stay."""
+    real = np.arange(int(lengths.max())) < lengths[:, None]
+    return np.full(real.shape, pad, dtype=np.int64), None if real.all() else tensor(real)

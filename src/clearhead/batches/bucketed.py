@@ -5,15 +5,14 @@ Shapes: N examples, B rows, T tokens of a row, S tokens of the source.
 
 from abc import abstractmethod
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.batches.batching import Setting, tensor
+from clearhead.batches.batching import Setting, blank, tensor
 from clearhead.batches.even import ORDER, generator
-from clearhead.batches.rows import Buckets, Ints, Stretches, frame_rows, lay, ragged, share_room
+from clearhead.batches.rows import Buckets, Ints, frame_rows, lay, ragged, share_room
 
 
 class Bucketed(Batches):
@@ -21,36 +20,26 @@ class Bucketed(Batches):
 
     def __init__(self, setting: Setting, *sizes: Ints) -> None:
         """Group examples by `sizes`: their tokens [N] on each side, as they will be in a row."""
-        plan = setting.plan
+        self.setting, self.sizes, plan = setting, sizes, setting.plan
         self.buckets = Buckets(np.stack(sizes, axis=1), plan.batch_size, plan.batch_tokens)
-        self.encoded, self.pad, self.seed, self.training = (
-            setting.encoded,
-            setting.pad,
-            setting.seed,
-            setting.training,
-        )
         self.per_epoch = len(self.buckets)
         self.order = lru_cache(maxsize=1)(self._order)
         self.waste = self.buckets.waste(self.order(0)[0])
 
     def _order(self, epoch: int) -> tuple[Ints, Ints]:
-        return self.buckets.order(generator(self.seed, ORDER, epoch) if self.training else None)
+        training, seed = self.setting.training, self.setting.seed
+        return self.buckets.order(generator(seed, ORDER, epoch) if training else None)
 
     def at(self, index: int) -> Batch:
         """See `Batches.at`."""
         epoch, number = divmod(index, self.per_epoch)
-        examples, batches = self.order(epoch if self.training else 0)
+        examples, batches = self.order(epoch if self.setting.training else 0)
         batch = batches[number]
         return self._build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
 
     @abstractmethod
     def _build(self, numbers: Ints) -> Batch:
         """Make the batch of the examples with these numbers."""
-
-    def blank(self, lengths: Ints) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        """Return padding for rows of the given lengths [B, T], and `mask` where some of it will stay."""
-        real = np.arange(int(lengths.max())) < lengths[:, None]
-        return np.full(real.shape, self.pad, dtype=np.int64), {} if real.all() else {"mask": tensor(real)}
 
 
 def cut_note(longer: NDArray[np.bool_], what: str, length: int, more: str = "") -> tuple[str, ...]:
@@ -67,70 +56,61 @@ class PairBatches(Bucketed):
     """
 
     def __init__(self, setting: Setting) -> None:
-        encoded, length, self.frame = setting.encoded, setting.length, setting.encoded.frame
+        length, self.frame = setting.length, setting.encoded.frame
         self.bos, self.eos = setting.need("bos"), setting.need("eos")
         room = setting.room(self.frame, "a source")
-        self.source_starts, source = encoded.stretches("source")
-        self.target_starts, target = encoded.stretches("target")
-        self.source_lengths = np.minimum(source, room)
-        self.target_lengths = np.minimum(target + 1, length)  # with eos
-        self.whole = target + 1 <= length
-        self.notes = cut_note(source > room, "sources", length) + cut_note(~self.whole, "targets", length)
-        super().__init__(setting, self.source_lengths + self.frame.size, self.target_lengths)
+        source, target = setting.encoded.stretches("source"), setting.encoded.stretches("target")
+        self.source, self.fed, self.asked = source.cut(room), target.cut(length - 1), target.cut(length)
+        self.whole = target.lengths < length
+        cut_sources = cut_note(source.lengths > room, "sources", length)
+        self.notes = cut_sources + cut_note(~self.whole, "targets", length)
+        super().__init__(setting, self.source.lengths + self.frame.size, self.fed.lengths + 1)
 
     def _build(self, numbers: Ints) -> Batch:
-        lengths = self.source_lengths[numbers]
-        source, mask = self.blank(lengths + self.frame.size)
-        part = Stretches(self.encoded["source"], self.source_starts[numbers], lengths)
-        frame_rows(self.frame, [part], source)
-        lengths, whole = self.target_lengths[numbers], self.whole[numbers]
-        starts = self.target_starts[numbers]
-        decoder, more = self.blank(lengths)
+        source, source_mask = blank(self.sizes[0][numbers], self.setting.pad)
+        frame_rows(self.frame, [self.source.take(numbers)], source)
+        asked, whole = self.asked.take(numbers), self.whole[numbers]
+        decoder, mask = blank(self.sizes[1][numbers], self.setting.pad)
         targets = np.full_like(decoder, IGNORE)
         decoder[:, 0] = self.bos
-        lay(decoder, np.ones_like(starts), Stretches(self.encoded["target"], starts, lengths - 1))
-        lay(targets, np.zeros_like(starts), Stretches(self.encoded["target"], starts, lengths - whole))
-        targets[whole, lengths[whole] - 1] = self.eos
-        more |= {f"source_{name}": value for name, value in mask.items()}
-        return Batch(tensor(decoder), tensor(targets), source=tensor(source), numbers=tensor(numbers), **more)
+        lay(decoder, 1, self.fed.take(numbers))
+        lay(targets, 0, asked)
+        targets[whole, asked.lengths[whole]] = self.eos
+        return Batch(
+            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(numbers)
+        )
 
 
 class LabelBatches(Bucketed):
     """A text, or two, framed; the target is a class, or a number."""
 
     def __init__(self, setting: Setting) -> None:
-        encoded, length = setting.encoded, setting.length
-        single_frame, pair_frame = self.frames = encoded.frame, encoded.pair_frame
-        self.paired = np.asarray(encoded["paired"])
-        self.first_starts, first = encoded.stretches("first")
-        self.second_starts, second = encoded.stretches("second")
-        single, both = np.minimum(first, setting.room(single_frame, "a text")), (first, second)
-        if self.paired.any():
-            both = share_room(first, second, setting.room(pair_frame, "two texts"))
-        self.first_lengths = np.where(self.paired, both[0], single)
-        self.second_lengths = np.where(self.paired, both[1], 0)
-        texts = self.first_lengths + self.second_lengths
-        self.notes = cut_note(texts < first + second, "examples", length)
-        used = zip(self.frames, (~self.paired, self.paired))
+        encoded, paired = setting.encoded, np.asarray(setting.encoded["paired"])
+        self.paired, self.labels, self.frames = paired, encoded["labels"], (encoded.frame, encoded.pair_frame)
+        first, second = encoded.stretches("first"), encoded.stretches("second")
+        single = np.minimum(first.lengths, setting.room(encoded.frame, "a text"))
+        room = setting.room(encoded.pair_frame, "two texts") if paired.any() else 0
+        one, two = share_room(first.lengths, second.lengths, room)
+        self.first = first.cut(np.where(paired, one, single))
+        self.second = second.cut(np.where(paired, two, 0))
+        texts = self.first.lengths + self.second.lengths
+        self.notes = cut_note(texts < first.lengths + second.lengths, "examples", setting.length)
+        used = zip(self.frames, (~paired, paired))
         self.typed = any(frame.typed for frame, rows in used if rows.any())
-        self.lengths = texts + np.where(self.paired, pair_frame.size, single_frame.size)
-        super().__init__(setting, self.lengths)
+        super().__init__(setting, texts + np.where(paired, encoded.pair_frame.size, encoded.frame.size))
 
     def _build(self, numbers: Ints) -> Batch:
-        ids, more = self.blank(self.lengths[numbers])
+        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
         types = np.zeros_like(ids) if self.typed else None
-        for frame, chosen in zip(self.frames, (~self.paired[numbers], self.paired[numbers])):
-            some = numbers[chosen]
-            parts = [
-                Stretches(self.encoded["first"], self.first_starts[some], self.first_lengths[some]),
-                Stretches(self.encoded["second"], self.second_starts[some], self.second_lengths[some]),
-            ]
-            frame_rows(
-                frame, parts if frame is self.frames[1] else parts[:1], ids, types, np.flatnonzero(chosen)
-            )
-        if types is not None:
-            more["types"] = tensor(types)
-        return Batch(tensor(ids), tensor(self.encoded["labels"][numbers]), numbers=tensor(numbers), **more)
+        paired = self.paired[numbers]
+        for frame, chosen, texts in (
+            (self.frames[0], ~paired, [self.first]),
+            (self.frames[1], paired, [self.first, self.second]),
+        ):
+            parts = [text.take(numbers[chosen]) for text in texts]
+            frame_rows(frame, parts, ids, types, np.flatnonzero(chosen))
+        more = {} if types is None else {"types": tensor(types)}
+        return Batch(tensor(ids), tensor(self.labels[numbers]), mask, numbers=tensor(numbers), **more)
 
 
 class TagBatches(Bucketed):
@@ -139,22 +119,22 @@ class TagBatches(Bucketed):
     def __init__(self, setting: Setting) -> None:
         encoded, self.frame = setting.encoded, setting.encoded.frame
         room = setting.room(self.frame, "words")
-        self.starts, lengths = encoded.stretches("ids")
-        self.lengths, longer, lost = np.minimum(lengths, room), lengths > room, 0
+        words = encoded.stretches("ids")
+        self.words, self.tags = words.cut(room), words.cut(room)._replace(values=encoded["targets"])
+        longer, lost = words.lengths > room, 0
         if longer.any():
-            sentence, place = ragged(lengths)
-            tagged = encoded["targets"][self.starts[sentence] + place] != IGNORE
+            sentence, place = ragged(words.lengths)
+            tagged = encoded["targets"][words.starts[sentence] + place] != IGNORE
             lost = int(((place >= room) & tagged).sum())
         self.notes = cut_note(longer, "sentences", setting.length, f": {lost:,} words have no tag")
-        super().__init__(setting, self.lengths + self.frame.size)
+        super().__init__(setting, self.words.lengths + self.frame.size)
 
     def _build(self, numbers: Ints) -> Batch:
-        starts, lengths = self.starts[numbers], self.lengths[numbers]
-        ids, more = self.blank(lengths + self.frame.size)
+        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
         targets = np.full_like(ids, IGNORE)
-        begins = frame_rows(self.frame, [Stretches(self.encoded["ids"], starts, lengths)], ids)
-        lay(targets, begins[0], Stretches(self.encoded["targets"], starts, lengths))
-        return Batch(tensor(ids), tensor(targets), numbers=tensor(numbers), **more)
+        begins = frame_rows(self.frame, [self.words.take(numbers)], ids)
+        lay(targets, begins[0], self.tags.take(numbers))
+        return Batch(tensor(ids), tensor(targets), mask, numbers=tensor(numbers))
 
 
 class AnswerBatches(Bucketed):
@@ -169,45 +149,36 @@ class AnswerBatches(Bucketed):
     def __init__(self, setting: Setting) -> None:
         encoded, self.frame = setting.encoded, setting.encoded.pair_frame
         room = setting.room(self.frame, "a question and its context")
-        self.question_starts, question = encoded.stretches("question")
-        self.context_starts, context = encoded.stretches("context")
-        self.question_lengths = np.minimum(question, room // 2)
-        self.notes = cut_note(question > self.question_lengths, "questions", room // 2)
-        rooms = np.maximum(1, room - self.question_lengths)
+        question, context = encoded.stretches("question"), encoded.stretches("context")
+        short = question.cut(room // 2)
+        self.notes = cut_note(question.lengths > short.lengths, "questions", room // 2)
+        rooms = np.maximum(1, room - short.lengths)
         steps = rooms - np.minimum(setting.plan.stride, rooms // 2)
         # Of each window: its example, and its number within the example.
-        self.example, window = ragged(1 + np.maximum(0, (context - rooms + steps - 1) // steps))
+        self.example, window = ragged(1 + np.maximum(0, (context.lengths - rooms + steps - 1) // steps))
         self.begin = window * steps[self.example]  # its first token of the context
-        self.count = np.minimum(rooms[self.example], context[self.example] - self.begin)
+        count = np.minimum(rooms[self.example], context.lengths[self.example] - self.begin)
+        self.question = short.take(self.example)
+        self.context = context._replace(starts=context.starts[self.example] + self.begin, lengths=count)
         answers = np.asarray(encoded["answer"])
         places = answers[self.example] - self.begin[:, None]  # windows 2
         answered = answers[:, 0] >= 0
-        inside = answered[self.example] & (places[:, 0] >= 0) & (places[:, 1] < self.count)
+        inside = answered[self.example] & (places[:, 0] >= 0) & (places[:, 1] < count)
         lost = answered & (np.bincount(self.example, inside) == 0)
         if lost.any():
             more = "are in no window as a whole, and count as none: raise data.stride or data.max_length"
             self.notes += (f"{int(lost.sum()):,} of {len(lost):,} answers {more}",)
         # The column of a row at which the context begins.
-        self.text_begin = (
-            self.question_lengths[self.example] + len(self.frame.before) + len(self.frame.between)
-        )
+        self.text_begin = self.question.lengths + sum(map(len, self.frame.special[:2]))
         self.targets = np.where(inside[:, None], places + self.text_begin[:, None], 0)
-        self.lengths = self.question_lengths[self.example] + self.count + self.frame.size
-        super().__init__(setting, self.lengths)
+        super().__init__(setting, self.question.lengths + count + self.frame.size)
 
     def _build(self, numbers: Ints) -> Batch:
-        example, encoded = self.example[numbers], self.encoded
-        ids, more = self.blank(self.lengths[numbers])
+        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
         types = np.zeros_like(ids) if self.frame.typed else None
-        begins = self.context_starts[example] + self.begin[numbers]
-        question = Stretches(
-            encoded["question"], self.question_starts[example], self.question_lengths[example]
-        )
-        context = Stretches(encoded["context"], begins, self.count[numbers])
-        frame_rows(self.frame, [question, context], ids, types)
-        if types is not None:
-            more["types"] = tensor(types)
-        return Batch(tensor(ids), tensor(self.targets[numbers]), numbers=tensor(numbers), **more)
+        frame_rows(self.frame, [self.question.take(numbers), self.context.take(numbers)], ids, types)
+        more = {} if types is None else {"types": tensor(types)}
+        return Batch(tensor(ids), tensor(self.targets[numbers]), mask, numbers=tensor(numbers), **more)
 
     def found(self, window: int, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
         """Return the example of a window, and the characters of its context under some tokens of the row.
@@ -215,8 +186,7 @@ class AnswerBatches(Bucketed):
         The tokens go from `first` to `last`. None stands for tokens that are not in the context.
         """
         example, begin = int(self.example[window]), int(self.text_begin[window])
-        if not begin <= first <= last < begin + int(self.count[window]):
+        if not begin <= first <= last < begin + int(self.context.lengths[window]):
             return example, None
-        place = int(self.context_starts[example] + self.begin[window]) - begin
-        characters = self.encoded["characters"]
+        place, characters = int(self.context.starts[window]) - begin, self.setting.encoded["characters"]
         return example, (int(characters[place + first, 0]), int(characters[place + last, 1]))

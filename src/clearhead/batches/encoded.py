@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,7 +28,7 @@ from clearhead.batches.batching import Batching, Encoded
 from clearhead.batches.encoding import Columns, Encoder
 from clearhead.batches.rows import Frame
 from clearhead.data.examples import Corpus, Images
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 VERSION = 2  # of what is written: raise it when the encoding changes, and old caches are written again
 META = "meta.json"
@@ -60,11 +61,11 @@ def encode_corpus(
         special: ids of special tokens by role; text needs the one between documents.
     """
     task, shape = batching.task, batching.shape.name
-    if corpus.shape != shape:
-        raise InputError(
-            f"the task {task} learns from {shape}, and the data are {corpus.shape}: "
-            "choose another data.task, or other data"
-        )
+    refuse(
+        corpus.shape != shape,
+        f"the task {task} learns from {shape}, and the data are {corpus.shape}: "
+        "choose another data.task, or other data",
+    )
     if isinstance(corpus.train, Images):
         return _images(task, corpus.train, cast(Images, getattr(corpus, side)))
     if tokenizer is None:
@@ -77,8 +78,7 @@ def encode_corpus(
     place = Path(folder) / f"{task}-{side}-{key[:16]}"
     found = _open(place, key)
     if found is None:
-        numbers = {label: number for number, label in enumerate(labels)}
-        encoder = Encoder(Tokenizer.from_str(described), numbers, separator)
+        encoder = Encoder(Tokenizer.from_str(described), dict(zip(labels, count())), separator)
         with _new_folder(place) as work:
             _encode(getattr(corpus, side), batching, encoder, _Files(work), key)
         found = _open(place, key)
@@ -107,17 +107,18 @@ def _encode(rows: Any, batching: Batching, encoder: Encoder, files: _Files, key:
         files.append(group, np.uint16 if vocab_size < 2**16 else np.uint32)
     notes = [f"{lost:,} words have no token and so no tag"] if lost else []
     if unknown > NOTED * tokens:
-        share = f"{unknown / tokens:.1%} of the tokens are unknown to the tokenizer"
-        notes.append(f"{share}, and all of them look alike to the model")
-    sentinels: list[int] = []
-    while batching.sentinels and (own := tokenizer.token_to_id(f"<extra_id_{len(sentinels)}>")) is not None:
-        sentinels.append(own)
+        notes.append(
+            f"{unknown / tokens:.1%} of the tokens are unknown to the tokenizer, "
+            "and all of them look alike to the model"
+        )
+    named = (tokenizer.token_to_id(f"<extra_id_{number}>") for number in count())
+    sentinels = takewhile(lambda token: token is not None, named) if batching.sentinels else ()
     added = tokenizer.get_added_tokens_decoder().items()
     facts = {
         "task": batching.task,
         "vocab_size": vocab_size,
         "specials": sorted(number for number, token in added if token.special),
-        "sentinels": sentinels,
+        "sentinels": list(sentinels),
         "frame": encoder.frame(pair=False),
         "pair_frame": encoder.frame(pair=True),
         "n_unknown": unknown,
@@ -128,9 +129,8 @@ def _encode(rows: Any, batching: Batching, encoder: Encoder, files: _Files, key:
 
 def _images(task: str, train: Images, images: Images) -> Encoded:
     """Return pictures as they are, with mean and deviation of each channel of the training side."""
-    levels = np.arange(256) / 255
-    channels = np.moveaxis(train.pixels, -1, 0).reshape(train.pixels.shape[-1], -1)
-    counts = np.stack([np.bincount(channel, minlength=256) for channel in channels])
+    levels, channels = np.arange(256) / 255, np.moveaxis(train.pixels, -1, 0)  # C N H W
+    counts = np.stack([np.bincount(channel.reshape(-1), minlength=256) for channel in channels])
     weights = counts / np.maximum(1, counts.sum(1, keepdims=True))  # C 256
     mean = weights @ levels
     deviation = np.sqrt(weights @ levels**2 - mean**2)
@@ -158,11 +158,11 @@ class _Files:
                 self._write(name, column)
                 continue
             values, lengths = column
-            total, first = self.totals.get(name, 0), np.zeros(0 if name in self.totals else 1, np.int64)
-            offsets = total + np.cumsum(np.concatenate([first, lengths]), dtype=np.int64)
+            total = self.totals.get(name, 0)
+            offsets = total + np.cumsum(np.append(0, lengths), dtype=np.int64)
             self._write(name, values.astype(ids))
-            self._write(f"{name}_offsets", offsets)
-            self.totals[name] = int(offsets[-1]) if len(offsets) else total
+            self._write(f"{name}_offsets", offsets[1 if name in self.totals else 0 :])
+            self.totals[name] = int(offsets[-1])
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
         fresh = {"dtype": array.dtype.str, "shape": list(array.shape[1:]), "bytes": 0, "checksum": 0}
@@ -174,7 +174,6 @@ class _Files:
         entry["checksum"] = zlib.crc32(data, entry["checksum"])
 
     def close(self, meta: Mapping[str, Any]) -> None:
-        """Write the table."""
         with _writing(self.folder.parent):
             (self.folder / META).write_text(json.dumps({**meta, "arrays": self.table}))
 
@@ -211,13 +210,11 @@ def _open(place: Path, key: str) -> Encoded | None:
     """Return what a cache holds; None where it is missing or not complete."""
     try:
         meta = json.loads((place / META).read_text())
-        if meta["key"] != key:
-            return None
         facts = meta["facts"]
-        facts |= {name: Frame(*map(tuple, facts[name])) for name in ("frame", "pair_frame")}
+        facts |= {name: Frame(*facts[name]) for name in ("frame", "pair_frame")}
         facts |= {name: tuple(facts[name]) for name in ("specials", "sentinels", "notes")}
         arrays = {name: _map(place / name, entry) for name, entry in meta["arrays"].items()}
-        return Encoded(arrays=arrays, **facts)
+        return Encoded(arrays=arrays, **facts) if meta["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -230,6 +227,6 @@ def _map(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
             checksum = zlib.crc32(block, checksum)
     if (size, checksum) != (entry["bytes"], entry["checksum"]):
         raise ValueError(f"{path} has changed since it was written")
-    if not size:
-        return np.empty((0, *entry["shape"]), dtype=entry["dtype"])
-    return np.asarray(np.memmap(path, dtype=entry["dtype"], mode="r")).reshape(-1, *entry["shape"])
+    dtype = entry["dtype"]
+    flat = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+    return flat.reshape(-1, *entry["shape"])

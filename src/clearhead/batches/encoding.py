@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,28 +60,25 @@ class Encoder(NamedTuple):
         )
         encoding = tokenizer.encode(text, text) if pair else tokenizer.encode(text)
         pieces: list[list[int]] = [[]]  # places of the special tokens before, between and after the texts
-        types, previous = [], None
+        text_types, previous = [], None
         for place, (number, kind) in enumerate(zip(encoding.sequence_ids, encoding.type_ids)):
             if number is None:
                 pieces[-1].append(place)
             elif number != previous:
                 pieces.append([])
-                types.append(kind)
+                text_types.append(kind)
                 previous = number
-        if not pair:
-            pieces.insert(1, [])
-        ids, kinds = (
-            [tuple(values[place] for place in piece) for piece in pieces[:3]]
+        special, types = (
+            [[values[place] for place in piece] for piece in pieces]
             for values in (encoding.ids, encoding.type_ids)
         )
-        return Frame(ids[0], ids[1], ids[2], kinds[0], kinds[1], kinds[2], tuple(types))
+        return Frame(special, types, text_types)
 
     def unknown(self) -> int | None:
         """Return the id of text that the tokenizer has no token for; None where it has no such id."""
         model = json.loads(self.tokenizer.to_str())["model"]
-        if model["type"] == "Unigram":
-            return cast(int | None, model["unk_id"])
-        return self.tokenizer.token_to_id(model.get("unk_token") or "")
+        unigram = model["type"] == "Unigram"
+        return model["unk_id"] if unigram else self.tokenizer.token_to_id(model.get("unk_token") or "")
 
 
 def flat(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -92,8 +89,7 @@ def flat(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def groups(rows: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Yield rows by the buffer: up to `EXAMPLES` of them, or `BUFFER` characters."""
-    group: list[Item] = []
-    total = 0
+    group, total = list[Item](), 0
     for row in rows:
         group.append(row)
         total += size(row)
@@ -121,8 +117,7 @@ def encode_text(chunks: Iterable[Chunk], encoder: Encoder) -> Iterator[Columns]:
     several, length = False, 0  # `length`: tokens of the current document
     ended: int | None = None  # tokens of the document before, until it is known whether another follows
     for group in groups(pieces(chunks), lambda piece: len(piece.text)):
-        ids: list[list[int]] = []
-        lengths: list[int] = []
+        ids, lengths = list[list[int]](), list[int]()
         for piece, row in zip(group, encoder.ids(piece.text for piece in group)):
             if row and ended is not None:
                 ids.append(between)
@@ -206,27 +201,26 @@ def encode_tagged(rows: Iterable[Tagged], encoder: Encoder) -> Iterator[Columns]
     `lost` counts the words without a token.
     """
     for group in groups(rows, characters):
-        wrong = next((row for row in group if len(row.words) != len(row.tags)), None)
-        if wrong is not None:
-            raise InputError(
-                f"a sentence has {len(wrong.words)} words and {len(wrong.tags)} tags: "
-                f"each word needs one ({wrong.words[:5]})"
+        for row in group:
+            refuse(
+                len(row.words) != len(row.tags),
+                f"a sentence has {len(row.words)} words and {len(row.tags)} tags: "
+                f"each word needs one ({row.words[:5]})",
             )
         encodings = encoder.tokenizer.encode_batch(
             [list(row.words) for row in group], is_pretokenized=True, add_special_tokens=False
         )
-        targets: list[list[int]] = []
-        lost = []
+        targets: list[int] = []
+        lost = 0
         for row, encoding in zip(group, encodings):
-            words = encoding.word_ids
-            first = {word: place for place, word in reversed(list(enumerate(words))) if word is not None}
-            targets.append([IGNORE] * len(words))
-            for word, place in first.items():
-                targets[-1][place] = encoder.number(row.tags[word], "tag")
-            lost.append(len(row.words) - len(first))
+            places = reversed(list(enumerate(encoding.word_ids)))
+            first = {word: place for place, word in places if word is not None}
+            numbers = {place: encoder.number(row.tags[word], "tag") for word, place in first.items()}
+            targets += [numbers.get(place, IGNORE) for place in range(len(encoding))]
+            lost += len(row.words) - len(first)
         yield {
             "ids": flat([encoding.ids for encoding in encodings]),
-            "targets": flat(targets)[0].astype(np.int32),
+            "targets": np.array(targets, dtype=np.int32),
             "lost": np.array(lost, dtype=np.int64),
         }
 
@@ -239,23 +233,22 @@ def encode_questions(rows: Iterable[Question], encoder: Encoder) -> Iterator[Col
     for group in groups(rows, characters):
         contexts = encoder.tokenizer.encode_batch([row.context for row in group], add_special_tokens=False)
         offsets = [span for encoding in contexts for span in encoding.offsets]
-        answers = [_answer(row, encoding) for row, encoding in zip(group, contexts)]
         yield {
             "question": flat(encoder.ids(row.question for row in group)),
             "context": flat([encoding.ids for encoding in contexts]),
             "characters": np.array(offsets, dtype=np.int32).reshape(-1, 2),
-            "answer": np.array(answers, dtype=np.int64),
+            "answer": np.array(list(map(_answer, group, contexts)), dtype=np.int64),
         }
 
 
 def _answer(row: Question, encoding: Encoding) -> tuple[int, int]:
     """Return the first and last token that hold a character of the answer."""
     end = row.start + len(row.answer)
-    if row.context[row.start : end] != row.answer:
-        raise InputError(
-            f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: '
-            "correct its start"
-        )
+    refuse(
+        row.context[row.start : end] != row.answer,
+        f'the answer "{row.answer:.40}" does not stand at character {row.start} of its context: '
+        "correct its start",
+    )
     inside = [
         place for place, (first, last) in enumerate(encoding.offsets) if first < end and last > row.start
     ]

@@ -6,15 +6,16 @@ Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 import math
 from abc import abstractmethod
 from functools import lru_cache
+from itertools import count
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.batches.batching import Setting, tensor
+from clearhead.batches.batching import Setting, blank, tensor
 from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
 from clearhead.batches.rows import Ints, Stretches, frame_rows, lay, pack, ragged
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 
 CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
@@ -32,7 +33,6 @@ class EvenRows(Batches):
     """
 
     def __init__(self, n_rows: int, rows: int, seed: int, training: bool) -> None:
-        """Make batches of `rows` out of `n_rows` rows."""
         self.n_rows, self.rows = n_rows, min(rows, n_rows)
         self.per_epoch = math.ceil(n_rows / self.rows)
         self.seed, self.training = seed, training
@@ -85,8 +85,8 @@ class TextWindows(EvenRows):
             f"the {setting.side} text has {len(self.ids)} tokens, too few to learn from: give more text",
         )
         if usable < step and training:
-            tokens = f"the text has {len(self.ids):,} tokens and rows could have {step:,}"
-            self.notes = (f"{tokens}: each row is the whole text",)
+            could = f"the text has {len(self.ids):,} tokens and rows could have {step:,}"
+            self.notes = (f"{could}: each row is the whole text",)
         self.step = min(step, usable)
         self.width = self.step + self.overlap
         n_rows = usable // self.step if training else math.ceil(usable / self.step)
@@ -106,8 +106,8 @@ class TextWindows(EvenRows):
         lengths = np.minimum(self.width, len(self.ids) - starts)
         if lengths.min() == self.width:
             return sliding_window_view(self.ids, self.width)[starts].astype(np.int64), lengths
-        rows = np.full((len(starts), int(lengths.max())), self.pad, dtype=np.int64)
-        lay(rows, np.zeros_like(starts), Stretches(self.ids, starts, lengths))
+        rows, _ = blank(lengths, self.pad)
+        lay(rows, 0, Stretches(self.ids, starts, lengths))
         return rows, lengths
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
@@ -115,7 +115,7 @@ class TextWindows(EvenRows):
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         mask = None if real.all() else tensor(real)
         targets = rows[:, 1:] if mask is None else np.where(real, rows[:, 1:], IGNORE)
-        return Batch(tensor(rows[:, :-1]), tensor(targets), mask=mask, numbers=tensor(places))
+        return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(places))
 
 
 class MaskedWindows(TextWindows):
@@ -124,13 +124,11 @@ class MaskedWindows(TextWindows):
     overlap = 0
 
     def __init__(self, setting: Setting) -> None:
-        """Make rows of `length` tokens, including the frame."""
         encoded = setting.encoded
         self.frame, self.share, self.mask_id = encoded.frame, setting.plan.mask_share, setting.need("mask")
         super().__init__(setting, setting.room(self.frame, "text"))
         special = [*encoded.specials, *setting.special.values()]
-        self.hideable = np.ones(encoded.vocab_size, dtype=np.bool_)
-        self.hideable[[token for token in special if token < encoded.vocab_size]] = False
+        self.hideable = ~np.isin(np.arange(encoded.vocab_size), special)
         self.ordinary = np.flatnonzero(self.hideable)
         starts = range(0, len(self.ids), CHECKED)
         refuse(
@@ -142,14 +140,11 @@ class MaskedWindows(TextWindows):
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         lengths = np.minimum(self.width, len(self.ids) - places)
-        total = lengths + self.frame.size
-        real = np.arange(total.max()) < total[:, None]
-        rows = np.full(real.shape, self.pad, dtype=np.int64)
+        rows, mask = blank(lengths + self.frame.size, self.pad)
         frame_rows(self.frame, [Stretches(self.ids, places, lengths)], rows)
-        free = self.hideable[rows] & real
+        free = self.hideable[rows] & (True if mask is None else mask.numpy())
         seen, targets = mask_tokens(rows, free, self.share, self.mask_id, self.ordinary, random)
-        mask = None if real.all() else tensor(real)
-        return Batch(tensor(seen), tensor(targets), mask=mask, numbers=tensor(places))
+        return Batch(tensor(seen), tensor(targets), mask, numbers=tensor(places))
 
 
 class NoisyWindows(TextWindows):
@@ -171,15 +166,13 @@ class NoisyWindows(TextWindows):
             "none: "
             "train one for this task",
         )
-        step = 1
-        if max(self._sizes(step)) > setting.length:
-            raise InputError(
-                f"rows of {setting.length} tokens are too short for {setting.encoded.task}, which needs "
-                f"{max(self._sizes(step))}: raise data.max_length"
-            )
-        while max(self._sizes(step + 1)) <= setting.length:
-            step += 1
-        super().__init__(setting, step)
+        least = max(self._sizes(1))
+        refuse(
+            least > setting.length,
+            f"rows of {setting.length} tokens are too short for {setting.encoded.task}, which needs {least}: "
+            "raise data.max_length",
+        )
+        super().__init__(setting, next(n for n in count(1) if max(self._sizes(n + 1)) > setting.length))
 
     def _noise(self, length: int) -> tuple[int, int]:
         return noise_sizes(length, self.plan.mask_share, self.plan.span_length, len(self.sentinels))
@@ -192,9 +185,8 @@ class NoisyWindows(TextWindows):
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
         rows, lengths = self.read(places)
         sizes = np.array([self._sizes(length) for length in lengths.tolist()])  # B 2
-        width, target_width = sizes.max(0)
-        source = np.full((len(rows), width), self.pad, dtype=np.int64)
-        decoder = np.full((len(rows), target_width), self.pad, dtype=np.int64)
+        source, source_mask = blank(sizes[:, 0], self.pad)
+        decoder, mask = blank(sizes[:, 1], self.pad)
         targets = np.full_like(decoder, IGNORE)
         decoder[:, 0] = self.bos
         for length in np.unique(lengths).tolist():  # one, except for the last row of a validation text
@@ -202,19 +194,14 @@ class NoisyWindows(TextWindows):
             noise, spans = self._noise(length)
             left, missing = corrupt_spans(rows[chosen, :length], noise, self.sentinels[:spans], random)
             kept, taken = left.shape[1], missing.shape[1]
-            starts = np.arange(len(chosen)) * kept
-            part = Stretches(left.reshape(-1), starts, np.full(len(chosen), kept))
+            part = Stretches(left.reshape(-1), np.arange(len(chosen)) * kept, np.full(len(chosen), kept))
             frame_rows(self.frame, [part], source, rows=chosen)
             decoder[chosen, 1 : taken + 1] = missing
             targets[chosen, :taken] = missing
             targets[chosen, taken] = self.eos
-        masks = {}
-        if lengths.min() < lengths.max():
-            masks = {
-                "mask": tensor(np.arange(target_width) < sizes[:, 1:]),
-                "source_mask": tensor(np.arange(width) < sizes[:, :1]),
-            }
-        return Batch(tensor(decoder), tensor(targets), source=tensor(source), numbers=tensor(places), **masks)
+        return Batch(
+            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(places)
+        )
 
 
 class PackedDocuments(EvenRows):
@@ -225,14 +212,13 @@ class PackedDocuments(EvenRows):
     """
 
     def __init__(self, setting: Setting) -> None:
-        encoded, length = setting.encoded, setting.length
-        self.ids, self.pad, self.width = encoded["ids"], setting.pad, length
+        length, whole = setting.length, setting.encoded.stretches("ids")
+        self.ids, self.pad, self.width = whole.values, setting.pad, length
         self.bos = setting.need("bos", "isolated packing")
-        begins, sizes = encoded.stretches("ids")
-        documents, window = ragged((sizes + length - 1) // length)
-        self.starts = begins[documents] + window * length  # of each piece: its first target
+        documents, window = ragged((whole.lengths + length - 1) // length)
+        self.starts = whole.starts[documents] + window * length  # of each piece: its first target
         self.first = window == 0
-        self.lengths = np.minimum(length, (begins + sizes)[documents] - self.starts)
+        self.lengths = np.minimum(length, (whole.starts + whole.lengths)[documents] - self.starts)
         row_of, n_rows = pack(self.lengths, length)
         self.members = np.argsort(row_of, kind="stable")  # pieces, row after row
         self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
@@ -240,7 +226,7 @@ class PackedDocuments(EvenRows):
         self.waste = 1 - len(self.ids) / (n_rows * length)
 
     def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        counts = self.row_starts[places + 1] - self.row_starts[places]  # documents of each row
+        counts = np.diff(self.row_starts)[places]  # documents of each row
         row, number = ragged(counts)
         piece = self.members[self.row_starts[places][row] + number]
         lengths = self.lengths[piece]

@@ -1,4 +1,4 @@
-"""Objectives that change their input: masked tokens, and spans replaced by sentinels.
+"""What a batch hides from the model: masked tokens, and spans taken out.
 
 Shapes: B rows, T tokens of a row.
 """
@@ -30,8 +30,7 @@ def mask_tokens(
     """
     draw = np.where(hideable, random.random(ids.shape), np.inf)
     chosen = draw < share
-    lowest = draw.argmin(1)
-    chosen[np.arange(len(ids)), lowest] |= np.isfinite(draw.min(1))
+    chosen[np.arange(len(ids)), draw.argmin(1)] |= np.isfinite(draw.min(1))
     targets = np.where(chosen, ids, IGNORE)
     fate = random.random(ids.shape)
     seen = np.where(chosen & (fate < MASKED), mask_id, ids)
@@ -43,8 +42,7 @@ def mask_tokens(
 def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -> tuple[int, int]:
     """Return how many of `length` tokens are taken out, and in how many spans."""
     noise = min(max(1, round(length * share)), max(1, length - 1))
-    spans = min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
-    return noise, spans
+    return noise, min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
 
 
 def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
@@ -55,8 +53,7 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
     Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
     choose them.
     """
-    n, length = rows.shape
-    spans = len(sentinels)
+    (n, length), spans = rows.shape, len(sentinels)
     cut = _parts(n, noise, spans, random)  # B spans
     kept = _parts(n, length - noise + 2, spans + 1, random)  # B spans+1
     kept[:, [0, -1]] -= 1  # the ends may be empty
@@ -73,10 +70,7 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
     return source, target
 
 
-def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> NDArray[Any]:
+def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> Ints:
     """Draw `n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniformly: [n, parts]."""
-    places = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
-    borders = np.zeros((n, parts + 1), dtype=np.int64)
-    borders[:, 1:-1] = np.sort(places, axis=1)
-    borders[:, -1] = total
-    return np.diff(borders, axis=1)
+    places: NDArray[Any] = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
+    return np.diff(np.sort(places, axis=1), axis=1, prepend=0, append=total)

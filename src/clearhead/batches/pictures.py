@@ -20,10 +20,8 @@ Pixels = NDArray[np.float32]
 
 def flip(pixels: Pixels, random: np.random.Generator) -> Pixels:
     """Mirror half of the pictures, left to right."""
-    mirrored = random.random(len(pixels)) < 0.5
-    flipped = pixels.copy()
-    flipped[mirrored] = pixels[mirrored][..., ::-1]
-    return flipped
+    mirrored = np.asarray(random.random(len(pixels)) < 0.5)
+    return np.where(mirrored[:, None, None, None], pixels[..., ::-1], pixels)
 
 
 def shift(pixels: Pixels, random: np.random.Generator) -> Pixels:
@@ -32,10 +30,8 @@ def shift(pixels: Pixels, random: np.random.Generator) -> Pixels:
     down, right = height // 8, width // 8
     wide = np.pad(pixels, ((0, 0), (0, 0), (down, down), (right, right)))
     views = sliding_window_view(wide, (height, width), axis=(2, 3))  # B C shifts shifts H W
-    moved: Pixels = views[
-        np.arange(n), :, random.integers(2 * down + 1, size=n), random.integers(2 * right + 1, size=n)
-    ]
-    return moved
+    rows, columns = random.integers(2 * down + 1, size=n), random.integers(2 * right + 1, size=n)
+    return np.asarray(views[np.arange(n), :, rows, columns])
 
 
 def erase(pixels: Pixels, random: np.random.Generator) -> Pixels:
@@ -68,9 +64,8 @@ def _rectangles(pixels: Pixels, largest: float, random: np.random.Generator) -> 
     def stretch(size: int) -> NDArray[np.bool_]:
         length = np.maximum(1, random.uniform(0.2, largest, n) * size).astype(np.int64)
         start = (random.random(n) * (size - length + 1)).astype(np.int64)
-        place = np.arange(size)
-        inside: NDArray[np.bool_] = (place >= start[:, None]) & (place < (start + length)[:, None])
-        return inside
+        place = np.arange(size) - start[:, None]
+        return np.asarray((place >= 0) & (place < length[:, None]))
 
     down, right = stretch(height), stretch(width)  # B H, B W
     return down[:, :, None] & right[:, None, :]

@@ -4,7 +4,9 @@ arrays.
 Shapes: N examples, B rows of a batch, T tokens of a row.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,33 +15,40 @@ Ints = NDArray[np.int64]
 
 
 class Stretches(NamedTuple):
-    """A stretch of a flat array for each row of a batch."""
+    """Rows of unequal length: a stretch of a flat array for each."""
 
     values: NDArray[Any]  # flat, as on disk
     starts: Ints  # B
     lengths: Ints  # B
 
+    def take(self, numbers: Ints) -> Self:
+        """Return the rows with these numbers."""
+        return self._replace(starts=self.starts[numbers], lengths=self.lengths[numbers])
+
+    def cut(self, longest: Ints | int) -> Self:
+        """Return the beginning of each row: `longest` tokens of it at most."""
+        return self._replace(lengths=np.minimum(self.lengths, longest))
+
 
 class Frame(NamedTuple):
-    """The special tokens that a tokenizer puts around one text or two, and the segment id of each piece."""
+    """The special tokens that a tokenizer puts around one text or two, and the segment ids of all tokens."""
 
-    before: tuple[int, ...]
-    between: tuple[int, ...]  # () for one text
-    after: tuple[int, ...]
-    before_types: tuple[int, ...] = ()
-    between_types: tuple[int, ...] = ()
-    after_types: tuple[int, ...] = ()
-    text_types: tuple[int, ...] = (0,)  # of each text
+    special: Sequence[Sequence[int]] = ((), ())  # before the first text, between two, after the last
+    special_types: Sequence[Sequence[int]] = ((), ())
+    text_types: Sequence[int] = (0,)  # of each text
 
     @property
     def size(self) -> int:
         """Return how many tokens it adds."""
-        return len(self.before) + len(self.between) + len(self.after)
+        return sum(map(len, self.special))
 
     @property
     def typed(self) -> bool:
         """Return True if any token has another segment id than 0."""
-        return any(self.before_types + self.between_types + self.after_types + self.text_types)
+        return any(chain(*self.special_types, self.text_types))
+
+
+BARE = Frame()
 
 
 def ragged(lengths: Ints) -> tuple[Ints, Ints]:
@@ -48,10 +57,11 @@ def ragged(lengths: Ints) -> tuple[Ints, Ints]:
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def lay(out: NDArray[Any], at: Ints, part: Stretches, rows: Ints | None = None) -> None:
-    """Copy each stretch of `part` into its row of `out` [B, T], or into `rows`, from column `at` [B] on."""
+def lay(out: NDArray[Any], at: Ints | int, part: Stretches, rows: Ints | None = None) -> None:
+    """Copy each row of `part` into its row of `out` [B, T], or into `rows`, from column `at` [B] on."""
     which, within = ragged(part.lengths)
-    out[which if rows is None else rows[which], at[which] + within] = part.values[part.starts[which] + within]
+    columns = np.broadcast_to(at, part.lengths.shape)[which] + within
+    out[which if rows is None else rows[which], columns] = part.values[part.starts[which] + within]
 
 
 def frame_rows(
@@ -66,24 +76,20 @@ def frame_rows(
     Returns the column at which each text begins: [texts, B].
     """
     rows = np.arange(len(ids)) if rows is None else rows
-    at = np.zeros(len(rows), dtype=np.int64)
-    between = [(frame.between, frame.between_types)] if len(parts) > 1 else []
-    specials = [(frame.before, frame.before_types), *between, (frame.after, frame.after_types)]
-    begins = []
-    for number, (fixed, kinds) in enumerate(specials):
+    at, begins = np.zeros(len(rows), dtype=np.int64), []
+    for number, (fixed, kinds) in enumerate(zip(frame.special, frame.special_types)):
         columns = at[:, None] + np.arange(len(fixed))
         ids[rows[:, None], columns] = np.array(fixed, dtype=ids.dtype)
         if types is not None and fixed:
             types[rows[:, None], columns] = kinds
         at = at + len(fixed)
         if number < len(parts):
-            part = parts[number]
             begins.append(at)
-            lay(ids, at, part, rows)
+            lay(ids, at, parts[number], rows)
             if types is not None and frame.text_types[number]:
-                which, within = ragged(part.lengths)
+                which, within = ragged(parts[number].lengths)
                 types[rows[which], at[which] + within] = frame.text_types[number]
-            at = at + part.lengths
+            at = at + parts[number].lengths
     return np.stack(begins)
 
 
@@ -130,9 +136,10 @@ class Buckets:
 
         Both are shuffled by `random`, where it is given.
         """
-        if random is None:
-            return np.argsort(self.class_of, kind="stable"), np.arange(len(self))
-        return np.argsort(self.class_of + random.random(len(self.class_of))), random.permutation(len(self))
+        # Noise below 1 moves an example within its class, never out of it.
+        noise = 0 if random is None else random.random(len(self.class_of))
+        batches = np.arange(len(self)) if random is None else random.permutation(len(self))
+        return np.argsort(self.class_of + noise, kind="stable"), batches
 
     def waste(self, order: Ints) -> float:
         """Return the share of padding in the batches of one epoch."""

@@ -14,22 +14,23 @@ import tokenize
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TEXT, Labelled, Pair, Shape
+from clearhead.data.files import listing
 from clearhead.data.pictures import Pictures
-from clearhead.errors import MissingExtraError
+from clearhead.data.plan import DataPlan
+from clearhead.errors import MissingExtraError, nearest, refuse
 
 Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in pieces
 Content: TypeAlias = Documents | list[Pair] | list[Labelled] | Pictures
 
 
-@dataclass(frozen=True)
-class Embedded:
+class Embedded(NamedTuple):
     """A corpus that needs no files."""
 
     name: str
@@ -73,13 +74,11 @@ def _library_code() -> Documents:
 
 def _library_docs() -> Documents:
     """Return a document for each module: its docstrings, each once in the whole library."""
-    seen: set[str] = set()
-    documents: list[tuple[str]] = []
-    for text in _sources(library_files()):
-        new = [doc for doc in dict.fromkeys(_docstrings(text)) if doc not in seen]
-        seen.update(new)
-        if new:
-            documents.append(("\n\n".join(new) + "\n",))
+    seen: dict[str, int] = {}  # of each docstring: the module it is first met in
+    for number, text in enumerate(_sources(library_files())):
+        seen |= {doc: number for doc in _docstrings(text) if doc not in seen}
+    modules = groupby(seen, key=seen.__getitem__)
+    documents = [("\n\n".join(docs) + "\n",) for _, docs in modules]
     return lambda: documents
 
 
@@ -111,13 +110,12 @@ def _docstrings(source: str) -> Iterator[str]:
 
 def _character_names() -> list[Labelled]:
     """Return the names of characters and their general category, without names that are only a number."""
-    named = ((chr(code), unicodedata.name(chr(code), "")) for code in range(0x110000))
-    plain = (
-        (char, name)
+    named = ((char, unicodedata.name(char, "")) for char in map(chr, range(0x110000)))
+    return [
+        Labelled(name, unicodedata.category(char))
         for char, name in named
         if name and not re.search(r"-[0-9A-F]{4,6}$|^HANGUL SYLLABLE ", name)
-    )
-    return [Labelled(name, unicodedata.category(char)) for char, name in plain]
+    ]
 
 
 _MONTHS = (
@@ -183,16 +181,33 @@ def _digits() -> Pictures:
         ) from None
     pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)  # N H W C; given from 0 to 16
     places = [f"digit {number}" for number in range(len(pixels))]
-    return Pictures(pixels, [str(label) for label in digits.target], places)
+    return Pictures(pixels, list(map(str, digits.target)), places)
 
 
-_ALL = (
-    Embedded(
-        "stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs
-    ),
-    Embedded("stdlib-code", "Python: the source of the standard library", TEXT, _library_code),
-    Embedded("unicode-names", "names of characters and their general category", LABELS, _character_names),
-    Embedded("dates", "dates in many written forms, to be written as ISO 8601", PAIRS, _dates),
-    Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", IMAGES, _digits),
-)
-CORPORA: dict[str, Embedded] = {corpus.name: corpus for corpus in _ALL}
+CORPORA: dict[str, Embedded] = {
+    corpus.name: corpus
+    for corpus in (
+        Embedded(
+            "stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs
+        ),
+        Embedded("stdlib-code", "Python: the source of the standard library", TEXT, _library_code),
+        Embedded("unicode-names", "names of characters and their general category", LABELS, _character_names),
+        Embedded("dates", "dates in many written forms, to be written as ISO 8601", PAIRS, _dates),
+        Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", IMAGES, _digits),
+    )
+}
+
+
+@listing()
+def embedded_corpus(plan: DataPlan) -> Embedded | None:
+    """Return the embedded corpus a plan names.
+
+    A file or folder of that name comes first, unless the plan differs.
+    """
+    name = plan.paths[0]
+    refuse(
+        plan.format == "corpus" and name not in CORPORA,
+        f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}",
+    )
+    free = plan.format is None and not Path(name).expanduser().exists()
+    return CORPORA.get(name) if len(plan.paths) == 1 and (free or plan.format == "corpus") else None

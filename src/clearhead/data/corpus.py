@@ -1,42 +1,33 @@
-"""`open_data`: from a plan to its `Corpus`, the examples to train on and to validate on.
+"""`open_corpus`: from a plan to its `Corpus`, the examples to train on and to validate on.
 
-Files are found (`formats`), laid out (`layout`), read and split. Whatever the plan leaves open is guessed,
-with a note.
+Files are found (`formats`), laid out (`layout`) and read. Those to validate on are named by the user, or a
+share is set apart by content. Whatever the plan leaves open is guessed, with a note.
 """
 
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-from clearhead.data.columns import check_roles
-from clearhead.data.corpora import CORPORA, Embedded
-from clearhead.data.examples import (
-    IMAGES,
-    LABELS,
-    PAIRS,
-    TEXT,
-    Corpus,
-    Example,
-    Labelled,
-    Shape,
-)
-from clearhead.data.files import digest, listing
-from clearhead.data.formats import Source, find_source, same_way
-from clearhead.data.layout import Layout, lay_out
-from clearhead.data.pictures import Pictures, read_pictures, spaced
+import numpy as np
+
+from clearhead.data import corpora, formats, pictures, tables
+from clearhead.data.examples import IMAGES, LABELS, PAIRS, TAGS, TEXT, Corpus, Example, Images, Rows, Shape
+from clearhead.data.files import digest
+from clearhead.data.layout import Layout, check_roles, lay_out
 from clearhead.data.plan import DataPlan
-from clearhead.data.sides import given_corpus, pictures_corpus, rows_corpus, text_corpus
-from clearhead.data.tables import counted
-from clearhead.data.text import look, stream
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
+from clearhead.errors import InputError, refuse
 
 VERSION = 4  # of the readers: raised when the same files would give other examples
 PICTURES = ("folders", "idx", "npz")
+Placed = tuple[str, Example]  # a row with its place for messages
+Sides = tuple[Rows, Rows, tuple[str, ...], int]  # training, validation, names of classes, bytes to train on
 
 
 def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True) -> Corpus:
@@ -50,59 +41,64 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
     """
     refuse(
         not plan.paths,
-        f"no data is named: name files, a folder, or an embedded corpus ({', '.join(CORPORA)})",
+        f"no data is named: name files, a folder, or an embedded corpus ({', '.join(corpora.CORPORA)})",
     )
     check_roles(plan.columns)
-    if (embedded := _embedded(plan)) is not None:
+    embedded = corpora.embedded_corpus(plan)
+    if embedded is not None:
         return _open_embedded(plan, embedded, wanted, split)
-    source = find_source(plan, plan.paths, wanted, CORPORA)
-    validation = None
+    source, others = formats.find_source(plan, plan.paths, wanted, corpora.CORPORA), None
     if plan.validation:
-        validation = same_way(source, find_source(plan, plan.validation, wanted))
-        source = _apart(source, validation)
-    first, others = source.files[0], validation.files if validation else ()
-    fingerprint = digest([*source.files, *others], _settings(plan), source.format, str(len(source.files)))
+        others = formats.same_way(source, formats.find_source(plan, plan.validation, wanted))
+        source = _apart(source, others)
+    first, more = source.files[0], others.files if others else ()
+    fingerprint = digest([*source.files, *more], _settings(plan), source.format, str(len(source.files)))
     if source.format in PICTURES:
-        _check_shape(plan, IMAGES, wanted, str(first))
-        train, test, notes = read_pictures(source, plan.max_examples)
-        if validation is not None:
-            test = read_pictures(validation, plan.max_examples)[0]
-        names = [*train.names, *(test.names if test else ())]  # folders name the classes: no file holds them
+        _check_shape(plan, IMAGES, wanted, first)
+        train, given, notes = pictures.read_pictures(source, plan.max_examples)
+        given = given if others is None else pictures.read_pictures(others, plan.max_examples)[0]
+        names = [*train.names, *(given.names if given else ())]  # folders name the classes: no file does
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
-        return pictures_corpus(plan, train, test, fingerprint, [*source.notes, *notes], split)
-    layout, notes = lay_out(plan, source, wanted, others)
-    _check_shape(plan, layout.shape, wanted, str(first))
-    if layout.shape is not TEXT:
-        return _open_rows(plan, layout, source, validation, fingerprint, notes, split)
-    whole, test_text = (
-        stream(partial(layout.documents, files), bool(plan.lowercase), plan.max_examples)
-        for files in (source.files, others)
-    )
-    if validation is None:
-        return text_corpus(plan, whole, fingerprint, notes, _empty(source), split)
-    look(whole, _empty(source))
-    look(test_text, _empty(validation))
-    return Corpus("text", whole, test_text, (), fingerprint, tuple(notes), whole.size())
+        notes = [*source.notes, *notes]
+        return _corpus(IMAGES, _picture_sides(plan, train, given, notes, split), fingerprint, notes)
+    layout, notes = lay_out(plan, source, wanted, more)
+    _check_shape(plan, layout.shape, wanted, first)
+    if layout.shape is TEXT:
+        texts = [_read_text(plan, layout, each.files) for each in (source, others) if each]
+        sides = _text_sides(plan, *texts, notes=notes, split=split)
+    else:
+        rows = _read_rows(plan, layout, source.files, notes, "with an empty text")
+        if layout.shape is LABELS and layout.names and not layout.header:
+            notes += _missed_header([row.names()[0] for _, row in rows])
+        given_rows = (
+            _read_rows(plan, layout, more, notes, "to validate on with an empty text") if more else None
+        )
+        sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
+    return _corpus(layout.shape, sides, fingerprint, notes)
+
+
+def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
+    train, validation, names, size = sides
+    return Corpus(shape.name, train, validation, names, fingerprint, tuple(notes), size)
 
 
 def place_of(plan: DataPlan, wanted: Shape | None, name: str) -> str:
     """Return where a label first occurs in the files of a plan; "" for pictures and embedded corpora."""
-    if plan.paths[0] in CORPORA or wanted is IMAGES:
+    if plan.paths[0] in corpora.CORPORA or wanted is IMAGES:
         return ""
-    source = find_source(plan, plan.paths, wanted)
-    layout, _ = lay_out(plan, source, wanted)
-    rows = layout.examples(source.files)
+    source = formats.find_source(plan, plan.paths, wanted)
+    rows = lay_out(plan, source, wanted)[0].examples(source.files)
     return next((place for place, row in rows if row is not None and name in row.names()), "")
 
 
-def _check_shape(plan: DataPlan, shape: Shape, wanted: Shape | None, what: str) -> None:
+def _check_shape(plan: DataPlan, shape: Shape, wanted: Shape | None, what: object) -> None:
     if wanted is not None and wanted is not shape:
         raise InputError(f"task {plan.task} needs {wanted.name}, and {what} holds {shape.name}")
-    if plan.lowercase not in (False, True) and shape is not PAIRS:
-        raise InputError(
-            f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {shape.name}"
-            ": set it to true or false"
-        )
+    refuse(
+        plan.lowercase not in (False, True) and shape is not PAIRS,
+        f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {shape.name}"
+        ": set it to true or false",
+    )
 
 
 def _settings(plan: DataPlan) -> str:
@@ -113,117 +109,225 @@ def _settings(plan: DataPlan) -> str:
     return json.dumps([VERSION, wanted], sort_keys=True)
 
 
-def _apart(source: Source, validation: Source) -> Source:
+# Reading ---------------------------------------------------------------------------------------------------
+
+
+def _apart(source: formats.Source, validation: formats.Source) -> formats.Source:
     """Return the training files without the validation files, which a folder or a glob may hold too."""
     theirs = {path.resolve() for path in validation.files}
     own = tuple(path for path in source.files if path.resolve() not in theirs)
-    if not own or (source.format == "parallel" and len(own) < 2):
-        raise InputError(f"{source.files[0]} is named to train on and to validate on: leave it out of one")
+    refuse(
+        not own or (source.format == "parallel" and len(own) < 2),
+        f"{source.files[0]} is named to train on and to validate on: leave it out of one",
+    )
     refuse(
         validation.format != source.format,
         f"the data is {source.format} and the validation files are {validation.format}"
         f": both must be of one format; if they are, --set data.format={source.format}",
     )
     left_out = len(source.files) - len(own)
-    note = (f"{counted(left_out, 'validation file')} left out of training",) if left_out else ()
-    return dataclasses.replace(source, files=own, notes=(*source.notes, *note))
+    note = (f"{tables.counted(left_out, 'validation file')} left out of training",) if left_out else ()
+    return source._replace(files=own, notes=(*source.notes, *note))
 
 
-# Text ------------------------------------------------------------------------------------------------------
+def _read_text(plan: DataPlan, layout: Layout, files: Sequence[Path]) -> Stream:
+    one = f"{files[0]} is empty: there is no text in it"
+    empty = one if len(files) == 1 else "all files are empty: there is no text in them"
+    return stream(partial(layout.documents, files), bool(plan.lowercase), plan.max_examples, empty)
 
 
-def _empty(source: Source) -> str:
-    one = f"{source.files[0]} is empty: there is no text in it"
-    return one if len(source.files) == 1 else "all files are empty: there is no text in them"
-
-
-# Rows ------------------------------------------------------------------------------------------------------
-
-
-def _open_rows(
-    plan: DataPlan,
-    layout: Layout,
-    source: Source,
-    validation: Source | None,
-    fingerprint: str,
-    notes: list[str],
-    split: bool,
-) -> Corpus:
-    rows, _ = _read(plan, layout, source, notes, "with an empty text")
-    table = layout.format in ("tsv", "csv")
-    if table and plan.header is None and layout.shape is LABELS and not layout.header:
-        label, *others = (cast(Labelled, row).label for row in rows)
-        if label not in others and len({label, *others}) * 2 < len(rows):
-            notes.append(
-                f"no other row has the label {label!r} of the first: "
-                "if that is a header, --set data.header=true"
-            )
-    if validation is None:
-        return rows_corpus(plan, layout.shape, rows, fingerprint, notes, split)
-    test, places = _read(plan, layout, validation, notes, "to validate on with an empty text")
-    return given_corpus(layout.shape, rows, test, places, fingerprint, notes)
-
-
-def _read(
-    plan: DataPlan, layout: Layout, source: Source, notes: list[str], what: str
-) -> tuple[list[Example], list[str]]:
-    """Read the rows of a source -> the rows and their places; a note says how many were left out."""
-    read = list(islice(layout.examples(source.files), plan.max_examples))
-    found = [(row, place) for place, row in read if row is not None]
-    if not read:
-        raise InputError(f"{source.files[0]} is empty: there is no example in it")
-    if not found:
-        raise InputError(
-            f"{source.files[0]}: every one of its {counted(len(read), 'row')} has an empty text"
-            "; choose columns with --set data.columns=..."
-        )
-    if len(found) < len(read):
-        notes.append(f"{counted(len(read) - len(found), 'row')} {what} left out")
-    rows = [row.lowered(plan.lowercase) if plan.lowercase else row for row, _ in found]
-    return rows, [place for _, place in found]
-
-
-# Embedded corpora ------------------------------------------------------------------------------------------
-
-
-@listing()
-def _embedded(plan: DataPlan) -> Embedded | None:
-    """Return the embedded corpus a plan names.
-
-    A file or folder of that name comes first, unless the plan differs.
-    """
-    name = plan.paths[0]
+def _read_rows(
+    plan: DataPlan, layout: Layout, files: Sequence[Path], notes: list[str], what: str
+) -> list[Placed]:
+    """Read the rows of files; a note says how many were left out."""
+    read = list(islice(layout.examples(files), plan.max_examples))
+    found = [(place, row) for place, row in read if row is not None]
+    refuse(not read, f"{files[0]} is empty: there is no example in it")
     refuse(
-        plan.format == "corpus" and name not in CORPORA,
-        f"there is no embedded corpus {name!r}{nearest(name, CORPORA)}; there are {', '.join(CORPORA)}",
+        not found,
+        f"{files[0]}: every one of its {tables.counted(len(read), 'row')} has an empty text"
+        "; choose columns with --set data.columns=...",
     )
-    free = plan.format is None and not Path(name).expanduser().exists()
-    return CORPORA.get(name) if len(plan.paths) == 1 and (free or plan.format == "corpus") else None
+    if len(found) < len(read):
+        notes.append(f"{tables.counted(len(read) - len(found), 'row')} {what} left out")
+    return [(place, row.lowered(plan.lowercase) if plan.lowercase else row) for place, row in found]
 
 
-def _open_embedded(plan: DataPlan, embedded: Embedded, wanted: Shape | None, split: bool) -> Corpus:
+def _missed_header(labels: Sequence[str]) -> list[str]:
+    """Return a note where the first row of a table without a header has a label that no other has."""
+    first, *others = labels
+    note = f"no other row has the label {first!r} of the first: if that is a header, --set data.header=true"
+    return [note] if first not in others and len({*labels}) * 2 < len(labels) else []
+
+
+def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | None, split: bool) -> Corpus:
     refuse(
         plan.validation,
         f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it",
     )
     _check_shape(plan, embedded.shape, wanted, f"the corpus {embedded.name}")
     content, notes = embedded.load(), [f"the embedded corpus {embedded.name}: {embedded.sentence}"]
-    if isinstance(content, Pictures):
-        content = content.take(spaced(len(content.names), plan.max_examples))
-        fingerprint = _hash(plan, [content.pixels.tobytes(), *(name.encode() for name in content.names)])
-        return pictures_corpus(plan, content, None, fingerprint, notes, split)
-    if isinstance(content, list):
-        some: Sequence[Example] = content[: plan.max_examples]
-        rows = [row.lowered(plan.lowercase) if plan.lowercase else row for row in some]
-        fingerprint = _hash(plan, (repr(dataclasses.astuple(cast(Labelled, row))).encode() for row in rows))
-        return rows_corpus(plan, embedded.shape, rows, fingerprint, notes, split)
-    whole = stream(content, bool(plan.lowercase), plan.max_examples)
-    fingerprint = _hash(plan, (chunk.text.encode() for chunk in whole))
-    return text_corpus(plan, whole, fingerprint, notes, "the standard library has no sources here", split)
-
-
-def _hash(plan: DataPlan, parts: Iterable[bytes]) -> str:
+    parts: Iterable[bytes]
+    if isinstance(content, pictures.Pictures):
+        content = content.take(pictures.spaced(len(content.names), plan.max_examples))
+        parts = [content.pixels.tobytes(), *(name.encode() for name in content.names)]
+        sides = _picture_sides(plan, content, None, notes, split)
+    elif isinstance(content, list):
+        some: Sequence[Any] = content[: plan.max_examples]
+        rows = [("", row.lowered(plan.lowercase) if plan.lowercase else row) for row in some]
+        parts = (repr(dataclasses.astuple(row)).encode() for _, row in rows)
+        sides = _row_sides(plan, embedded.shape, rows, None, notes, split)
+    else:
+        empty = "the standard library has no sources here"
+        whole = stream(content, bool(plan.lowercase), plan.max_examples, empty)
+        parts = (chunk.text.encode() for chunk in whole)
+        sides = _text_sides(plan, whole, notes=notes, split=split)
     total = hashlib.sha256(_settings(plan).encode())
     for part in parts:
         total.update(hashlib.sha256(part).digest())
-    return total.hexdigest()
+    return _corpus(embedded.shape, sides, total.hexdigest(), notes)
+
+
+# Sides: a share is set apart for validation, unless the user or the data set gives what to validate on ------
+
+
+def _text_sides(
+    plan: DataPlan, whole: Stream, given: Stream | None = None, *, notes: list[str], split: bool
+) -> Sides:
+    if given is None and split:
+        train, validation, note = split_text(whole, plan.validation_share)
+        notes.append(note)
+        return train, validation, (), train.size()
+    look(whole)
+    if given is None:
+        return [], whole, (), 0
+    look(given)
+    return whole, given, (), whole.size()
+
+
+def _row_sides(
+    plan: DataPlan,
+    shape: Shape,
+    placed: list[Placed],
+    given: list[Placed] | None,
+    notes: list[str],
+    split: bool,
+) -> Sides:
+    rows = [row for _, row in placed]
+    names = [row.names() for row in rows]
+    if shape is LABELS and (split or given):
+        _check_labels([name for own in names for name in own])
+    train, test = list[Example](), rows
+    if given:
+        train, test = rows, [row for _, row in given]
+        found = ((place, name) for place, row in given for name in row.names())
+        _check_known(_names(shape, rows), found, "tag" if shape is TAGS else "label")
+        notes += _shared(_keys(train), _keys(test))
+    elif split:
+        validates = split_keys(_keys(rows), plan.validation_share, names if any(names) else ())
+        notes.append(
+            f"{percent(plan.validation_share)} of the examples for validation, chosen by their content"
+        )
+        train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
+    known = _names(shape, [*train, *test])
+    if known:
+        notes.append(
+            f"{tables.counted(len(known), 'tag' if shape is TAGS else 'class')}: {tables.listed(known)}"
+        )
+    if train and shape is LABELS and len(known) * 2 > len(train):
+        notes.append(f"{len(known):,} classes for {len(train):,} examples: is this a label?")
+    both = f"{tables.counted(len(train), 'example')} to train on, {len(test):,} to validate on"
+    notes.append(both if train else tables.counted(len(test), "example"))
+    return train, test, known, sum(row.size() for row in train)
+
+
+def _picture_sides(
+    plan: DataPlan, train: pictures.Pictures, given: pictures.Pictures | None, notes: list[str], split: bool
+) -> Sides:
+    if not split:
+        given = given or train
+        known = sort_names(given.names)
+        return _numbered(train.take([]), known), _numbered(given, known), known, 0
+    way_out = "lay out a folder for each class, several pictures in each"
+    refuse(
+        len(set(train.names)) == 1,
+        f"every picture is of the class {train.names[0]!r}: there is nothing to tell apart; {way_out}",
+    )
+    refuse(
+        len(set(train.names)) == len(train.names),
+        f"each of the {len(train.names):,} pictures is of a class of its own"
+        f": there is nothing to learn a class from; {way_out}",
+    )
+    if given is None:
+        keys, names = train.keys(), [(name,) for name in train.names]
+        validates = np.array(split_keys(keys, plan.validation_share, names))
+        notes.append(
+            f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content"
+        )
+        train, given = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
+    else:
+        notes += _shared(train.keys(), given.keys())
+    size, other = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, given))
+    refuse(
+        size != other,
+        f"the pictures to train on are {size} and those to validate on {other}: bring all to one size first",
+    )
+    known = sort_names(train.names)
+    _check_known(known, zip(given.places, given.names), "label")
+    counts = f"{len(train.names):,} to train on, {len(given.names):,} to validate on"
+    notes += [
+        f"{tables.counted(len(known), 'class')}: {tables.listed(known)}",
+        f"pictures of {size}: {counts}",
+    ]
+    return _numbered(train, known), _numbered(given, known), known, 0
+
+
+def _numbered(part: pictures.Pictures, names: Sequence[str]) -> Images:
+    numbers = {name: number for number, name in enumerate(names)}
+    return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64))
+
+
+def _keys(rows: Iterable[Example]) -> list[int]:
+    return [key_of(*row.key()) for row in rows]
+
+
+def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
+    """Return a note on examples that are on both sides, by their keys."""
+    shared = sum(map(set(train).__contains__, validation))
+    both = f"{shared:,} of {len(validation):,} inputs to validate on are in the training data too"
+    return [both] if shared else []
+
+
+def _check_known(known: Sequence[str], found: Iterable[tuple[str, str]], noun: str) -> None:
+    """Refuse names, given with their places, that the training data does not have."""
+    for place, name in found:
+        if name not in known:
+            raise InputError(
+                f"{place}: the {noun} {name!r} does not occur in the training data, "
+                f"which has {tables.listed(known)}"
+            )
+
+
+def _check_labels(names: Sequence[str]) -> None:
+    classes, way_out = len(set(names)), "choose another column with --set data.columns=..."
+    refuse(
+        classes == 1 < len(names),
+        f"every example has the label {names[0]!r}: there is nothing to tell apart; {way_out}",
+    )
+    refuse(
+        classes == len(names) > 1,
+        f"the {len(names):,} examples have as many labels: {way_out}, "
+        "or --set data.task=seq2seq to write the target out",
+    )
+
+
+def _names(shape: Shape, rows: Iterable[Example]) -> tuple[str, ...]:
+    names = sort_names({name for row in rows for name in row.names()})
+    return ("O", *(name for name in names if name != "O")) if "O" in names and shape is TAGS else names
+
+
+def sort_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Sort the names of classes: as numbers if all are numbers, else by letters."""
+    names = set(names)
+    numbers = all(re.fullmatch("0|[1-9][0-9]{0,8}", name) for name in names)
+    return tuple(sorted(names, key=int) if numbers else sorted(names))

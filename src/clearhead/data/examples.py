@@ -6,7 +6,7 @@ caller has to ask which class it holds. A `Shape` names the class and the column
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -27,12 +27,14 @@ class Example:
     KEY: ClassVar[tuple[str, ...]] = ()  # those that the model is shown and that do not tell the answer
     ASKED: ClassVar[tuple[str, ...]] = ()  # where a text is the answer: the fields that ask for it
     ANSWER: ClassVar[str] = ""  # and the field that holds it
+    NAMED: ClassVar[str] = ""  # the field that holds a label or tags
     __slots__ = ()
 
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """Return the example of a record, given the column of each role; None where a text is empty."""
-        raise NotImplementedError
+        texts = [record.text(roles[role]).strip() for role in cls.TEXTS]
+        return cls(*texts) if all(texts) else None
 
     def texts(self) -> tuple[str, ...]:
         """Return the texts as a tokenizer learns from them."""
@@ -45,17 +47,23 @@ class Example:
 
     def names(self) -> tuple[str, ...]:
         """Return the label or the tags; () where the example has none."""
-        return ()
+        return _parts(getattr(self, self.NAMED)) if self.NAMED else ()
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """Return the example with other names for its label or tags."""
-        return self
+        return self._changed([self.NAMED] if self.NAMED else [], names.__getitem__)
 
     def lowered(self, which: Lowercase) -> Self:
         """Return the example with its texts, or one side of a pair, in lower case."""
-        names = self.TEXTS if which is True else (str(which),)
-        lowered: Any = {name: _lower(getattr(self, name)) for name in names}
-        return replace(self, **lowered)  # type: ignore[type-var]
+        return self._changed(self.TEXTS if which is True else [str(which)], str.lower)
+
+    def _changed(self, fields: Iterable[str], change: Callable[[str], str]) -> Self:
+        values = {name: getattr(self, name) for name in fields}
+        changed: Any = {
+            name: tuple(map(change, value)) if isinstance(value, tuple) else value and change(value)
+            for name, value in values.items()
+        }
+        return replace(self, **changed)  # type: ignore[type-var]
 
     def size(self) -> int:
         """Return the number of bytes of text."""
@@ -72,10 +80,6 @@ class Example:
 
 def _parts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else (value or "",)
-
-
-def _lower(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    return tuple(word.lower() for word in value) if isinstance(value, tuple) else value and value.lower()
 
 
 class Chunk(NamedTuple):
@@ -97,18 +101,12 @@ class Pair(Example):
     source: str
     target: str
 
-    @classmethod
-    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
-        """See `Example.read`."""
-        source, target = (record.text(roles[role]).strip() for role in ("source", "target"))
-        return cls(source, target) if source and target else None
-
 
 @dataclass(frozen=True, slots=True)
 class Labelled(Example):
     """A text, or two texts that are read together, and its class."""
 
-    TEXTS = KEY = ("text", "pair")
+    TEXTS, KEY, NAMED = ("text", "pair"), ("text", "pair"), "label"
     text: str
     label: str
     pair: str | None = None
@@ -129,20 +127,12 @@ class Labelled(Example):
         label = label.partition(".")[0] if _WHOLE.fullmatch(label) else label
         return cls(text, label, pair) if text else None
 
-    def names(self) -> tuple[str, ...]:
-        """See `Example.names`."""
-        return (self.label,)
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """See `Example.renamed`."""
-        return replace(self, label=names[self.label])
-
 
 @dataclass(frozen=True, slots=True)
 class Tagged(Example):
     """The words of a sentence and one tag for each."""
 
-    TEXTS = KEY = ("words",)
+    TEXTS, KEY, NAMED = ("words",), ("words",), "tags"
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
@@ -152,14 +142,6 @@ class Tagged(Example):
         words, tags = (record.words(roles[role]) for role in ("words", "tags"))
         refuse(len(words) != len(tags), f"{record.place} has {len(words)} words and {len(tags)} tags")
         return cls(words, tags) if words else None
-
-    def names(self) -> tuple[str, ...]:
-        """See `Example.names`."""
-        return self.tags
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """See `Example.renamed`."""
-        return replace(self, tags=tuple(names[tag] for tag in self.tags))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +170,8 @@ class Question(Example):
 
     def lowered(self, which: Lowercase) -> Self:
         """See `Example.lowered`. Lowering may change lengths, so the start is counted again."""
-        start = len(self.context[: self.start].lower())
-        return type(self)(self.question.lower(), self.context.lower(), self.answer.lower(), start)
+        texts = self.question.lower(), self.context.lower(), self.answer.lower()
+        return type(self)(*texts, start=len(self.context[: self.start].lower()))
 
 
 def _answers(record: Record, roles: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:

@@ -22,12 +22,12 @@ RECIPE = "train.toml"  # marks the folder of a training run, whose files are no 
 
 
 @contextmanager
-def listing() -> Iterator[None]:
-    """Turn the error of a folder that cannot be read into one clear line."""
+def listing(path: Path | None = None) -> Iterator[None]:
+    """Turn the error of a folder, or of this file, that cannot be read into one clear line."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise InputError(f"{path or error.filename} cannot be read: {error.strerror}") from None
 
 
 @listing()
@@ -46,7 +46,7 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
             fixed = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
             if fixed.is_dir():  # glob silently leaves out what it cannot read
                 list(_below(fixed) if "**" in name else fixed.iterdir())
-            there = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            there = map(Path, sorted(glob.glob(str(path), recursive=True)))
             matches = [file for match in there if not _in_run(match, fixed) for file in _files(match)]
             refuse(not matches, f"no file matches {name}")
             found |= dict.fromkeys(matches)
@@ -56,12 +56,10 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
     if not path.exists():
         raise missing(path)
-    refuse(not path.is_dir(), f"{path} is neither a file nor a folder")
-    files = sorted(file for file in _below(path) if file.is_file())
+    refuse(not path.is_file() and not path.is_dir(), f"{path} is neither a file nor a folder")
+    files = [path] if path.is_file() else sorted(file for file in _below(path) if file.is_file())
     refuse(not files, f"the folder {path} holds no files")
     return files
 
@@ -69,11 +67,11 @@ def _files(path: Path) -> list[Path]:
 def _below(top: Path) -> Iterator[Path]:
     """Yield the files of a folder and of those below it, without hidden ones and training runs."""
 
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise error
 
     seen: set[str] = set()  # a link may lead back to a folder above it
-    for folder, folders, names in os.walk(top, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(top, onerror=fail, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen or (RECIPE in names and Path(folder) != top):
             folders.clear()
@@ -117,21 +115,15 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def head(path: Path) -> bytes:
-    """Return the first bytes of a file."""
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Return the bytes of a file, or at most so many of the first."""
     with reading(path) as file:
-        return file.read(HEAD)
+        return file.read(most)
 
 
 def blank(path: Path) -> bool:
     """Return True if a file begins with nothing but white space, and so does not show its format."""
-    return not head(path).removeprefix(codecs.BOM_UTF8).strip()
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file."""
-    with reading(path) as file:
-        return file.read()
+    return not read_bytes(path, HEAD).removeprefix(codecs.BOM_UTF8).strip()
 
 
 def read_pieces(path: Path) -> Iterator[str]:
@@ -140,14 +132,12 @@ def read_pieces(path: Path) -> Iterator[str]:
         offset, rest = 0, b""
         while True:
             block = file.read(BLOCK)
-            data = rest + block
-            start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
-            text, used = _decode(path, data[start:], offset + start, final=not block)
+            text, used = _decode(path, rest + block, offset, final=not block)
             if text:
                 yield text
             if not block:
                 return
-            offset, rest = offset + start + used, data[start + used :]
+            offset, rest = offset + used, (rest + block)[used:]
 
 
 def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -159,40 +149,38 @@ def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
                 number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip(),
                 f"{path} ends its lines with carriage returns alone: convert them to line feeds",
             )
-            start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
-            text, _ = _decode(path, line[start:], offset + start, final=True)
+            text, _ = _decode(path, line, offset, final=True)
             offset += len(line)
             yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
 
 
 def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
-    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took."""
+    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took.
+
+    A byte order mark at the beginning of the file is left out.
+    """
+    start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
     if (position := data.find(0)) >= 0:
         raise InputError(
             f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: "
             "convert it to UTF-8)"
         )
     try:
-        return codecs.utf_8_decode(data, "strict", final)
+        text, used = codecs.utf_8_decode(data[start:], "strict", final)
     except UnicodeDecodeError as error:
-        position = offset + error.start
+        at = start + error.start
         raise InputError(
-            f"{path} is not UTF-8: byte {position} is {data[error.start]:#04x}; convert it to UTF-8"
+            f"{path} is not UTF-8: byte {offset + at} is {data[at]:#04x}; convert it to UTF-8"
         ) from None
+    return text, start + used
 
 
 def digest(paths: Iterable[Path], *more: str) -> str:
     """Return a SHA-256 over the contents of files, in order, and over the strings given."""
     total = hashlib.sha256()
     for path in paths:
-        own = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                while block := file.read(BLOCK):
-                    own.update(block)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        total.update(own.digest())
+        with listing(path), path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
     for text in more:
         total.update(hashlib.sha256(text.encode()).digest())
     return total.hexdigest()

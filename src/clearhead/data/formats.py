@@ -2,17 +2,16 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
-from clearhead.data.columns import LANGUAGES
-from clearhead.data.conll import cells
 from clearhead.data.examples import PAIRS, TEXT, Shape
-from clearhead.data.files import HEAD, bare, blank, expand, head, listing
+from clearhead.data.files import HEAD, bare, blank, expand, listing, read_bytes
 from clearhead.data.plan import DataPlan, Format
-from clearhead.data.tables import counted
+from clearhead.data.tables import cells, counted
 from clearhead.errors import InputError, refuse
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -23,7 +22,12 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".npz": "npz",
 }
+LANGUAGES = frozenset(
+    ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "no", "fi", "pl", "cs", "sk", "ru", "uk")
+    + ("bg", "ro", "hu", "el", "tr", "ar", "he", "fa", "hi", "zh", "ja", "ko", "vi", "id", "th")
+)
 IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
+_SIDES = (("src", "tgt"), ("src", "trg"), ("source", "target"), ("input", "output"))
 _LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
 _NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
 _UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
@@ -34,8 +38,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Files of one format."""
 
     format: Format
@@ -55,80 +58,76 @@ def find_source(
         known: names that may have been meant where there is no such file.
     """
     parallel = plan.format in (None, "parallel")
-    source = _by_stem(plan, Path(paths[0]).expanduser()) if parallel and len(paths) == 1 else None
-    if source is not None:
+    if parallel and len(paths) == 1 and (source := _by_stem(plan, Path(paths[0]).expanduser())):
         return source
     files = expand(paths, known)
-    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)) is not None:
+    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)):
         return source
-    if plan.pattern is not None and plan.format not in (None, "lines"):
-        fault = f'data.pattern goes with data.format "lines", not {plan.format!r}'
-        raise InputError(f"{fault}: leave one of them out")
-    if plan.format == "lines" and plan.pattern is None:
-        example = r"(?P<source>.+)\t(?P<target>.+)"
-        raise InputError(f'data.format "lines" needs a data.pattern with named groups, such as {example}')
+    refuse(
+        plan.pattern is not None and plan.format not in (None, "lines"),
+        f'data.pattern goes with data.format "lines", not {plan.format!r}: leave one of them out',
+    )
+    refuse(
+        plan.format == "lines" and plan.pattern is None,
+        'data.format "lines" needs a data.pattern with named groups, such as '
+        r"(?P<source>.+)\t(?P<target>.+)",
+    )
     if plan.pattern is not None:
         return Source("lines", tuple(files))
     looks = {path: format_of(path, wanted) for path in files}
     if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
-        as_text = plan.format == "text"
-        fitting = [
-            path
-            for path, look in looks.items()
-            if look == plan.format or (as_text and look not in _UNLIKE_TEXT)
-        ]
-        others = len(files) - len(fitting or files)
+        texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
+        fitting = [path for path, look in looks.items() if look in texts] or files
+        others = len(files) - len(fitting)
         notes = (f"{counted(others, 'file')} of other formats left out",) if others else ()
-        return Source(plan.format, tuple(fitting or files), notes)
+        return Source(plan.format, tuple(fitting), notes)
     first: dict[Format | Literal["binary"], Path] = {}
     for path, look in looks.items():
         if look in _UNLIKE_TEXT or not blank(path):
             first.setdefault(look, path)
-    look, *others_seen = first or {looks[files[0]]: files[0]}
-    if others_seen:
-        mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
-        raise InputError(
-            f"the files are of several formats: {mixed}; "
-            f"name those of one, or choose with --set data.format={look}"
-        )
+    look = next(iter(first), looks[files[0]])
+    mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
+    refuse(
+        len(first) > 1,
+        f"the files are of several formats: {mixed}; "
+        f"name those of one, or choose with --set data.format={look}",
+    )
     if look == "binary":
         raise InputError(
             f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
             "text, tables, pictures, idx and npz can be read"
         )
     whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
-    said = [f"{whole}: read as {_WORDS.get(look, look)}"]
-    if look == "text" and wanted is None and (why := _why_not_parallel(files)):
-        said.append(f"not taken as parallel files, because {why}")
-    return Source(look, tuple(files), tuple(said))
+    why = _why_not_parallel(files) if look == "text" and wanted is None else None
+    more = (f"not taken as parallel files, because {why}",) if why else ()
+    return Source(look, tuple(files), (f"{whole}: read as {_WORDS.get(look, look)}", *more))
 
 
 def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["binary"]:
     """Return the format of a file by its name, else by its first bytes; plain text where text is `wanted`."""
     name = bare(path).name.lower()
     suffix = Path(name).suffix
-    if IDX.fullmatch(name):
-        return "idx"
-    if suffix in SUFFIXES:
-        return SUFFIXES[suffix]
-    data = head(path)
-    if b"\0" in data:
-        return "binary"
-    table = suffix in (".tsv", ".tab")
-    if wanted is TEXT and not table:
-        return "text"
+    if IDX.fullmatch(name) or suffix in SUFFIXES:
+        return SUFFIXES.get(suffix, "idx")
+    data, table = read_bytes(path, HEAD), suffix in (".tsv", ".tab")
+    if b"\0" in data or (wanted is TEXT and not table):
+        return "binary" if b"\0" in data else "text"
     lines = data.decode("utf-8-sig", "replace").removesuffix("\n").split("\n")
     lines = lines[:-1] if len(data) == HEAD else lines  # the last one may be cut
-    if _tagged(lines):
-        return "conll"
     full = [line for line in lines if line.strip()]
-    if table or (len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1):
-        return "tsv"
-    try:
-        object_first = bool(full) and full[0].startswith("{") and isinstance(json.loads(full[0]), dict)
-        return "jsonl" if object_first else "text"
-    except (ValueError, RecursionError):
-        return "text"
+    tabs = len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1
+    looks: dict[Format, object] = {
+        "conll": _tagged(lines),
+        "tsv": table or tabs,
+        "jsonl": full and full[0].startswith("{") and _is_object(full[0]),
+    }
+    return next((format for format, fits in looks.items() if fits), "text")
+
+
+def _is_object(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    return False
 
 
 def _tagged(lines: Sequence[str]) -> bool:
@@ -140,9 +139,9 @@ def _tagged(lines: Sequence[str]) -> bool:
     if len(full) < 4 or all(line.strip() for line in lines[1:-1]):
         return False
     rows = [cells(line, "\t" in full[0]) for line in full]
-    few = len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
-    words = all(" " not in row[0] for row in rows)
-    return len(rows[0]) > 1 and len({len(row) for row in rows}) == 1 and few and words
+    if len(rows[0]) < 2 or len({len(row) for row in rows}) > 1 or any(" " in row[0] for row in rows):
+        return False
+    return len({row[-1] for row in rows}) <= (len(rows) + 1) // 2
 
 
 # Parallel files --------------------------------------------------------------------------------------------
@@ -156,22 +155,41 @@ def _by_stem(plan: DataPlan, stem: Path) -> Source | None:
 
 
 def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
-    """Return two files whose names end in different languages; any two, if the plan says so."""
+    """Return two files whose names say their languages or sides; any two, if the plan says so."""
     if way := way_of(files):
-        return _choose(plan, files[0], dict(zip(way.values(), files)))
-    if plan.format is not None and len(files) != 2:
-        names = "what their names have in common, such as data/train for train.en, train.de"
-        raise InputError(f'data.format "parallel" takes two files, or {names}')
+        return _choose(plan, files[0], dict(zip(_ends(files), files)), way)
+    refuse(
+        plan.format is not None and len(files) != 2,
+        'data.format "parallel" takes two files, or what their names have in common, such as data/train for '
+        "train.en, train.de",
+    )
     return None if plan.format is None else _parallel(*files)
 
 
 def way_of(files: Sequence[Path]) -> dict[str, str]:
-    """Return the languages of two parallel files by their names, {source: en, target: de}, or {}."""
+    """Return the languages of two parallel files by their names, {source: en, target: de}, or {}.
+
+    The names of sides, such as src and tgt, say which is the source; languages are in the order of the files.
+    """
+    ends = _ends(files)
+    return dict(zip(PAIRS.needed, ends[::-1] if ends[::-1] in _SIDES else ends))
+
+
+def _ends(files: Sequence[Path]) -> tuple[str, ...]:
+    """Return what tells the names of two parallel files apart: (en, de) of train.en and train.de; else ()."""
     names = [bare(path) for path in files]
+    if len(names) != 2:
+        return ()
     ends = [name.suffix for name in names]
-    if len(names) != 2 or ends[0] == ends[1] or names[0].stem != names[1].stem:
-        return {}
-    return dict(zip(PAIRS.needed, (end[1:] for end in ends))) if all(map(_is_language, ends)) else {}
+    if names[0].stem == names[1].stem and ends[0] != ends[1] and all(map(_is_language, ends)):
+        return ends[0][1:], ends[1][1:]
+    parts = [re.split(r"([._-])", name.name) for name in names]  # src-train.txt, train_en.txt
+    apart = [pair for pair in zip(*parts) if pair[0] != pair[1]]
+    if len(parts[0]) != len(parts[1]) or len(apart) != 1:
+        return ()
+    pair: tuple[str, str] = apart[0]
+    known = pair in _SIDES or pair[::-1] in _SIDES or {*pair} <= LANGUAGES
+    return pair if known else ()
 
 
 @listing()
@@ -184,16 +202,15 @@ def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
 
 def same_way(source: Source, validation: Source) -> Source:
     """Return parallel validation files in the direction of the training files."""
-    ends, other = ([bare(path).suffix for path in each.files] for each in (source, validation))
-    turned = source.format == validation.format == "parallel" and ends[0] != ends[1] and other == ends[::-1]
+    ends, other = (_ends(each.files) for each in (source, validation))
+    turned = source.format == validation.format == "parallel" and ends and other == ends[::-1]
     return _parallel(*validation.files[::-1]) if turned else validation
 
 
 def _why_not_parallel(files: Sequence[Path]) -> str | None:
     """Return why files named by their languages are not parallel; None for other files."""
     ends = {bare(path).suffix for path in files}
-    languages = [re.split("[._-]", end)[1:2] for end in ends]
-    if len(ends) < 2 or not all(own and own[0] in LANGUAGES for own in languages):
+    if len(ends) < 2 or not all(re.split("[._-]", f"{end}.")[1] in LANGUAGES for end in ends):
         return None
     if len(files) > 2:
         return f"there are {len(files):,} of them: name the two that go together"
@@ -214,8 +231,12 @@ def _languages(stem: Path) -> dict[str, Path]:
     return found
 
 
-def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
+def _choose(
+    plan: DataPlan, stem: Path, languages: dict[str, Path], way: Mapping[str, str] = MappingProxyType({})
+) -> Source:
     wanted = [plan.columns.get(role) for role in PAIRS.needed]
+    if wanted == [None, None]:
+        wanted = [way.get(role) for role in PAIRS.needed]
     for language in wanted:
         refuse(
             language is not None and language not in languages,

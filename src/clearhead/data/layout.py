@@ -1,50 +1,74 @@
-"""Decide how the files of a source are read, from the first that is not blank.
+"""Decide how the files of a source are read: which format, whether a header, which column plays which role.
 
-Tables may differ in having a header.
+Columns are found by name where there are names, by content where there are none. The first file that is not
+blank decides; tables may differ in having a header.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-from clearhead.data.columns import choose_columns, find_column, has_header, may_name_columns
-from clearhead.data.conll import TagColumns, read_tagged, tag_columns
-from clearhead.data.examples import IMAGES, PAIRS, TAGS, TEXT, Example, Shape
+from clearhead.data import tables
+from clearhead.data.examples import IMAGES, LABELS, PAIRS, QUESTIONS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
-from clearhead.data.formats import Source
+from clearhead.data.formats import LANGUAGES, Source
 from clearhead.data.plan import DataPlan
-from clearhead.data.tables import (
-    Record,
-    column_names,
-    counted,
-    listed,
-    read_json,
-    read_matches,
-    read_parallel,
-    read_rows,
-    read_table,
-)
-from clearhead.errors import InputError, refuse
+from clearhead.errors import InputError, nearest, refuse
 
 SAMPLE = 1000  # rows from which columns are guessed
+GUESSED = (QUESTIONS, TAGS, LABELS, PAIRS, TEXT)  # shapes in the order in which they are looked for
+# Names that columns of each role go by, the likeliest first.
+NAMES: dict[str, tuple[str, ...]] = {
+    "text": (
+        *("text", "sentence", "sentence1", "text1", "premise", "question1", "review", "content", "document"),
+        *("article", "body", "comment", "tweet", "message", "utterance", "story"),
+        *("question", "title", "name"),
+    ),
+    "pair": ("pair", "sentence2", "text2", "hypothesis", "question2", "text_pair"),
+    "label": (
+        *("label", "labels", "class", "category", "gold_label", "sentiment"),
+        *("stars", "rating", "score", "topic", "intent", "y"),
+    ),
+    "source": (
+        *("source", "src", "input", "prompt", "instruction"),
+        *("question", "article", "document", "text", "sentence"),
+    ),
+    "target": (
+        *("target", "tgt", "output", "completion", "response"),
+        *("summary", "highlights", "translation", "answer"),
+    ),
+    "words": ("words", "tokens", "forms"),
+    "tags": ("tags", "ner_tags", "pos_tags", "upos", "ner", "pos", "labels"),
+    "question": ("question", "query"),
+    "context": ("context", "passage", "paragraph"),
+    "answer": ("answer", "answers", "answers.text"),
+    "start": ("answer_start", "start", "answers.answer_start"),
+}
+_IDS = frozenset(("id", "idx", "index", "guid"))
+_KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | _IDS
+_NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
+_NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
+# The name that pandas, and clearhead, give to an unnamed column.
+_UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)
+MOST_CLASSES = 1000
 _FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the files of a source are read."""
 
     format: str
     shape: Shape
-    roles: dict[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str]
     header: bool = False
     # Columns of the first table, for tables that differ in having a header; (): none may.
     names: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
-    tags: TagColumns | None = None
+    tags: tables.TagColumns | None = None
 
     def documents(self, files: Sequence[Path]) -> Iterator[Iterable[str]]:
         """Yield the documents of text files, each in pieces: a file is one, else a record is one."""
@@ -54,26 +78,26 @@ class Layout:
 
     def examples(self, files: Sequence[Path]) -> Iterator[tuple[str, Example | None]]:
         """Yield the examples with their places; None where a text is empty."""
-        if self.tags is not None:
-            for path in files:
-                yield from read_tagged(path, self.tags)
-            return
         assert self.shape.row is not None
-        for record in self._records(files):
-            yield record.place, self.shape.row.read(record, self.roles)
+        read = self.shape.row.read
+        return ((record.place, read(record, self.roles)) for record in self._records(files))
 
-    def _records(self, files: Sequence[Path]) -> Iterator[Record]:
+    def _records(self, files: Sequence[Path]) -> Iterator[tables.Record]:
         if self.format == "parallel":
-            yield from read_parallel(files)
+            yield from tables.read_parallel(files)
             return
         for path in files:
-            if self.pattern is not None:
-                records: Iterable[Record] = read_matches(path, self.pattern)
+            if self.tags is not None:
+                records = tables.read_tagged(path, self.tags)
+            elif self.pattern is not None:
+                records = tables.read_matches(path, self.pattern)
             elif self.format == "jsonl":
-                records = read_json(path)
+                records = tables.read_json(path)
             else:
                 unlike = self.unlike(path)
-                records = read_table(path, self.format, self.header != unlike, self.names if unlike else ())
+                records = tables.read_table(
+                    path, self.format, self.header != unlike, self.names if unlike else ()
+                )
             for number, record in enumerate(records):
                 for column in self.roles.values() if number == 0 and self.header else ():
                     find_column(column, list(record.cells), f"{path}")
@@ -81,14 +105,11 @@ class Layout:
 
     def unlike(self, path: Path) -> bool:
         """Return True if a table surely differs from the first in having a header, or in having none."""
-        if not self.names:
-            return False
-        rows = _sample(path, self.format, 1 if self.header else SAMPLE)
+        rows = _sample(path, self.format, 1 if self.header else SAMPLE) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
-        if not self.header:
-            return has_header(rows, {})
-        return not may_name_columns(rows[0]) and not set(self.names) & set(column_names(rows[0], header=True))
+        known = set(self.names) & set(tables.column_names(rows[0], header=True))
+        return not known and not may_name_columns(rows[0]) if self.header else has_header(rows, {})
 
 
 def lay_out(
@@ -99,20 +120,18 @@ def lay_out(
     first = next((path for path in source.files if not blank(path)), source.files[0])
     if format in _FIXED:
         shape = _FIXED[format]
-        used = () if shape is TEXT else shape.needed
-        unused = [role for role in plan.columns if role not in used]
+        roles = {} if shape is TEXT else {role: role for role in shape.needed}
+        unused = [role for role in plan.columns if role not in roles]
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
-        tags, *more = tag_columns(first, plan.columns) if shape is TAGS else (None,)
-        roles = {role: role for role in shape.needed} if shape is PAIRS else {}
+        tags, *more = tables.tag_columns(first, plan.columns) if shape is TAGS else (None,)
         return Layout(format, shape, roles, tags=tags), [*notes, *more]
     table = format in ("tsv", "csv")
     rows = _sample(first, format, SAMPLE) if table else []
-    header = table and bool(plan.header)
-    if table and plan.header is None:
-        header = bool(rows) and has_header(rows, plan.columns)
-    names = column_names(rows[0], header) if rows and plan.header is None else ()
-    draft = Layout(format, TEXT, {}, header, names, _pattern(plan))
+    header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
+    names = tables.column_names(rows[0], header) if rows and plan.header is None else ()
+    pattern = None if plan.pattern is None else _pattern(plan.pattern)
+    draft = Layout(format, TEXT, {}, header, names, pattern)
     records = list(islice(draft._records(source.files), SAMPLE))
     refuse(not records, f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
     refuse(
@@ -120,34 +139,193 @@ def lay_out(
         f"task {plan.task} needs pictures: a folder for each class, an idx pair or an npz file"
         f"; {first} is {format}",
     )
-    named = header or format in ("jsonl", "lines")
-    shape, roles = choose_columns(records, plan.columns, wanted, named)
-    columns = counted(len(records[0].cells), "field" if format == "jsonl" else "column")
+    shape, roles = choose_columns(records, plan.columns, wanted, named=header or not table)
+    width = tables.counted(len(records[0].cells), "field" if format == "jsonl" else "column")
     headed = f" {'with' if header else 'without'} a header" if table else ""
-    notes.append(f"{columns}{headed}: {listed(f'{role} from `{column}`' for role, column in roles.items())}")
+    notes.append(
+        f"{width}{headed}: {tables.listed(f'{role} from `{column}`' for role, column in roles.items())}"
+    )
     unlike = [path.name for path in (*source.files, *validation) if draft.unlike(path)]
     if unlike:
         notes.append(
-            f"{'no' if header else 'a'} header in {listed(unlike)}"
+            f"{'no' if header else 'a'} header in {tables.listed(unlike)}"
             f": columns taken in the order of {first.name}"
         )
-    return dataclasses.replace(draft, shape=shape, roles=roles), notes
+    return draft._replace(shape=shape, roles=roles), notes
 
 
 def _sample(path: Path, format: str, most: int) -> list[list[str]]:
-    return [row for _, row in islice(read_rows(path, format), most)]
+    return [row for _, row in islice(tables.read_rows(path, format), most)]
 
 
-def _pattern(plan: DataPlan) -> re.Pattern[str] | None:
-    if plan.pattern is None:
-        return None
+def _pattern(written: str) -> re.Pattern[str]:
     try:
-        pattern = re.compile(plan.pattern)
+        pattern = re.compile(written)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"the pattern {plan.pattern!r} is no regular expression: {error}") from None
+        raise InputError(f"the pattern {written!r} is no regular expression: {error}") from None
     refuse(
         not pattern.groupindex,
-        f"the pattern {plan.pattern!r} has no named groups: "
-        "write them as (?P<source>...) and (?P<target>...)",
+        f"the pattern {written!r} has no named groups: write them as (?P<source>...) and (?P<target>...)",
     )
     return pattern
+
+
+# Headers ---------------------------------------------------------------------------------------------------
+
+
+def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> bool:
+    """Return True if the first of some rows names the columns."""
+    first = [cell.strip() for cell in rows[0]]
+    named = [cell for cell in first if cell]
+    given = any(name in first and not name.isdigit() for name in columns.values())
+    certain = given or any(map(_UNNAMED.fullmatch, first))
+    if certain or not may_name_columns(first):
+        return certain
+    known = len({cell.lower() for cell in named} & _KNOWN)
+    if len(set(named)) < len(named):
+        return known >= 2  # `read_table` refuses names given twice; equal words may be an example
+    below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
+    return known >= min(2, len(first)) or _above_numbers(first, below) or _above_labels(first, below)
+
+
+def may_name_columns(row: Sequence[str]) -> bool:
+    """Return True if every cell of a row could be the name of a column."""
+    return all(_NAME.fullmatch(cell.strip()) for cell in row if cell.strip())
+
+
+def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Return True if a column holds only numbers below its first cell.
+
+    Where the first cell is empty, the column must be the index that pandas writes.
+    """
+    return any(
+        bool(cells)
+        and all(map(_NUMBER.fullmatch, cells))
+        and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
+        for i, (name, cells) in enumerate(zip(first, below))
+    )
+
+
+def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Return True if a column of repeated labels has another first cell, beside an unusual first text.
+
+    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
+    half as long as usual.
+    """
+    labels = any(
+        bool(name) and name not in count and 2 <= len(count) <= MOST_CLASSES and min(count.values()) > 1
+        for name, count in zip(first, map(Counter, below))
+    )
+    lengths = [(median(map(len, cells)), len(name)) for name, cells in zip(first, below) if name and cells]
+    usual, own = max(lengths, default=(0, 0))
+    return labels and own * 2 < usual and all(len(name.split()) < 3 for name in first)
+
+
+# Roles -----------------------------------------------------------------------------------------------------
+
+
+def check_roles(columns: Mapping[str, str]) -> None:
+    """Refuse roles that no shape has."""
+    for role in columns:
+        refuse(
+            role not in NAMES,
+            f"data.columns knows no role {role!r}{nearest(role, NAMES)}; roles are {', '.join(NAMES)}",
+        )
+
+
+def choose_columns(
+    records: Sequence[tables.Record], columns: Mapping[str, str], wanted: Shape | None, named: bool
+) -> tuple[Shape, dict[str, str]]:
+    """Return the shape of the data and the column of each role.
+
+    Args:
+        records: the first rows.
+        columns: role = column, as far as the user chose.
+        wanted: the shape that the task needs; None: guessed.
+        named: whether the columns have names.
+    """
+    names, place = list(dict.fromkeys(name for record in records for name in record.cells)), records[0].place
+    cells = {name: [str(record.cells.get(name)) for record in records] for name in names}
+    refuse(not names, f"{place} has no field, nor have those after it: there is nothing to learn from")
+    given = {role: find_column(column, names, place) for role, column in columns.items()}
+    wanted = wanted or _shape_of_roles(given)
+    find = _by_name if named else _by_content
+    for shape in (wanted,) if wanted else GUESSED:
+        if set(given) <= set(shape.roles):
+            alone = shape is TEXT and not given and len(names) == 1
+            found = {"text": names[0]} if alone else find(shape, cells, given)
+            if set(shape.needed) <= set(found):
+                return shape, {role: found[role] for role in shape.roles if role in found}
+    shape = wanted or LABELS
+    found = _by_content(shape, cells, given)
+    if not set(shape.needed) <= set(found):
+        found = {role: names[min(i, len(names) - 1)] for i, role in enumerate(shape.needed)}
+    need = " and ".join(wanted.needed) if wanted else "text, text and label, or source and target"
+    example = ", ".join(f'{role} = "{tables.listed([found[role]])}"' for role in shape.roles if role in found)
+    raise InputError(
+        f"{place}: which columns hold {need}? There are {tables.listed(names)}; say it, such as "
+        f"--set data.columns='{{{example}}}'"
+    )
+
+
+def find_column(column: str, names: Sequence[str], place: str) -> str:
+    """Return the column of this name, or the only one that ends in it after a dot."""
+    inner = [name for name in names if name.endswith(f".{column}")]
+    refuse(
+        column not in names and len(inner) != 1,
+        f"{place}: no column {column!r}{nearest(column, names)}; there are {tables.listed(names)}",
+    )
+    return column if column in names else inner[0]
+
+
+def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
+    """Return the shape that the given roles belong to, if there is no doubt."""
+    partly = [shape for shape in GUESSED if set(given) <= set(shape.roles)]
+    whole = [shape for shape in partly if set(shape.needed) <= set(given)]
+    refuse(given and not partly, f"data.columns names roles that do not go together: {', '.join(given)}")
+    certain = whole or (partly if len(partly) == 1 else [])
+    return certain[0] if given and certain else None
+
+
+def _by_name(shape: Shape, cells: Mapping[str, Sequence[str]], given: Mapping[str, str]) -> dict[str, str]:
+    low, roles = {name.lower(): name for name in reversed(list(cells))}, dict(given)
+    # Roles with few names of their own choose first: `text` would take almost anything.
+    for role in sorted(set(shape.roles) - set(given), key=lambda role: (len(NAMES[role]), role)):
+        free = [low[name] for name in NAMES[role] if name in low and low[name] not in roles.values()]
+        roles |= {role: free[0]} if free else {}
+    left = [name for name in cells if name not in roles.values()]
+    if shape is PAIRS and not roles:
+        languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
+        roles = dict(zip(shape.needed, languages)) if len(languages) == 2 else {}
+    telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
+    if "label" in shape.needed and set(roles) == {"text"} and len(telling) == 1:
+        roles |= {"label": telling[0]} if _like_labels(shape, cells[telling[0]]) else {}
+    return roles
+
+
+def _by_content(shape: Shape, cells: Mapping[str, Sequence[str]], given: Mapping[str, str]) -> dict[str, str]:
+    """Find columns without names.
+
+    The label is the column that looks like one, best without gaps and with few values; the text is the
+    longest of the others. Pairs are the first two texts.
+    """
+    roles = dict(given)
+    left = [name for name in cells if name not in roles.values()]
+    if "label" in shape.needed and len(left) > 1 and "label" not in roles:
+        values = {name: {cell.strip() for cell in cells[name]} for name in reversed(left)}
+        few = [name for name in values if _like_labels(shape, cells[name])]
+        if few:
+            roles["label"] = min(few, key=lambda name: ("" in values[name], len(values[name])))
+            left.remove(roles["label"])
+    if "label" in shape.needed and left and "label" in roles and "text" not in roles:
+        roles["text"] = max(left, key=lambda name: sum(map(len, cells[name])))
+    if shape is PAIRS and not roles:
+        texts = (name for name in left if not all(map(_NUMBER.fullmatch, cells[name])))
+        roles = dict(zip(shape.needed, texts))
+    return roles
+
+
+def _like_labels(shape: Shape, cells: Sequence[str]) -> bool:
+    """Return True if a column looks like labels: some values, most of them more than once; or numbers."""
+    few = 2 <= len(set(cells)) <= min(MOST_CLASSES, (len(cells) + 1) // 2)
+    return few if shape is LABELS else all(map(_NUMBER.fullmatch, cells))

@@ -1,12 +1,10 @@
 """Read pictures from a folder for each class, idx files or npz files: all of one size, as bytes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +27,10 @@ class Pictures(NamedTuple):
     names: list[str]
     places: list[str]  # where each came from, for messages
 
-    def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Pictures:
+    def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Self:
         """Return the pictures with these numbers."""
-        places = np.asarray(chosen, np.int64)
-        return Pictures(
-            self.pixels[places], *([every[i] for i in places] for every in (self.names, self.places))
-        )
+        names, places = ([every[i] for i in chosen] for every in (self.names, self.places))
+        return self._replace(pixels=self.pixels[np.asarray(chosen, np.int64)], names=names, places=places)
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
@@ -46,8 +42,7 @@ Parts = tuple[Pictures, Pictures | None, list[str]]
 
 def read_pictures(source: Source, limit: int | None) -> Parts:
     """Return pictures to train on, those to validate on where the files have such a part, and notes."""
-    readers = {"folders": _read_folders, "idx": _read_idx, "npz": _read_npz}
-    return readers[source.format](source.files, limit)
+    return {"folders": _read_folders, "idx": _read_idx, "npz": _read_npz}[source.format](source.files, limit)
 
 
 def spaced(count: int, limit: int | None) -> list[int]:
@@ -101,8 +96,8 @@ def _load(files: Sequence[Path], limit: int | None) -> Pictures:
     except Exception as error:  # decoders of broken pictures raise almost anything
         why = str(error).splitlines()[0][:120] if str(error) else "damaged"
         raise InputError(f"{path} cannot be read as a picture: {why}") from None
-    names, places = [file.parent.name for file in files], [str(file) for file in files]
-    return Pictures(pixels if pixels.ndim == 4 else pixels[..., None], names, places)
+    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
+    return Pictures(pixels, [file.parent.name for file in files], list(map(str, files)))
 
 
 def pixels_of(image: Any, mode: str) -> NDArray[np.uint8]:
@@ -128,25 +123,22 @@ def _is_deep(image: Any) -> bool:
 def _read_idx(files: Sequence[Path], limit: int | None) -> Parts:
     parts: dict[str, dict[str, Path]] = {}
     for path in files:
-        found = IDX.fullmatch(bare(path).name.lower())
-        if found is None:
-            raise InputError(f"{path} is not named like an idx file, such as train-images-idx3-ubyte.gz")
-        part, kind = found.groups()
+        part, kind = _idx_name(path)
+        refuse(not kind, f"{path} is not named like an idx file, such as train-images-idx3-ubyte.gz")
         other = "labels" if kind == "images" else "images"
-        named = ((file, IDX.fullmatch(bare(file).name.lower())) for file in sorted(path.parent.iterdir()))
-        beside = next((file for file, match in named if match and match.groups() == (part, other)), None)
-        if beside is None:
-            raise InputError(f"{path} stands alone: the file of its {other} is missing")
+        beside = [file for file in sorted(path.parent.iterdir()) if _idx_name(file) == (part, other)]
+        refuse(not beside, f"{path} stands alone: the file of its {other} is missing")
         same = parts.setdefault(part, {}).get(kind, path)
-        if same.parent != path.parent:
-            raise InputError(f"{same} and {path} are the same part of two sets: name the files of one")
-        parts[part] |= {kind: path, other: beside}
+        refuse(
+            same.parent != path.parent,
+            f"{same} and {path} are the same part of two sets: name the files of one",
+        )
+        parts[part] |= {kind: path, other: beside[0]}
     likely = (name for wanted in VALIDATION for name in parts if name.strip("-._") == wanted)
     validation = next(likely, None) if len(parts) > 1 else None
     train, *others = (name for name in parts if name != validation)
-    if others:
-        several = ", ".join(name.strip("-.") for name in (train, *others))
-        raise InputError(f"the idx files have several parts: {several}; name the files of one")
+    several = ", ".join(name.strip("-.") for name in (train, *others))
+    refuse(others, f"the idx files have several parts: {several}; name the files of one")
     pictures = _load_idx(parts[train], limit)
     if validation is None:
         return pictures, None, []
@@ -154,21 +146,26 @@ def _read_idx(files: Sequence[Path], limit: int | None) -> Parts:
     return pictures, _load_idx(parts[validation], limit), [note]
 
 
+def _idx_name(path: Path) -> tuple[str, str]:
+    """Return the part that an idx file is of, and "images" or "labels"; ("", "") for another file."""
+    found = IDX.fullmatch(bare(path).name.lower())
+    return (found[1], found[2]) if found else ("", "")
+
+
 def _load_idx(part: dict[str, Path], limit: int | None) -> Pictures:
     arrays = []
     for path in (part["images"], part["labels"]):
         data = read_bytes(path)
-        if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
-            raise InputError(
-                f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}, not with "
-                "000008"
-            )
+        refuse(
+            len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3],
+            f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}, not with 000008",
+        )
         shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(data[3]))
         body = data[4 + 4 * data[3] :]
-        if math.prod(shape) != len(body):
-            raise InputError(
-                f"{path} claims {' x '.join(map(str, shape))} bytes and holds {len(body):,}: it is damaged"
-            )
+        refuse(
+            math.prod(shape) != len(body),
+            f"{path} claims {' x '.join(map(str, shape))} bytes and holds {len(body):,}: it is damaged",
+        )
         arrays.append(np.frombuffer(body, np.uint8).reshape(shape))
     return _pictures(arrays[0], arrays[1], str(part["images"]), str(part["labels"]), limit)
 
@@ -188,8 +185,8 @@ def _read_npz(files: Sequence[Path], limit: int | None) -> Parts:
             "write it with numpy.savez(path, x=pictures, y=labels)"
         ) from None
     train, validation = _npz_names(arrays, ("", "train")), _npz_names(arrays, VALIDATION)
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
     if train is None:
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
         raise InputError(
             f"{path} must hold arrays named like x and y, or x_train, y_train, x_test, y_test; "
             f"it holds {shapes}"
@@ -233,36 +230,33 @@ def _pictures(
     labels = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if labels.dtype.kind == "f" and (labels == np.rint(labels)).all():
         labels = labels.astype(np.int64)  # 1.0 is 1
-    if labels.ndim != 1 or labels.dtype.kind not in "iubUS" or len(labels) != len(pixels):
-        raise InputError(
-            f"{whose} has the shape {labels.shape} of {labels.dtype}: "
-            f"it must hold one class for each of {len(pixels):,} pictures"
-        )
+    refuse(
+        labels.ndim != 1 or labels.dtype.kind not in "iubUS" or len(labels) != len(pixels),
+        f"{whose} has the shape {labels.shape} of {labels.dtype}: "
+        f"it must hold one class for each of {len(pixels):,} pictures",
+    )
     chosen = spaced(len(pixels), limit)
     if len(chosen) < len(pixels):
         pixels, labels = pixels[chosen], labels[chosen]
+    places = [f"{whose}, number {number}" for number in chosen]
     names = [
         name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in labels.tolist()
     ]
-    if "" in names:
-        raise InputError(
-            f"{whose}, number {chosen[names.index('')]} is empty: it must name the class of a picture"
-        )
-    places = [f"{whose}, number {number}" for number in chosen]
+    for place, name in zip(places, names):
+        refuse(not name, f"{place} is empty: it must name the class of a picture")
     return Pictures(np.ascontiguousarray(_as_bytes(pixels, where)), names, places)
 
 
 def _as_bytes(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if pixels.dtype == np.uint8:
         return pixels
-    low, high = math.nan, math.nan
-    if pixels.dtype.kind in "iufb":
-        low, high = float(pixels.min()), float(pixels.max())
+    numbers = pixels.dtype.kind in "iufb"
+    low, high = (float(pixels.min()), float(pixels.max())) if numbers else (math.nan, math.nan)
     fractions = pixels.dtype.kind == "f" and low >= 0 and high <= 1
-    if not fractions and not (low >= 0 and high <= 255):
-        raise InputError(
-            f"{where} holds {pixels.dtype} from {low:g} to {high:g}: "
-            "pixels go from 0 to 255, or as fractions from 0 to 1"
-        )
+    refuse(
+        not fractions and not (low >= 0 and high <= 255),
+        f"{where} holds {pixels.dtype} from {low:g} to {high:g}: "
+        "pixels go from 0 to 255, or as fractions from 0 to 1",
+    )
     rounded: NDArray[np.uint8] = np.rint(pixels * 255.0 if fractions else pixels).astype(np.uint8)
     return rounded

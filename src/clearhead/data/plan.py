@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_least, check_types
 
 Task: TypeAlias = str  # the name of an entry of `tasks.table`, which checks it
@@ -41,7 +41,7 @@ class DataPlan:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("validation_share", "mask_share"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)} must lie between 0 and 1")
+            share = getattr(self, name)
+            refuse(not 0 < share < 1, f"{name} {share} must lie between 0 and 1", ConfigError)
         check_least(self, 1, "batch_size", "batch_tokens", "max_examples", "max_length", "span_length")
         check_least(self, 0, "stride")

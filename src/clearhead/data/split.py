@@ -1,15 +1,22 @@
 """Split training from validation by the content of examples, never by their order.
 
-Equal examples are on one side.
+Equal examples are on one side. Plain text is a stream of chunks, read again at each pass, never whole in
+memory, and split on the way.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
+from clearhead.data.examples import Chunk
 from clearhead.errors import refuse
 
 KEYS = 1 << 64
+CHUNK = 1_000_000  # characters
+FEW = 20  # so many documents or more are split as wholes; of fewer each gives its end
 
 
 def key_of(*parts: str | bytes) -> int:
@@ -64,3 +71,123 @@ def split_keys(keys: Sequence[int], share: float, names: Sequence[Sequence[str]]
         )
         validates = [key == min(spare) for key in keys]
     return validates
+
+
+# Text ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Chunks of text that can be iterated over again and again."""
+
+    start: Callable[[], Iterator[Chunk]]
+    empty: str = "there is no text"  # the error where it has none
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self.start()
+
+    def size(self) -> int:
+        """Return the number of bytes of the text."""
+        return sum(len(chunk.text.encode()) for chunk in self)
+
+
+def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
+    """Yield the chunks of one document; none if it holds only white space."""
+    rest, begun = "", False
+    for piece in pieces:
+        rest += piece
+        while len(rest) > CHUNK:
+            # Words of many tokenizers begin with the space before them: so cut after a line, else before a
+            # space.
+            end = rest.rfind("\n", 0, CHUNK) + 1 or max(rest.rfind(" ", 0, CHUNK), 0) or CHUNK
+            yield Chunk(rest[:end], False)
+            rest, begun = rest[end:], True
+    if begun or rest.strip():
+        yield Chunk(rest, True)
+
+
+def stream(
+    documents: Callable[[], Iterable[Iterable[str]]], lowercase: bool, limit: int | None, empty: str
+) -> Stream:
+    """Return the chunks of the first `limit` documents; `empty` is the error where there is no text."""
+
+    def chunks() -> Iterator[Chunk]:
+        for pieces in islice(documents(), limit):
+            for chunk in cut(pieces):
+                yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
+
+    return Stream(chunks, empty)
+
+
+@dataclass
+class Seen:
+    """What one pass over a text found."""
+
+    lengths: list[int] = field(default_factory=list)  # characters of the first `FEW` documents
+    documents: int = 0
+    low: int = KEYS
+    high: int = 0
+
+
+def look(source: Stream) -> Seen:
+    """Read a text once, so that every fault of its files is found now."""
+    seen, begins, length = Seen(), True, 0
+    for chunk in source:
+        if begins:
+            key = key_of(chunk.text)
+            seen.low, seen.high, length = min(seen.low, key), max(seen.high, key), 0
+        length, begins = length + len(chunk.text), chunk.ends
+        if chunk.ends:
+            seen.documents += 1
+            seen.lengths += [length] if seen.documents <= FEW else []
+    refuse(not seen.documents, source.empty)
+    return seen
+
+
+def split_text(source: Stream, share: float) -> tuple[Stream, Stream, str]:
+    """Split a text -> text to train on, text to validate on, and a note on how."""
+    seen = look(source)
+    cuts = [int(length * (1 - share)) for length in seen.lengths]
+    if seen.documents >= FEW:
+        side = partial(_by_key, source, bound(seen.low, seen.high, share))
+        note = (
+            f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
+        )
+    else:
+        refuse(
+            not sum(cuts) or cuts == seen.lengths,
+            f"the data has {sum(seen.lengths)} characters: "
+            "too few to train on some and to validate on others",
+        )
+        side = partial(_by_place, source, cuts)
+        whose = "the characters" if len(cuts) == 1 else "each document"
+        note = f"the last {percent(share)} of {whose} for validation"
+    return Stream(partial(side, False)), Stream(partial(side, True)), note
+
+
+def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
+    """Yield whole documents of one side.
+
+    The first chunk decides, so that a document need not be held in memory: equal ones begin with equal
+    chunks.
+    """
+    begins, wanted = True, False
+    for chunk in source:
+        if begins:
+            wanted = (key_of(chunk.text) < limit) is validation
+        begins = chunk.ends
+        if wanted:
+            yield chunk
+
+
+def _by_place(source: Stream, cuts: Sequence[int], validation: bool) -> Iterator[Chunk]:
+    """Yield the beginnings of documents, or their ends, cut at the given characters."""
+    number = place = 0
+    for chunk in source:
+        at = min(max(cuts[number] - place, 0), len(chunk.text))
+        text = chunk.text[at:] if validation else chunk.text[:at]
+        place += len(chunk.text)
+        if text:
+            yield Chunk(text, chunk.ends if validation else chunk.ends or place >= cuts[number])
+        if chunk.ends:
+            number, place = number + 1, 0

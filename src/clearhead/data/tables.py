@@ -1,5 +1,5 @@
-"""Read TSV, CSV, JSON, matched lines and parallel files as records: rows of named cells, with their place for
-messages.
+"""Read TSV, CSV, JSON, matched lines, parallel files and CoNLL as records: rows of named cells, with their
+place for messages.
 
 TSV is split at tabs and has no quoting, as benchmark data sets are written. CSV follows the quoting of the
 `csv` module, with a comma, semicolon or tab between cells.
@@ -9,8 +9,8 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ from clearhead.errors import InputError, nearest, refuse
 SHOWN = 60  # characters of a faulty line in a message
 MOST = 12  # names in a message
 _QUOTED = re.compile('"[^"]*("|$)')  # a cell of CSV, or its beginning
+CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+SAMPLE = 1000  # lines among which the first with words is looked for
+_NUMBER = re.compile(r"\d+([-.]\d+)?")  # 8; 8-9: a word written together; 8.1: a word left out
 
 
 class Record(NamedTuple):
@@ -47,6 +50,8 @@ class Record(NamedTuple):
     def words(self, column: str) -> tuple[str, ...]:
         """Return a cell that must be a list of words, or words between spaces."""
         value = self.value(column)
+        if isinstance(value, tuple):  # words of CoNLL, which may hold blanks of other kinds
+            return value
         items = value.split() if isinstance(value, str) else value
         words = isinstance(items, list) and all(isinstance(item, str | int) for item in items)
         if not words or not all(str(item).strip() for item in items):
@@ -66,8 +71,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: '1 column', '2 columns'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: '1 column', '2 columns', '3 classes'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 # TSV and CSV -----------------------------------------------------------------------------------------------
@@ -97,9 +102,8 @@ def read_rows(path: Path, format: str) -> Iterator[tuple[int, list[str]]]:
 
 def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
     """Return the names of the columns: those of the header, or 1, 2, 3; an empty name becomes "unnamed 1"."""
-    if not header:
-        return tuple(str(number) for number in range(1, len(first) + 1))
-    return tuple(" ".join(cell.split()) or f"unnamed {number}" for number, cell in enumerate(first, 1))
+    named = [" ".join(cell.split()) or f"unnamed {number}" for number, cell in enumerate(first, 1)]
+    return tuple(named) if header else tuple(str(number) for number in range(1, len(first) + 1))
 
 
 def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ()) -> Iterator[Record]:
@@ -108,10 +112,10 @@ def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ())
     for number, row in read_rows(path, format):
         if not first:
             names, first = names or column_names(row, header), number
-            if len(set(names)) < len(names):
-                raise InputError(
-                    f"{path}, line {number} names a column twice: {listed(names)}; rename one of them"
-                )
+            refuse(
+                len(set(names)) < len(names),
+                f"{path}, line {number} names a column twice: {listed(names)}; rename one of them",
+            )
             if header:
                 continue
         if len(row) != len(names):
@@ -156,8 +160,9 @@ def _parse(text: str, place: str) -> Any:
             f"{place} holds half of a surrogate pair, which is no character: {shorten(text)}"
         ) from None
     except (ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0][:80]
-        raise InputError(f"{place} is not JSON ({why}): {shorten(text)}") from None
+        raise InputError(
+            f"{place} is not JSON ({str(error).splitlines()[0][:80]}): {shorten(text)}"
+        ) from None
 
 
 def _flat(value: Any, place: str) -> dict[str, Any]:
@@ -168,10 +173,8 @@ def _flat(value: Any, place: str) -> dict[str, Any]:
     )
     cells: dict[str, Any] = {}
     for name, cell in value.items():
-        inner = (
-            {f"{name}.{own}": item for own, item in cell.items()} if isinstance(cell, dict) else {name: cell}
-        )
-        cells |= inner
+        nested = isinstance(cell, dict)
+        cells |= {f"{name}.{own}": item for own, item in cell.items()} if nested else {name: cell}
     return cells
 
 
@@ -220,3 +223,81 @@ def read_parallel(files: Sequence[Path]) -> Iterator[Record]:
                 "line for each line of the other; to read each as a text, --set data.format=text"
             )
         yield Record(f"{source}, line {number}", {"source": left[1], "target": right[1]})
+
+
+# CoNLL: one word and its columns per line, an empty line between sentences ----------------------------------
+
+
+class TagColumns(NamedTuple):
+    """How the lines of a CoNLL file are split, and which cells hold words and tags."""
+
+    n_cells: int
+    tabs: bool  # between cells; otherwise any white space
+    universal: bool  # CoNLL-U
+    words: int
+    tags: int
+
+    def skips(self, line: str, row: list[str], first: bool) -> bool:
+        """Return True for comments, document separators and lines of CoNLL-U that hold no word.
+
+        `first`: no word of the sentence has been read yet. Later lines may begin with a word such as #tag.
+        """
+        whole = len(row) == self.n_cells
+        if self.universal:
+            return line.startswith("#") or (whole and ("-" in row[0] or "." in row[0]))
+        return row[0] == "-DOCSTART-" or (line.startswith("#" if first else "# ") and not whole)
+
+
+def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str]:
+    """Find the columns of a file from its first line with words -> the columns, and a note on the choice."""
+    lines = islice((line for _, line in read_lines(path) if line.strip()), SAMPLE)
+    full = [line for line in lines if not line.startswith("# ")]
+    refuse(not full, f"{path} is empty: there is no tagged word in it")
+    first = next((line for line in full if not line.startswith("#")), full[0])  # #word may be a word
+    tabs = "\t" in first
+    row = cells(first, tabs)
+    universal = len(row) == len(CONLLU) and tabs and bool(_NUMBER.fullmatch(row[0]))
+    names = CONLLU if universal else tuple(str(number) for number in range(1, len(row) + 1))
+    refuse(len(row) < 2, f"{path} has one column: each line needs a word and its tag, not {shorten(first)}")
+    usual = {"words": "form", "tags": "upos"} if universal else {"words": names[0], "tags": names[-1]}
+    chosen = {role: columns.get(role, name) for role, name in usual.items()}
+    for name in chosen.values():
+        refuse(
+            name.lower() not in names,
+            f"{path} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}",
+        )
+    words, tags = (names.index(name.lower()) for name in chosen.values())
+    note = f"words from column `{names[words]}`, tags from `{names[tags]}`"
+    note = f"{'CoNLL-U' if universal else f'{len(row)} columns'}: {note}"
+    return TagColumns(len(row), tabs, universal, words, tags), note
+
+
+def cells(line: str, tabs: bool) -> list[str]:
+    """Split a line at tabs, or at blanks.
+
+    Other white space, such as a no-break space, may stand in a word.
+    """
+    return [cell.strip() for cell in line.split("\t")] if tabs else re.split("[ \t]+", line.strip())
+
+
+def read_tagged(path: Path, columns: TagColumns) -> Iterator[Record]:
+    """Yield the words and tags of each sentence, with the place of its first word."""
+    for full, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
+        pairs: list[tuple[str, str]] = []
+        place = ""
+        for number, line in block if full else ():
+            row = cells(line, columns.tabs)
+            if columns.skips(line, row, first=not pairs):
+                continue
+            if len(row) != columns.n_cells:
+                raise InputError(
+                    f"{path}, line {number} has {counted(len(row), 'column')} in place of {columns.n_cells}"
+                    f": {shorten(line)}"
+                )
+            word, tag = row[columns.words], row[columns.tags]
+            if not word or not tag:
+                raise InputError(f"{path}, line {number} has no {'tag' if word else 'word'}: {shorten(line)}")
+            place = place or f"{path}, line {number}"
+            pairs.append((word, tag))
+        if pairs:
+            yield Record(place, dict(zip(("words", "tags"), zip(*pairs))))

@@ -6,14 +6,13 @@ characters of the sentence's text that belong to each word.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 
-from clearhead.data.conll import CONLLU
 from clearhead.data.files import missing, read_lines
-from clearhead.data.tables import counted, shorten
+from clearhead.data.tables import CONLLU, counted, shorten
 from clearhead.errors import InputError, refuse
 
 Span = tuple[int, int]
@@ -50,23 +49,14 @@ class Sentence:
     spans: tuple[Span, ...] = ()  # characters of `text` of each word; words written as one may share theirs
 
 
-@dataclass
-class _Open:
-    """A sentence while its lines are read."""
-
-    words: list[TreeWord] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)  # of each word
-    # By the first of words that are written as one: last word, form, space, line.
-    joined: dict[int, tuple[int, str, bool, int]] = field(default_factory=dict)
-    text: str | None = None
-
-
 def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
     """Return the sentences of a CoNLL-U file, plain or `.gz`; at most `limit` of them."""
     if not path.exists():
         raise missing(path)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves no sentence: ask for 1 or more")
-    found = list(islice(_sentences(path), limit))
+    blocks = groupby(read_lines(path), lambda numbered: bool(numbered[1].strip()))
+    sentences = (_sentence(path, block) for full, block in blocks if full)
+    found = list(islice(filter(None, sentences), limit))
     refuse(
         not found,
         f"{path} holds no sentence: a CoNLL-U file has lines of {len(CONLLU)} columns, one for each word",
@@ -74,85 +64,76 @@ def read_treebank(path: Path, limit: int | None = None) -> list[Sentence]:
     return found
 
 
-def _sentences(path: Path) -> Iterator[Sentence]:
-    for _, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
-        now = _Open()
-        for number, line in block:
-            if line.startswith("#"):
-                matched = _TEXT.fullmatch(line)
-                now.text = matched[1] if matched else now.text
-            elif line.strip():
-                _read_line(path, number, line, now)
-        if now.words:
-            yield _closed(path, now)
-
-
-def _read_line(path: Path, number: int, line: str, now: _Open) -> None:
-    """Add a line to the sentence: a word, a stretch of several words, or an empty node."""
-    cells = line.split("\t")
-    place = f"{path}, line {number}"
-    if len(cells) != len(CONLLU):
-        raise InputError(
-            f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: "
-            f"{shorten(line)}"
-        )
-    name, form, lemma, upos, xpos, feats, head, deprel, _, misc = cells
-    space = "SpaceAfter=No" not in misc.split("|")
-    following = len(now.words) + 1
-    if _EMPTY.fullmatch(name):
-        return
-    if ranged := _RANGE.fullmatch(name):
-        first, last = int(ranged[1]), int(ranged[2])
-        if first != following or last < first:
-            raise InputError(f"{place} joins words {name}, and the next word is {following}: {shorten(line)}")
-        now.joined[first] = (last, form, space, number)
-        return
-    if not _WORD.fullmatch(name) or int(name) != following:
-        raise InputError(
-            f'{place} has the number "{name}" where word {following} was to come: {shorten(line)}'
-        )
-    if not form:
-        raise InputError(f"{place} has no word: {shorten(line)}")
-    if not re.fullmatch(r"\d+", head):
-        raise InputError(f'{place} has the head "{head}", which is no word\'s number: {shorten(line)}')
-    now.words.append(TreeWord(form, lemma, upos, xpos, feats, int(head), deprel, misc, space))
-    now.lines.append(number)
-
-
-def _closed(path: Path, now: _Open) -> Sentence:
-    """Return the whole sentence; its heads must be words of it, and its text is made of its words."""
-    count = len(now.words)
-    for own, (word, line) in enumerate(zip(now.words, now.lines), 1):
-        if word.head > count or word.head == own:
-            there = f"the head {word.head}, and the sentence has {counted(count, 'word')}"
-            fault = "itself as its head" if word.head == own else there
-            raise InputError(f'{path}, line {line}: word {own} "{word.form}" has {fault}')
-    forms, spaces, stretches, start = list[str](), list[bool](), list[list[TreeWord]](), 0
-    while start < count:  # what is written together: mostly a word each
-        word = now.words[start]
-        last, form, space, line = now.joined.get(start + 1, (start + 1, word.form, word.space_after, 0))
-        if last > count:
+def _sentence(path: Path, block: Iterable[tuple[int, str]]) -> Sentence | None:
+    """Read the lines of a sentence: words, stretches of several words, empty nodes; None without words."""
+    words, lines, text = list[TreeWord](), list[int](), None
+    units: list[tuple[str, bool, int, int, int]] = []  # form, space after it, first and last word, line
+    for number, line in block:
+        if line.startswith("#"):
+            matched = _TEXT.fullmatch(line)
+            text = matched[1] if matched else text
+            continue
+        place, cells, following = f"{path}, line {number}", line.split("\t"), len(words) + 1
+        if len(cells) != len(CONLLU):
             raise InputError(
-                f"{path}, line {line} joins words {start + 1}-{last}, and the sentence has "
-                f"{counted(count, 'word')}"
+                f"{place} has {counted(len(cells), 'column')} in place of {len(CONLLU)}, between tabs: "
+                f"{shorten(line)}"
             )
-        forms.append(form)
-        spaces.append(space)
-        stretches.append(now.words[start:last])
-        start = last
-    text, places = now.text, None if now.text is None else locate(forms, now.text)
+        name, form, lemma, upos, xpos, feats, head, deprel, _, misc = cells
+        ranged, space = _RANGE.fullmatch(name), "SpaceAfter=No" not in misc.split("|")
+        if _EMPTY.fullmatch(name):
+            continue
+        if ranged:
+            first, last = int(ranged[1]), int(ranged[2])
+            refuse(
+                first != following or last < first,
+                f"{place} joins words {name}, and the next word is {following}: {shorten(line)}",
+            )
+            units.append((form, space, first, last, number))
+            continue
+        if not _WORD.fullmatch(name) or int(name) != following:
+            raise InputError(
+                f'{place} has the number "{name}" where word {following} was to come: {shorten(line)}'
+            )
+        refuse(not form, f"{place} has no word: {shorten(line)}")
+        if not re.fullmatch(r"\d+", head):
+            raise InputError(f'{place} has the head "{head}", which is no word\'s number: {shorten(line)}')
+        words.append(TreeWord(form, lemma, upos, xpos, feats, int(head), deprel, misc, space_after=False))
+        lines.append(number)
+        if not units or units[-1][3] < following:  # what is written together is mostly one word
+            units.append((form, space, following, following, number))
+    return _closed(path, words, lines, units, text) if words else None
+
+
+def _closed(
+    path: Path,
+    words: list[TreeWord],
+    lines: list[int],
+    units: list[tuple[str, bool, int, int, int]],
+    text: str | None,
+) -> Sentence:
+    """Return the whole sentence; its heads must be words of it, and its text is made of its words."""
+    whole = f"the sentence has {counted(len(words), 'word')}"
+    for own, (word, line) in enumerate(zip(words, lines), 1):
+        where = f'{path}, line {line}: word {own} "{word.form}"'
+        refuse(word.head == own, f"{where} has itself as its head")
+        refuse(word.head > len(words), f"{where} has the head {word.head}, and {whole}")
+    *_, first, last, line = units[-1]
+    refuse(last > len(words), f"{path}, line {line} joins words {first}-{last}, and {whole}")
+    forms = [form for form, *_ in units]
+    places = None if text is None else locate(forms, text)
     if text is None or places is None:
-        text = "".join(form + (" " if space else "") for form, space in zip(forms, spaces)).rstrip()
+        text = "".join(form + (" " if space else "") for form, space, *_ in units).rstrip()
         places = locate(forms, text)
     assert places is not None
-    words, spans = list[TreeWord](), list[Span]()
-    for form, space, stretch, place in zip(forms, spaces, stretches, places):
-        *inner, final = stretch
-        words += [*(replace(word, space_after=False) for word in inner), replace(final, space_after=space)]
+    spans = list[Span]()
+    for (form, space, first, last, _), place in zip(units, places):
+        words[last - 1] = replace(words[last - 1], space_after=space)
+        own_forms = [word.form for word in words[first - 1 : last]]
         # Words that spell what is written have their own letters, else all of them share the stretch.
-        lengths = [len(word.form) for word in stretch]
-        spelled = "".join(word.form for word in stretch) == form
-        spans += pairwise(accumulate(lengths, initial=place[0])) if spelled else [place] * len(stretch)
+        spelled = "".join(own_forms) == form
+        letters = pairwise(accumulate(map(len, own_forms), initial=place[0]))
+        spans += letters if spelled else [place] * len(own_forms)
     return Sentence(tuple(words), text, tuple(spans))
 
 

@@ -15,10 +15,10 @@ from clearhead.data.examples import TEXT, Corpus, Images
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
-from clearhead.evaluation.judgement import Figures, Judgement, OnProgress
+from clearhead.evaluation.judgement import ClassCounts, Figures, Judgement, OnProgress
 from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
 from clearhead.recipe import GeneratePlan, Settings, read_recipe
-from clearhead.tasks import run, table
+from clearhead.tasks import reading, table
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.spec import TaskSpec
 from clearhead.typed import hints_of
@@ -45,6 +45,7 @@ class Evaluation:
     signatures: dict[str, str]  # sacreBLEU's
     notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
     outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
+    classes: ClassCounts | None = None  # of a classifier: figures of each class, and the confusion matrix
 
 
 def evaluate(
@@ -144,7 +145,7 @@ def task_for(loaded: Model, wanted: str | None) -> str:
             for spec in table.TASKS.values()
         ),
         f"a model of family {config.family} with head {config.head} cannot be judged on data: "
-        f"{run.fitting(loaded)}",
+        f"{reading.fitting(loaded)}",
     )
     guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
     names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
@@ -199,7 +200,7 @@ def judged_batches(
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
-        rows = led(rows, "ids", rows.frame.before)
+        rows = led(rows, "ids", rows.frame.special[0])
     rows, special = begun(rows, loaded)
     batches = batching.make_batches(
         spec.batching, rows, plan, special=special, length=length, seed=seed, training=False
@@ -237,6 +238,7 @@ def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluat
         signatures=figures.signatures,
         notes=tuple(figures.notes),
         outputs=outputs,
+        classes=figures.classes,
     )
 
 

@@ -78,7 +78,7 @@ def begun(encoded: batching.Encoded, loaded: Model) -> tuple[batching.Encoded, d
         return encoded, loaded.special
     start, *forced = loaded.start_ids
     if "target" in encoded.arrays:
-        encoded = led(encoded, "target", tuple(forced) or encoded.frame.before)
+        encoded = led(encoded, "target", forced or encoded.frame.special[0])
     return encoded, {**loaded.special, "bos": start}
 
 
@@ -222,7 +222,7 @@ def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
         sources = [row[where].tolist() for row, where in zip(batch.source, real)]
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
         room = min(max(map(len, targets)) * 2 + 10, loaded.config.max_positions - 1)
-        made: Any = loaded.generate(sources, max_new_tokens=room)
+        made: Any = loaded.generate(sources, max_new_tokens=room, num_beams=1)
         outputs += [one.text or "" for one in made]
         references += loaded.text_tokenizer.decode_batch(targets)
     return outputs, references

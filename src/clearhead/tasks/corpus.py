@@ -19,11 +19,10 @@ def open_data(plan: DataPlan, split: bool = True) -> Corpus:
 
 def task_of(plan: DataPlan, corpus: Corpus) -> str:
     """Return the task that the plan names, else the one that goes with the shape of the examples."""
-    if plan.task is None:
-        return task_for_shape(corpus.shape).name
-    needed = task_named(plan.task).shape.name
+    spec = task_for_shape(corpus.shape) if plan.task is None else task_named(plan.task)
+    needed = spec.shape.name
     refuse(needed != corpus.shape, f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
-    return plan.task
+    return plan.task or spec.name
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,11 @@ def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:
 
     `texts_only` turns rows into plain text.
     """
-    if not plan.texts_only:
-        corpus = open_data(plan, split)
-        return corpus, task_of(plan, corpus)
-    corpus = open_data(dataclasses.replace(plan, task=None, texts_only=False), split)
-    if not isinstance(corpus.train, Images) and corpus.shape != "text":
+    opened = dataclasses.replace(plan, task=None, texts_only=False) if plan.texts_only else plan
+    corpus = open_data(opened, split)
+    if plan.texts_only and not isinstance(corpus.train, Images) and corpus.shape != "text":
         train, validation = (
             [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
         )
         corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
-    return corpus, plan.task or task_of(plan, corpus)
+    return corpus, plan.task if plan.texts_only and plan.task else task_of(plan, corpus)

@@ -1,29 +1,35 @@
-"""Text in, text out: prompts to generations.
+"""Text in, text out: generate, translate, and score what is already written.
 
-Shapes: B rows, S source length.
+Shapes: B rows, S source length, T length, V vocabulary.
 """
 
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.generate.beam import Hypothesis, beam_search
-from clearhead.generate.decode import Continuation, Ends, Prompts, decode
-from clearhead.generate.engine import decode_compiled
-from clearhead.generate.request import Request, RequestOptions
-from clearhead.generate.speculate import Guesser, guessers_for, speculate
+from clearhead.generate import beam, engine, speculate
+from clearhead.generate.decode import Continuation, Ends, Prompts, check_options, decode
+from clearhead.generate.own import with_own
+from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
+from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import Transformer, evaluating
-from clearhead.tasks.results import Generation
+from clearhead.tasks.reading import fitting
+from clearhead.tasks.results import Generation, Score
 
 Prompt = str | Sequence[int]
 OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
 Cancel = Callable[[], bool] | threading.Event
+LONGEST, BEAMS = 256, 4  # new tokens at most, and beams, where generation_config.json does not say
 
 
 class TranslateOptions(RequestOptions, total=False):
@@ -59,9 +65,14 @@ NO_HOOKS = Hooks()
 
 
 def generate(
-    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks = NO_HOOKS
+    m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
 ) -> list[list[Generation]]:
-    """Continue each prompt, or, with an encoder, answer it: its `request.num_return` best results."""
+    """Continue each prompt, or, with an encoder, answer it: its `num_return` best results.
+
+    `options` are fields of a request; where they say nothing, the model's own rules hold.
+    """
+    hooked = hooks != NO_HOOKS
+    request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
     stop_ids = _stop_ids(m, request.stop_tokens)
@@ -73,37 +84,40 @@ def generate(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
+    _warn_of_length(m, texts, request)
     draft = hooks.draft
-    if draft is not None and None not in (m.tokenizer, draft.tokenizer):
-        same = m.text_tokenizer.get_vocab() == draft.text_tokenizer.get_vocab()
-        refuse(
-            not same,
-            "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
-        )
+    refuse(
+        draft is not None
+        and None not in (m.tokenizer, draft.tokenizer)
+        and m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab(),
+        "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
+    )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
+    check_options(m.model, request, ends)
+    if not texts:
+        return []
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
             return _search(m, runner, request, read, ends)
-        guesser = None if draft is None else draft.engine.runner()
-        guessers = guessers_for(runner, request, read, texts, guesser)
+        smaller = None if draft is None else draft.engine.runner()
+        guessers = speculate.guessers_for(runner, request, read, texts, smaller)
         return [[made] for made in _continue(m, runner, request, read, ends, guessers, hooks.on_text)]
 
 
 def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
-    """Find the best continuations of each prompt by beam search."""
-
-    def made(number: int, found: Hypothesis) -> Generation:
+    def made(number: int, found: beam.Hypothesis) -> Generation:
         stream = _stream(m, prompts, number)
         if stream is not None:
             stream.add(found.ids)
-        text = None if stream is None else stream.text
-        return Generation(text, found.ids, found.stop_reason, score=found.score)
+        return Generation(
+            None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score
+        )
 
-    rows = beam_search(runner, request, prompts, ends)
+    rows = beam.beam_search(runner, request, prompts, ends)
     return [[made(number, found) for found in row] for number, row in enumerate(rows)]
 
 
@@ -113,7 +127,7 @@ def _continue(
     request: Request,
     prompts: Prompts,
     ends: Ends,
-    guessers: list[Guesser],
+    guessers: list[speculate.Guesser],
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
@@ -152,18 +166,21 @@ def _continue(
 
 
 def _decode(
-    m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends, guessers: list[Guesser]
+    m: Bundle,
+    runner: Transformer,
+    request: Request,
+    prompts: Prompts,
+    ends: Ends,
+    guessers: list[speculate.Guesser],
 ) -> list[Continuation]:
-    """Run the decode loop that the request asks for."""
     prefix = m.engine.take_prefix(runner) if request.reuse else None
-    cache = None
-    if prefix is not None:
-        cache = prefix.begin(prompts.ids[0], prompts.longest + request.max_new_tokens)
+    slots = prompts.longest + request.max_new_tokens
+    cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
     steps = m.engine.steps_for(runner, request.compile)
     if guessers:
-        rows = speculate(runner, request, prompts, ends, cache, guessers=guessers)
+        rows = speculate.speculate(runner, request, prompts, ends, cache, guessers=guessers)
     elif steps is not None:
-        rows = decode_compiled(runner, request, prompts, ends, cache, steps=steps)
+        rows = engine.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
     else:
         rows = decode(runner, request, prompts, ends, cache)
     if prefix is not None:
@@ -184,23 +201,36 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
         return Prompts(texts)
     refuse(not all(texts), "a prompt is empty: give one token at least")
     device = next(m.model.parameters()).device
-    source = padded(texts, device=device)
-    unequal = any(len(text) < source.shape[1] for text in texts)
-    mask = real_tokens(texts, device) if unequal else None
-    return Prompts([m.start_ids] * len(texts), source, mask)
+    mask = real_tokens(texts, device) if len({*map(len, texts)}) > 1 else None
+    start = m.start_ids[:1]  # what else is forced is written
+    return Prompts([start] * len(texts), padded(texts, device=device), mask)
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
     if request.overflow == "refuse":
         return prompt
-    room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
+    beside = request.overflow == "window" and m.config.family == "decoder"
+    room = m.max_length - (request.max_new_tokens - 1 if beside else 0)
     refuse(
         room < 1,
         f"{request.max_new_tokens} new tokens leave no room for a prompt: "
         f"the model reads {m.max_length} at most",
     )
     return prompt[-room:]
+
+
+def _warn_of_length(m: Bundle, texts: list[list[int]], request: Request) -> None:
+    """Warn, once in a process, of texts that may grow longer than those the model was trained on."""
+    known, longest = m.config.max_positions, max(map(len, texts), default=0) + request.max_new_tokens - 1
+    if m.config.family != "decoder" or longest <= known:
+        return
+    if request.overflow == "slide":
+        message = f"texts may pass the model's {known} positions: past them, it reads the last {known} tokens"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    elif m.config.positions == "rope":
+        message = f"texts may pass the {known} tokens of the model's training: past them, expect worse"
+        warnings.warn(f'{message}; overflow="slide" reads the last {known}', RuntimeWarning, stacklevel=2)
 
 
 def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
@@ -218,3 +248,52 @@ def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
             )
         ids.add(found)
     return frozenset(ids)
+
+
+def translate(
+    m: Bundle, texts: Sequence[Prompt], options: dict[str, Any], hooks: Hooks = NO_HOOKS
+) -> list[list[Generation]]:
+    """Return what an encoder-decoder makes of each text; see `Model.translate`.
+
+    `options` are fields of a request. Those that are missing or None are the model's own.
+    """
+    refuse(
+        m.config.family != "encoder-decoder",
+        f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: {fitting(m)}",
+    )
+    stated, given = m.generation, {name: value for name, value in options.items() if value is not None}
+    room = m.config.max_positions - len(m.start_ids)
+    limit = stated.get("max_new_tokens") or (stated.get("max_length") or min(LONGEST, room) + 1) - 1
+    usual = {"max_new_tokens": max(1, min(limit, room) if m.config.positions == "learned" else limit)}
+    if "num_beams" not in m.own_options and not given.get("temperature"):
+        usual["num_beams"] = BEAMS
+    return generate(m, texts, usual | given, hooks)
+
+
+def check_scores(m: Bundle) -> None:
+    """Refuse a model that scores no text."""
+    refuse(
+        m.config.head != "lm",
+        f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
+    )
+
+
+@torch.inference_mode()
+def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
+    """Return the log-probability of each token given those before it; see `Model.score`."""
+    check_scores(m)
+    both = m.config.family == "encoder-decoder"
+    refuse(both and source is None, "score needs a source for this encoder-decoder")
+    refuse(source is not None and not both, "score takes a source only with an encoder")
+    ids, first, forced = m.prompt_ids(text), m.start_ids[:1], m.start_ids[1:]
+    if forced and ids[:1] != forced:
+        ids = [*forced, *ids]  # what every answer begins with is part of it
+    refuse(len(first + ids) < 2, "a score needs two tokens at least: the first has nothing before it")
+    device = next(m.model.parameters()).device
+    row = torch.tensor([[*first, *ids]], device=device)
+    check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed
+    more = {} if source is None else {"source": torch.tensor([m.prompt_ids(source)], device=device)}
+    with evaluating(m.model):
+        logits = m.model(row[:, :-1], **more).logits[0].float()  # T-1 V
+    values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()
+    return Score(ids, values if first else [None, *values])

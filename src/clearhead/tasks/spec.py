@@ -27,18 +27,16 @@ USES: dict[HeadName, tuple[str, ...]] = {
     "embedding": (),
     "none": (),
 }
+LONGEST = 80  # letters of an input in a sample, whose prediction is never cut
 Answers = Sequence[Sequence[Any]]  # of each row: its class, the tags of its words, the ends of a span
 
 
-def uses_of(head: HeadName) -> str:
-    """Return what a model with this head is used for: "generate, score and embed"."""
-    uses = USES[head]
-    return f"{', '.join(uses)} and embed" if uses else "embed"
-
-
-def head_for(use: str) -> HeadName | None:
-    """Return the head that a use needs; None where any will do."""
-    return next((head for head, uses in USES.items() if use in uses), None)
+def sampled(given: str, said: object, wanted: object) -> str:
+    """Return a sample on one line: what was given, cut where it is long, what was said, what is right."""
+    shown, right = (
+        text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…" for text in (given, str(wanted))
+    )
+    return f"{shown} -> {said}  ({right})"
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ VISION = UsualModel(
 )
 
 
-def no_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
-    """Return no metrics: the loss says it all."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """A task."""
@@ -108,7 +101,7 @@ class TaskSpec:
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
     # (answers, targets, labels) -> scores by name.
-    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = no_scores
+    scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use

@@ -12,11 +12,11 @@ from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.tasks import entries
 from clearhead.tasks.spec import TaskSpec
 
-_MODULES = [
-    importlib.import_module(f"{entries.__name__}.{one.name}")
-    for one in pkgutil.iter_modules(entries.__path__)
-]
-TASKS: dict[str, TaskSpec] = {spec.name: spec for module in _MODULES for spec in module.TASKS}
+TASKS: dict[str, TaskSpec] = {
+    spec.name: spec
+    for module in pkgutil.iter_modules(entries.__path__)
+    for spec in importlib.import_module(f"{entries.__name__}.{module.name}").TASKS
+}
 
 
 def task_named(name: str) -> TaskSpec:

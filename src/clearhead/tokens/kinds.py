@@ -8,6 +8,8 @@ goes by hash tables that differ from run to run, so that WordPiece and Unigram a
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -58,32 +60,24 @@ class Order:
 
 def char(order: Order) -> Tokenizer:
     """Make a token of each character of the text; no merge joins any two."""
-    seen: set[str] = set()
-    for piece in pieces(order.texts):
-        seen.update(piece)
-    lower = _lower(order)
-    alphabet = sorted(set("".join(map(lower.normalize_str, seen)))) if lower is not None else sorted(seen)
-    vocabulary = {
-        token: index
-        for index, token in enumerate(
-            [*order.special, *(each for each in alphabet if each not in order.special)]
-        )
-    }
+    seen, lower = set(chain.from_iterable(pieces(order.texts))), _lower(order)
+    alphabet = sorted(seen if lower is None else set("".join(map(lower.normalize_str, seen))))
+    vocabulary = [*order.special, *(each for each in alphabet if each not in order.special)]
     order.need(len(vocabulary), f"{len(alphabet)} characters")
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=order.unk))
-    tokenizer.normalizer, tokenizer.decoder = lower, decoders.Fuse()
-    return tokenizer
+    model = models.BPE(dict(zip(vocabulary, count())), [], unk_token=order.unk)
+    return _built(model, normalizer=lower, decoder=decoders.Fuse())
 
 
 def byte(order: Order) -> Tokenizer:
     """Make a token of each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
     order.need(len(order.special) + 256, "256 bytes")
-    vocabulary = {token: index for index, token in enumerate([*order.special, *_byte_letters()])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.normalizer = _lower(order)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    model = models.BPE(dict(zip([*order.special, *_byte_letters()], count())), [])
+    return _built(
+        model,
+        normalizer=_lower(order),
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoder=decoders.ByteLevel(),
+    )
 
 
 def word(order: Order) -> Tokenizer:
@@ -95,14 +89,14 @@ def word(order: Order) -> Tokenizer:
         words = Regex(order.pattern or WORDS)
     except Exception as error:
         raise InputError(f'pattern "{order.pattern}" is no regular expression: {error}') from None
-    tokenizer = Tokenizer(models.WordLevel(unk_token=order.unk))
-    tokenizer.normalizer = _lower(order)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
-    size = order.need(len(order.special) + 1, "one word")
-    tokenizer.train_from_iterator(
-        order.stream(ROOM["word"]),
-        trainers.WordLevelTrainer(vocab_size=size, special_tokens=order.marks(), show_progress=False),
+    split = pre_tokenizers.Split(words, "removed", invert=True)
+    tokenizer = _built(models.WordLevel(unk_token=order.unk), normalizer=_lower(order), pre_tokenizer=split)
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=order.need(len(order.special) + 1, "one word"),
+        special_tokens=order.marks(),
+        show_progress=False,
     )
+    tokenizer.train_from_iterator(order.stream(ROOM["word"]), trainer)
     refuse(
         tokenizer.get_vocab_size() == len(order.special),
         f'pattern "{order.pattern or WORDS}" finds no word in the text: '
@@ -113,10 +107,10 @@ def word(order: Order) -> Tokenizer:
 
 def bpe(order: Order) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = _lower(order)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = _built(
+        models.BPE(), normalizer=_lower(order), pre_tokenizer=split, decoder=decoders.ByteLevel()
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=order.need(len(order.special) + 256, "256 bytes"),
         min_frequency=REPEATED,
@@ -133,10 +127,8 @@ def wordpiece(order: Order) -> Tokenizer:
 
     The text is read twice: for the alphabet, then for the pieces.
     """
-    tokenizer = Tokenizer(models.WordPiece(unk_token=order.unk))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=order.lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    normalizer = normalizers.BertNormalizer(lowercase=order.lowercase)
+    parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}
 
     def train(first: Sequence[str], size: int) -> dict[str, int]:
         trainer = trainers.WordPieceTrainer(
@@ -145,8 +137,7 @@ def wordpiece(order: Order) -> Tokenizer:
             special_tokens=[*order.special, *first],
             show_progress=False,
         )
-        work = Tokenizer(models.WordPiece(unk_token=order.unk))
-        work.normalizer, work.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+        work = _built(models.WordPiece(unk_token=order.unk), **parts)
         work.train_from_iterator(order.stream(ROOM["wordpiece"]), trainer)
         return dict(work.get_vocab())
 
@@ -158,8 +149,8 @@ def wordpiece(order: Order) -> Tokenizer:
     vocabulary = train(
         sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size
     )
-    tokenizer.model = models.WordPiece(vocabulary, unk_token=order.unk)
-    return tokenizer
+    model = models.WordPiece(vocabulary, unk_token=order.unk)
+    return _built(model, **parts, decoder=decoders.WordPiece())
 
 
 def unigram(order: Order) -> Tokenizer:
@@ -167,30 +158,30 @@ def unigram(order: Order) -> Tokenizer:
 
     What no piece spells falls back on its bytes.
     """
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = _lower(order)
     lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")  # no piece runs across a line's end
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [lines, pre_tokenizers.Metaspace(prepend_scheme="first")]
-    )
     spelled = [
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    tokenizer.decoder = decoders.Sequence(spelled)
+    tokenizer = _built(
+        models.Unigram(),
+        normalizer=_lower(order),
+        pre_tokenizer=pre_tokenizers.Sequence([lines, pre_tokenizers.Metaspace(prepend_scheme="first")]),
+        decoder=decoders.Sequence(spelled),
+    )
     reserved = [*order.special, *BYTES]
     room = order.need(len(reserved) + 1, "256 bytes, one piece") - len(reserved)
     assert order.unk is not None
-    letters: set[str] = set("▁")
-    for text in order.stream(ROOM["unigram"]):
-        letters.update(text)
+    letters = {"▁", *chain.from_iterable(order.stream(ROOM["unigram"]))}
     # The trainer wants a place for every letter and the unknown token; letters for which there is no room
     # fall back on bytes.
-    most = max(room, len(letters)) + 1
     trainer = trainers.UnigramTrainer(
-        vocab_size=most, unk_token=order.unk, special_tokens=[], show_progress=False
+        vocab_size=max(room, len(letters)) + 1,
+        unk_token=order.unk,
+        special_tokens=[],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(order.stream(ROOM["unigram"]), trainer)
     learned = [
@@ -198,11 +189,11 @@ def unigram(order: Order) -> Tokenizer:
         for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]
         if piece not in reserved
     ]
-    scores = [(token, 0.0) for token in order.special] + _ordered(learned, room)
-    lowest = min(score for _, score in scores)
-    # Below what six letters cost.
-    scores[len(order.special) : len(order.special)] = [(token, 7 * lowest) for token in BYTES]
-    tokenizer.model = models.Unigram(scores, order.special.index(order.unk), byte_fallback=True)
+    pieces_kept = _ordered(learned, room)
+    fallback = 7 * min((score for _, score in pieces_kept), default=0.0)  # below what six letters cost
+    scores = [*((token, 0.0) for token in order.special), *((token, fallback) for token in BYTES)]
+    unk = order.special.index(order.unk)
+    tokenizer.model = models.Unigram([*scores, *pieces_kept], unk, byte_fallback=True)
     return tokenizer
 
 
@@ -230,6 +221,14 @@ def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, flo
         for piece, score in learned
     ]
     return sorted(level, key=lambda each: (-each[1], each[0]))[:room]
+
+
+def _built(model: models.Model, **parts: Any) -> Tokenizer:
+    """Return a tokenizer of a model and its other parts by name."""
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
 
 
 def _lower(order: Order) -> normalizers.Normalizer | None:

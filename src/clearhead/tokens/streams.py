@@ -48,11 +48,7 @@ def pieces(texts: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 def clean(text: str) -> str:
     """Return the text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def known_words(texts: Iterable[str], room: int) -> Iterator[str]:

@@ -64,18 +64,16 @@ def choose(plan: TokensPlan, specials: SpecialTokens, size: int) -> tuple[Tokens
 
     `vocab_size` stays None for characters and bytes, whose number is given.
     """
-    amount = f"{size} bytes of text"
-    if size >= 100:
-        amount = f"{size / 1e6:.1f} MB of text" if size >= 1e5 else f"{size / 1e3:.1f} kB of text"
-    kind, why = plan.kind, "as asked"
-    if kind is None and plan.pattern is not None:
-        kind, why = "word", "as a pattern says what a word is"
-    elif kind is None and specials.kind is not None:
-        kind, why = specials.kind, "as an encoder reads words"
-    elif kind is None and size < SMALL:
-        kind, why = "char", f"as {amount} is little"
-    elif kind is None:
-        kind, why = "bpe", f"as it spells anything, and {amount} is enough to learn it"
+    units = ((1e5, f"{size / 1e6:.1f} MB"), (100, f"{size / 1e3:.1f} kB"), (0, f"{size} bytes"))
+    amount = next(f"{written} of text" for least, written in units if size >= least)
+    reasons: list[tuple[TokenKind | None, str]] = [
+        (plan.kind, "as asked"),
+        (None if plan.pattern is None else "word", "as a pattern says what a word is"),
+        (specials.kind, "as an encoder reads words"),
+        ("char" if size < SMALL else None, f"as {amount} is little"),
+        ("bpe", f"as it spells anything, and {amount} is enough to learn it"),
+    ]
+    kind, why = next((kind, why) for kind, why in reasons if kind is not None)
     if kind not in SCALE:
         return replace(plan, kind=kind), f"tokens: {kind}, {why}"
     vocab_size, how = plan.vocab_size, "as asked"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from clearhead.api import Model, load
 from clearhead.batches import batch, batching, encoded, even
+from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
@@ -29,7 +30,7 @@ from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
+from clearhead.training.machine import choose_precision, narrow, pays, quick_attention
 from clearhead.training.state import CACHE, load_checkpoint, restore_optimizer
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with

@@ -62,16 +62,26 @@ def train(
             "leave data, recipe, settings, out and overwrite out",
         )
         return _resume(Path(resume), on_event, stop)
+    plan, folder = planned(data, recipe, out, settings)
+    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
+    with new_folder(folder, overwrite, [Path(path) for path in needed if path is not None]) as keep:
+        return _start(plan, folder, on_event, stop, keep)
+
+
+def planned(
+    data: str | Path | Sequence[str | Path],
+    recipe: str | Path | Recipe | None,
+    out: str | Path | None,
+    settings: Settings,
+) -> tuple[Recipe, Path]:
+    """Return the recipe of a new run, its paths absolute, and the folder to write; see `train`."""
     plan = read_recipe(recipe, settings)
     table.shape_of(plan.data.task)  # refuses a task that does not exist
     paths = [data] if isinstance(data, str | Path) else list(data)
     if paths:
         plan = plan.replace("data", paths=tuple(map(str, paths)))
     folder = Path(out) if out is not None else Path("runs") / run_name(plan.data)
-    plan = with_absolute_paths(plan)
-    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
-    with new_folder(folder, overwrite, [Path(path) for path in needed if path is not None]) as keep:
-        return _start(plan, folder, on_event, stop, keep)
+    return with_absolute_paths(plan), folder
 
 
 def _start(

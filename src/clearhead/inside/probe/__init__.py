@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.api import Model
-from clearhead.data import sides, tables
+from clearhead.data import corpus, tables
 from clearhead.errors import MissingExtraError, refuse
 from clearhead.evaluation.metrics import bootstrap, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
@@ -151,7 +151,7 @@ def probe(
         if vectors.lost:
             said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
-    names = sides.sort_names(left.labels)
+    names = corpus.sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
     types, test_types = (_types(m, vectors.forms, unit) for vectors in (left, right))
     control, control_test = control_labels(types, test_types, y, seed)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data import conll, corpora, files, formats, plan, split, tables
+from clearhead.data import corpora, files, formats, plan, split, tables
 from clearhead.data.examples import Images, Labelled, Tagged
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import nearest, refuse
@@ -102,7 +102,7 @@ def _read(path: str, column: str | None) -> Data:
     """Return the examples of a file or folder, by what it looks like."""
     found = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
     words = found and all(formats.format_of(file) == "conll" for file in found)
-    if words and conll.tag_columns(found[0], {})[0].universal:
+    if words and tables.tag_columns(found[0], {})[0].universal:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
         return [sentence for file in found for sentence in read_treebank(file)]
     corpus, _ = open_examples(plan.DataPlan(paths=(path,)), split=False)

@@ -5,29 +5,27 @@ from dataclasses import replace
 from typing import Any
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import AnswerBatches, LabelBatches, TagBatches
-from clearhead.batches.encoding import encode_labelled, encode_questions, encode_tagged
-from clearhead.batches.pictures import PictureBatches
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
-from clearhead.evaluation.judgement import Judgement
+from clearhead.evaluation.judgement import Judgement, count_classes
 from clearhead.evaluation.metrics import METRICS
 from clearhead.losses import CLASSES, SPANS, TAGGED
 from clearhead.recipe import GeneratePlan
-from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
-from clearhead.tasks.words import tag
+from clearhead.tasks.reading import tag
+from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec, sampled
 from clearhead.tokens.training import READER
 
 
 def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
     made: Any = loaded.classify(row.text if row.pair is None else (row.text, row.pair))
-    return f"{row.text} -> {made.label} {made.probability:.0%}  ({row.label})"
+    return sampled(row.text, f"{made.label} {made.probability:.0%}", row.label)
 
 
 def _seen(loaded: Model, row: tuple[int, Any, int], plan: GeneratePlan, seed: int) -> str:
     number, pixels, label = row
     made: Any = loaded.classify(pixels)
-    return f"image {number} -> {made.label} {made.probability:.0%}  ({loaded.labels[label]})"
+    return sampled(f"image {number}", f"{made.label} {made.probability:.0%}", loaded.labels[label])
 
 
 def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -36,10 +34,11 @@ def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) ->
 
 
 def _class_figures(judgement: Judgement) -> list[str]:
-    """Add accuracy and the mean F1 of the classes."""
+    """Add accuracy, the mean F1 of the classes, and how often each class was taken for each."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
     for name in ("accuracy", "macro_f1"):
         judgement.figures.add(name, said, meant)
+    judgement.figures.classes = count_classes(said, meant, judgement.loaded.class_names)
     return [judgement.loaded.class_names[place] for place in said]
 
 
@@ -50,8 +49,7 @@ def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
 
 
 def _tag_metric(labels: Sequence[str]) -> str:
-    spans = all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels)
-    return "span_f1" if spans else "accuracy"
+    return "span_f1" if all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels) else "accuracy"
 
 
 def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -74,7 +72,7 @@ def _tag_figures(judgement: Judgement) -> list[str]:
 
 def _answered(loaded: Model, row: Question, plan: GeneratePlan, seed: int) -> str:
     made: Any = loaded.answer(row.question, row.context)
-    return f"{row.question} -> {made.text}  ({row.answer})"
+    return sampled(row.question, made.text, row.answer)
 
 
 def _answer_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -96,7 +94,7 @@ def _answer_figures(judgement: Judgement) -> list[str]:
 
 _TEXTS = TaskSpec(
     name="classify",
-    batching=Batching("classify", LABELS, encode_labelled, LabelBatches),
+    batching=Batching("classify", LABELS, encoding.encode_labelled, bucketed.LabelBatches),
     tokens=READER,
     head="classifier",
     usual=ENCODER,
@@ -114,7 +112,7 @@ _TEXTS = TaskSpec(
 _PICTURES = replace(
     _TEXTS,
     name="image",
-    batching=Batching("image", IMAGES, None, PictureBatches),
+    batching=Batching("image", IMAGES, None, pictures.PictureBatches),
     tokens=None,
     usual=VISION,
     families=(),
@@ -128,7 +126,7 @@ TASKS = (
     _PICTURES,
     TaskSpec(
         name="tag",
-        batching=Batching("tag", TAGS, encode_tagged, TagBatches),
+        batching=Batching("tag", TAGS, encoding.encode_tagged, bucketed.TagBatches),
         tokens=READER,
         head="tagger",
         usual=ENCODER,
@@ -145,7 +143,7 @@ TASKS = (
     ),
     TaskSpec(
         name="answer",
-        batching=Batching("answer", QUESTIONS, encode_questions, AnswerBatches),
+        batching=Batching("answer", QUESTIONS, encoding.encode_questions, bucketed.AnswerBatches),
         tokens=READER,
         head="span",
         usual=ENCODER,

@@ -28,7 +28,7 @@ from clearhead.evaluation.metrics import Counts, Metric
 from clearhead.losses import Answered, Objective
 from clearhead.model.dtypes import wide
 from clearhead.recipe import GeneratePlan
-from clearhead.tasks.spec import ENCODER, Answers, TaskSpec
+from clearhead.tasks.spec import ENCODER, Answers, TaskSpec, sampled
 from clearhead.tokens.training import READER
 
 STATED = {"problem_type": "regression"}
@@ -53,6 +53,8 @@ def predict(
 class Rated(Labelled):
     """A text, or two texts that are read together, and a number written as its label."""
 
+    NAMED = ""  # a number is not the name of a class
+
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """See `Example.read`."""
@@ -66,10 +68,6 @@ class Rated(Labelled):
         if not finite:
             raise InputError(f"{record.place}: the label in `{column}` must be a number, not {row.label:.40}")
         return cls(row.text, row.label, row.pair)
-
-    def names(self) -> tuple[str, ...]:
-        """See `Example.names`: a number is not the name of a class."""
-        return ()
 
 
 def _encode(rows: Iterable[Rated], encoder: Encoder) -> Iterator[Columns]:
@@ -88,7 +86,7 @@ def _numbers(logits: Tensor, batch: Batch) -> Answered:
 
 def _predicted(loaded: Model, row: Rated, plan: GeneratePlan, seed: int) -> str:
     number = predict(loaded, row.text if row.pair is None else (row.text, row.pair))
-    return f"{row.text} -> {number:.4g}  ({row.label})"
+    return sampled(row.text, f"{number:.4g}", row.label)
 
 
 def _moments(predicted: Answers, wanted: Answers, ranked: bool = False) -> Counts:

@@ -7,14 +7,12 @@ from typing import Any, cast
 import numpy as np
 
 from clearhead.api import Model
+from clearhead.batches import bucketed, encoding, even
 from clearhead.batches.batching import Batching
-from clearhead.batches.bucketed import PairBatches
-from clearhead.batches.encoding import encode_pairs, encode_text
-from clearhead.batches.even import MaskedWindows, NoisyWindows, next_token_batches
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.recipe import GeneratePlan
-from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
+from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec, sampled
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
 
 PROMPT = 32  # characters of the validation text that a language model continues
@@ -39,10 +37,6 @@ def _filled(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
     return f"{best[0].text}  ({words[place]})"
 
 
-def _nothing(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
-    return ""
-
-
 def _bits(judgement: Judgement) -> list[str]:
     """Add bits per byte and per character; they say nothing where some of the text was not predicted."""
     tokens, unknown = judgement.tokens, judgement.unknown
@@ -61,15 +55,11 @@ def _bits(judgement: Judgement) -> list[str]:
     return []
 
 
-def _loss_alone(judgement: Judgement) -> list[str]:
-    return []
-
-
 def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
     ids = loaded.encode([row.source], loaded.max_length)[0]
     room = max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2))
-    made: Any = loaded.generate(ids, room)
-    return f"{row.source} -> {made.text}  ({row.target})"
+    made: Any = loaded.generate(ids, room, num_beams=1)
+    return sampled(row.source, made.text, row.target)
 
 
 def _texts(judgement: Judgement) -> list[str]:
@@ -82,7 +72,7 @@ def _texts(judgement: Judgement) -> list[str]:
 TASKS = (
     TaskSpec(
         name="lm",
-        batching=Batching("lm", TEXT, encode_text, next_token_batches, separator="eos"),
+        batching=Batching("lm", TEXT, encoding.encode_text, even.next_token_batches, separator="eos"),
         tokens=GENERATOR,
         head="lm",
         usual=DECODER,
@@ -93,7 +83,7 @@ TASKS = (
     ),
     TaskSpec(
         name="mlm",
-        batching=Batching("mlm", TEXT, encode_text, MaskedWindows, separator="sep"),
+        batching=Batching("mlm", TEXT, encoding.encode_text, even.MaskedWindows, separator="sep"),
         tokens=READER,
         guessed=False,
         head="mlm",
@@ -101,22 +91,24 @@ TASKS = (
         pooled=False,
         command="fill {folder} TEXT",
         sample=_filled,
-        figures=_loss_alone,
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="denoise",
-        batching=Batching("denoise", TEXT, encode_text, NoisyWindows, separator="eos", sentinels=True),
+        batching=Batching(
+            "denoise", TEXT, encoding.encode_text, even.NoisyWindows, separator="eos", sentinels=True
+        ),
         tokens=DENOISER,
         guessed=False,
         head="lm",
         usual=ENCODER_DECODER,
         command="translate {folder} TEXT",
-        sample=_nothing,
-        figures=_loss_alone,
+        sample=lambda *given: "",
+        figures=lambda judgement: [],  # the loss says it all
     ),
     TaskSpec(
         name="seq2seq",
-        batching=Batching("seq2seq", PAIRS, encode_pairs, PairBatches),
+        batching=Batching("seq2seq", PAIRS, encoding.encode_pairs, bucketed.PairBatches),
         tokens=TRANSLATOR,
         head="lm",
         usual=ENCODER_DECODER,
