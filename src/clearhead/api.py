@@ -222,13 +222,14 @@ class Model(Bundle):
             return reading.answer(self, [question], [context], **options)[0]
         return reading.answer(self, question, context, **options)
 
-    def embed(self, texts: str | list[str], batch_size: int = 32) -> Tensor:
+    def embed(self, texts: str | list[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
-        else by their mean. Texts longer than the model takes are cut.
+        else by their mean. Texts longer than the model takes are cut. `prompt` names one of the directory's
+        prompts, to be put before each text in place of its usual one.
         """
-        return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size)
+        return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
 
 
 def _prompts(given: Any) -> tuple[bool, list[Any]]:
@@ -256,12 +257,15 @@ def load(
     device: str | torch.device = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
+    mapped: bool = False,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
     `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
-    lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin.
+    lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
+    are the file's own pages: they are read when first used and shared between processes, and the file must
+    not be written to while the model is in use.
     """
     cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
@@ -273,7 +277,7 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
-    model, description = checkpoint.load_model(path, checkpoint.describe(path), cast)
+    model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
@@ -307,7 +311,7 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:

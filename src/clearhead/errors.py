@@ -5,11 +5,21 @@ that line and exits with code 2; library users catch `ClearheadError`.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+LONGEST = 1500  # characters of a message
+CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), 127)}  # shown as escapes
 
 
 class ClearheadError(Exception):
     """Base of every error that is about the user's input rather than a fault of the program."""
+
+    def __str__(self) -> str:
+        """Return one line that any terminal prints, whatever the names that a file brought into it."""
+        text = super().__str__()
+        shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+        return shown.translate(CONTROL).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class ConfigError(ClearheadError, ValueError):
@@ -42,3 +52,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the known name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 200 characters; without one, its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+@contextmanager
+def refusing(wrong: str, error: type[ClearheadError] = InputError) -> Iterator[None]:
+    """Raise what a library raises as one line after `wrong`: a panic of the tokenizers library, too.
+
+    A panic is no `Exception`, and its class cannot be imported.
+    """
+    try:
+        yield
+    except ClearheadError:
+        raise
+    except BaseException as raised:
+        if not isinstance(raised, Exception) and type(raised).__name__ != "PanicException":
+            raise
+        raise error(f"{wrong}: {first_line(raised)}") from None

@@ -141,6 +141,11 @@ BAD = [
     ("labels?ids=1,x", None, 400, "whole numbers"),
     ("labels?ids=1&model=7", None, 400, "no model 7"),
     ("labels", None, 400, "ids"),
+    ("labels?ids=99999999999", None, 400, "99999999999"),
+    ("labels?ids=1,4294967296", None, 400, "4294967296"),
+    ("run/RUN/contributions?position=0&token=99999999999999999999", None, 400, "999"),
+    ("run/RUN/ablate", {"heads": ["\ud800"], "position": 0}, 400, "ud800"),
+    ("run/RUN/ablate", {"heads": ["0.0"], "how": "\udfff", "position": 0}, 400, "udfff"),
     ("cost?length=-1", None, 400, ""),
     ("cost?length=x", None, 400, "length"),
     ("cost?dtype=int3", None, 400, ""),
@@ -186,6 +191,29 @@ def test_bad_questions_get_one_line(server, run):
         server.json(f"run/{run}/next?position=-1")["position"]
         == len(begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens) - 1
     )
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("half", ["\ud800", "a\udfffb", "\ude00\ud83d"])
+def test_half_a_surrogate_pair_is_answered(server, half):
+    """In a text, a class and the name of a model: the answer is JSON that the page reads."""
+    found = server.json("run", {"text": f"The king {half}"})
+    for path in ("trace", "next?position=-1", "attention/self/0", "tokens"):
+        status, _, raw = server.ask(f"/inside/run/{found['run']}/{path}")
+        assert status < 500, (path, raw)
+        json.loads(raw)
+    m = toy("classifier")
+    named = ch.Model(m.model, m.tokenizer, special=m.special, labels=("good", half, "x" * 100_000))
+    with serving(Opened(half, lambda: named)) as served:
+        while served.session.models[0].m is None:
+            pass
+        assert served.json("model")["labels"][1] == half
+        run = served.json("run", {"text": "a king"})["run"]
+        for path in ("next?position=-1", "trace"):
+            status, _, raw = served.ask(f"/inside/run/{run}/{path}")
+            assert status == 200, (path, raw)
+        status, _, raw = served.ask(f"/inside/export?run={run}")
+        assert status == 200, raw
 
 
 @pytest.mark.ledger("F2")

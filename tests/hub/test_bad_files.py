@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
@@ -327,6 +328,79 @@ def test_a_truncated_pickle_and_one_without_tensors(folder: Path) -> None:
     refused(folder, "holds a list")
     pickled(folder, {"a": 1, 7: torch.zeros(2)})
     refused(folder)
+
+
+NOT_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse_coo": lambda x: x.to_sparse(),
+    "sparse_csr": lambda x: x.to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:3]]),
+    "expanded": lambda x: torch.zeros(1).expand(2**40, 8),
+    "float8_e4m3fn": lambda x: x.to(torch.float8_e4m3fn),
+    "complex64": lambda x: x.to(torch.complex64),
+    "without data": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_a_pickled_tensor_that_is_not_plain(folder: Path, kind: str) -> None:
+    state = dict(load_file(folder / "model.safetensors"))
+    name = "transformer.wpe.weight"
+    pickled(folder, {**state, name: NOT_PLAIN[kind](state[name])})
+    refused(folder, "pytorch_model.bin", name, kind)
+
+
+@pytest.mark.parametrize(
+    "shape", [[2**40, 0], [2**40, 2**40, 0], [0, 2**62, 2**62], [2**63 - 1, 0], [0] * 70]
+)
+def test_a_tensor_without_numbers(folder: Path, shape: list[int]) -> None:
+    name = "transformer.wpe.weight"
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    header, body = parts(folder / "model.safetensors")
+    header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    rebuilt(folder / "model.safetensors", header, body)
+    refused(folder, name)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\ud800", "x\x1b[31m", "n" * 100_000])
+def test_a_name_that_no_terminal_shows(folder: Path, name: str) -> None:
+    header, body = parts(folder / "model.safetensors")
+    header[name] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    rebuilt(folder / "model.safetensors", header, body)
+    with pytest.raises(ch.CheckpointError) as caught:
+        ch.load(folder)
+    line = str(caught.value)
+    assert len(line.encode()) < 2000  # and so it is UTF-8
+    assert not {*line} & {"\n", "\x1b"}
+
+
+# Parts that panic in the tokenizers library, where they are read or at the first text.
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+TEMPLATE = {"SpecialToken": {"id": "[Q]", "type_id": 0}}
+PANICS: dict[str, dict[str, Any]] = {
+    "regex": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": r"((a|a)+)+$"}}},
+    "length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "template": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [TEMPLATE],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("part", PANICS)
+def test_a_tokenizer_that_panics(folder: Path, part: str, capfd: pytest.CaptureFixture[str]) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | PANICS[part]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ch.ClearheadError) as caught:
+        ch.load(folder).encode(["a" * 60 + "!"])
+    assert "tokenizer" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # config.json ------------------------------------------------------------------------------------------------

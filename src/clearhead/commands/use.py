@@ -286,7 +286,12 @@ def answer(
     )
 
 
-def embed(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008
+def embed(
+    folder: Folder,
+    text: Text = None,
+    prompt: Annotated[str | None, option("the name of the model's prompt to put before each text")] = None,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
     """Turn a text into one vector.
 
     For example:
@@ -297,7 +302,7 @@ def embed(folder: Folder, text: Text = None, options: Options = TextOptions()) -
     model = options.load(folder)
     options.run(
         {"text": text},
-        compute=lambda batch: model.embed(_texts(batch), options.batch_size).tolist(),
+        compute=lambda batch: model.embed(_texts(batch), options.batch_size, prompt).tolist(),
         body=lambda fields, made: {**fields, "embedding": made},
         line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
         array=True,

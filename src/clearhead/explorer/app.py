@@ -37,6 +37,15 @@ MOST_LABELS = 2000
 MOST_NAMES = 10_000
 
 
+class Json(JSONResponse):
+    """JSON of any text: half a surrogate pair, which UTF-8 has no bytes for, is written as an escape."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of the answer."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
 def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     """Return the page and its routes for one session, answering to the names of `host` only."""
     app = FastAPI(title="clearhead explorer", docs_url=None, redoc_url=None, openapi_url=None)
@@ -119,7 +128,7 @@ Asked = Annotated[dict[str, Any], Depends(_body)]
 
 def inside_routes(session: Session) -> APIRouter:
     """Return the routes for one session."""
-    router = APIRouter(prefix="/inside")
+    router = APIRouter(prefix="/inside", default_response_class=Json)
 
     @router.get("/model")
     def model() -> dict[str, Any]:
@@ -138,7 +147,12 @@ def inside_routes(session: Session) -> APIRouter:
 
     @router.get("/labels")
     def names(ids: str, model: int = 0) -> dict[str, Any]:
-        return {"labels": list(labels(session.model(model).tokenizer, _numbers(ids)))}
+        m, numbers = session.model(model), _numbers(ids)
+        last = m.config.vocab_size - 1
+        refuse(
+            m.tokenizer and max(numbers) > last, f"ids go from 0 to {last}, and {max(numbers)} is asked for"
+        )
+        return {"labels": list(labels(m.tokenizer, numbers))}
 
     @router.get("/cost")
     def costs(
@@ -183,11 +197,11 @@ def inside_routes(session: Session) -> APIRouter:
         )
 
     @router.get("/run/{name}/{path:path}")
-    def views(name: str, path: str, request: Request) -> JSONResponse:
+    def views(name: str, path: str, request: Request) -> Json:
         run = session.run(name)
         query = f"?{request.url.query}" if request.url.query else ""
         with session.lock:
-            return JSONResponse(view(run, path + query))
+            return Json(view(run, path + query))
 
     return router
 
@@ -218,7 +232,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def in_words(error: Exception) -> JSONResponse:
+def in_words(error: Exception) -> Response:
     """Return an error as one line of JSON."""
     if isinstance(error, KeyError):
         return _refusal(str(error.args[0]), 404)
@@ -230,5 +244,5 @@ def in_words(error: Exception) -> JSONResponse:
     return _refusal(f"something went wrong: {type(error).__name__}: {str(error)[:200]}", 500)
 
 
-def _refusal(line: str, status: int) -> JSONResponse:
-    return JSONResponse({"error": line}, status_code=status)
+def _refusal(line: str, status: int) -> Response:
+    return Json({"error": line}, status_code=status)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clearhead.config import MOST_LAYERS, MOST_WIDE, ModelConfig
-from clearhead.errors import CheckpointError, ConfigError
+from clearhead.errors import CheckpointError, ConfigError, first_line
 from clearhead.hub.fields import ConfigPart, Json, count_labels
-from clearhead.hub.files import first_line, refuse
+from clearhead.hub.files import refuse
 from clearhead.hub.rules import Rule
 
 # Fields that change how a model is initialised or trained, and not what it computes. `bias` only sets others.

@@ -1,11 +1,12 @@
 """Checkpoints: a model directory becomes a config and a model, and the other way round.
 
-The model is built on the meta device, where it costs no memory, and each parameter then takes the file's own
-bytes.
+The model is built on the meta device, where it costs no memory, and each parameter then takes a copy of the
+file's bytes, or, where the file is mapped, its own.
 """
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from clearhead.hub.files import read_json, refuse, write_json
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
-from clearhead.hub.weights import Entry, cast, open_weights, write_weights
+from clearhead.hub.weights import Entry, allocated, cast, held, open_weights, write_weights
 from clearhead.model.transformer import Transformer
 
 READERS = 2  # threads; more would hold more copies at once than they gain
@@ -113,41 +114,48 @@ def empty_model(config: ModelConfig) -> Transformer:
 
 
 def load_model(
-    folder: Path, description: Description, dtype: torch.dtype | None = None
+    folder: Path, description: Description, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[Transformer, Description]:
     """Return the model of a directory, on the CPU, and the description with what its weights add.
 
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
+    `mapped` weights are pages of the file.
     """
-    description, model, sources = _fill(folder, description, open_weights(folder))
+    description, model, sources = _fill(folder, description, open_weights(folder, mapped))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
+    dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
+    room = {} if mapped else allocated(shapes, dtypes)
+    counts = Counter(id(entry) for _, entry in sources)
 
     def read(source: tuple[Rule, Entry]) -> list[Tensor]:
         rule, entry = source
-        return _read(rule, entry, [shapes[name] for name in rule.ours], description.config, dtype)
-
-    # A converted tensor is a copy besides the file's pages.
-    with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
-        loaded = list(pool.map(read, sources))
-    used: set[int] = set()
-    for (rule, entry), tensors in zip(sources, loaded):
+        twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
+        entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
         wrong = f"{folder}: tensor {rule.theirs} has"
+        tensors = _read(rule, entry, [shapes[name] for name in rule.ours], description.config, dtype)
         for name, tensor in zip(rule.ours, tensors):
             refuse(
                 tensor.shape != shapes[name],
                 f"{wrong} shape {entry.shape} and {name} needs {shapes[name]}: config.json does not fit",
             )
-            refuse(
-                not tensor.is_floating_point(),
-                f"{wrong} dtype {tensor.dtype}: weights must be floating point",
-            )
-            path, _, last = name.rpartition(".")
-            # A table that fills two parameters is two tables from now on.
-            own = tensor.clone() if id(entry) in used else tensor
-            setattr(model.get_submodule(path), last, nn.Parameter(own))
-        used.add(id(entry))
+            whole = not tensor.is_floating_point()
+            refuse(whole, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+        if mapped:
+            return [tensor.clone() for tensor in tensors] if twice else tensors
+        entry.release()
+        return [room[name].copy_(tensor) for name, tensor in zip(rule.ours, tensors)]
+
+    sources.sort(key=lambda source: -math.prod(source[1].shape))  # first what is held twice for a moment
+    with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
+        for (rule, _), tensors in zip(sources, pool.map(read, sources)):
+            for name, tensor in zip(rule.ours, tensors):
+                path, last = ("." + name).rsplit(".", 1)
+                setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor))
     model.tie()
+    if not mapped:
+        carried = {name: held(entry.read()) for name, entry in description.carried.items()}
+        description = dataclasses.replace(description, carried=carried)
     return model.eval(), description
 
 

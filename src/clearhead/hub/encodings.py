@@ -2,15 +2,16 @@
 
 from tokenizers import Encoding, Tokenizer
 
-from clearhead.errors import refuse
+from clearhead.errors import refuse, refusing
 from clearhead.hub.tokenizer import clean, warn_if_cut
 
 
 def encoding_of(tokenizer: Tokenizer, text: str | list[str], special: bool = False) -> Encoding:
     """Encode one text, or a list of words, with its special tokens or without."""
-    if isinstance(text, str):
-        return tokenizer.encode(clean(text), add_special_tokens=special)
-    return tokenizer.encode([clean(word) for word in text], is_pretokenized=True, add_special_tokens=special)
+    words = not isinstance(text, str)
+    cleaned = clean(text) if isinstance(text, str) else [clean(word) for word in text]
+    with refusing("the tokenizer cannot read a text"):
+        return tokenizer.encode(cleaned, is_pretokenized=words, add_special_tokens=special)
 
 
 def framed(tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = None) -> Encoding:

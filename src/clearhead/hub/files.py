@@ -14,18 +14,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from clearhead import errors
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, first_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 refuse = functools.partial(errors.refuse, error=CheckpointError)  # refuses a checkpoint in one line
 ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 200 characters; without one, its class."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
 
 
 @contextmanager

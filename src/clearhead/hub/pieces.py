@@ -8,7 +8,7 @@ frame around a text) follows.
 import re
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class PieceModel:
     charsmap: bytes = b""  # its normalisation, compiled
     dummy_prefix: bool = True  # a space before the first word
     collapse: bool = True  # runs of spaces become one
+    ids: dict[str, int] | None = None  # None: the pieces are numbered as they stand
+    merges: list[tuple[str, str]] | None = None  # None: they follow from the pieces
 
     @property
     def scores(self) -> Scores:
@@ -120,19 +122,13 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def t5(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build T5's and mT5's: sentinels `<extra_id_99>` down to 0 after the pieces, `</s>` after the text."""
-    known = dict(model.scores)
-    names = (f"<extra_id_{i}>" for i in reversed(range(settings.get("extra_ids", 100))))
-    sentinels = [token for token in names if token not in known]
-    tokenizer = _words(model, model.scores + [(token, 0.0) for token in sentinels], model.unk_id)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sentinels])
-    return tokenizer
+    """Build T5's and mT5's, `</s>` after the text."""
+    return _words(model)
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build XLM-RoBERTa's: the first four ids are fairseq's, the pieces follow, the mask is last."""
-    first = ["<s>", "<pad>", "</s>", "<unk>"]
-    return _words(model, [(token, 0.0) for token in first] + model.scores[3:] + [("<mask>", 0.0)], unk_id=3)
+    """Build XLM-RoBERTa's."""
+    return _words(model, prefix=settings.get("add_prefix_space", True))
 
 
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
@@ -144,7 +140,7 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
         *([] if settings.get("keep_accents", False) else accents),
         *([normalizers.Lowercase()] if settings.get("do_lower_case", True) else []),
     ]
-    return _words(model, model.scores, model.unk_id, before)
+    return _words(model, before, settings.get("add_prefix_space", True))
 
 
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
@@ -153,13 +149,13 @@ def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     prefix = bool(model.dummy_prefix if stated is None else stated)
     with_prefix = "always" if settings.get("legacy", False) else "first"
     spaces = pre_tokenizers.Metaspace(SPACE, with_prefix if prefix else "never", split=False)
-    return assembled(_bpe(model.scores, fallback=True), None, spaces, _spell(strip=prefix))
+    return assembled(_bpe(model, fallback=True), None, spaces, _spell(strip=prefix))
 
 
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Gemma's: as Llama's, without a space before the first word."""
     return assembled(
-        _bpe(model.scores, fallback=True, unk="<unk>"),
+        _bpe(model, fallback=True, unk=token_text(settings.get("unk_token")) or "<unk>"),
         normalizers.Replace(" ", SPACE),
         words=None,
         decoder=_spell(strip=False),
@@ -169,7 +165,7 @@ def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
 def plain(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build any other family's: what the file alone says."""
     if model.unigram and not model.byte_fallback:
-        return _words(model, model.scores, model.unk_id)
+        return _words(model)
     collapsed = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     steps = [
         *_charsmap(model),
@@ -181,7 +177,7 @@ def plain(model: PieceModel, settings: Settings) -> Tokenizer:
     if model.unigram:
         units: Any = Unigram(model.scores, model.unk_id, byte_fallback=True)
     else:
-        units = _bpe(model.scores, model.byte_fallback, unk=model.pieces[model.unk_id][0])
+        units = _bpe(model, model.byte_fallback, unk=model.pieces[model.unk_id][0])
     return assembled(units, normalizers.Sequence(steps), None, _spell(strip=model.dummy_prefix))
 
 
@@ -196,10 +192,28 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 }
 
 
+def _numbered(model: PieceModel, family: str, settings: Settings) -> PieceModel:
+    """Return the pieces in the order that a family gives them ids, with those that the file lacks."""
+    if family == "XLMRoberta":  # the first four ids are fairseq's, the pieces follow, the mask is last
+        first, last = ["<s>", "<pad>", "</s>", "<unk>"], ["<mask>"]
+        pieces = [(text, 0.0, 1) for text in first] + model.pieces[3:] + [(text, 0.0, 1) for text in last]
+        return replace(model, pieces=pieces, unk_id=3)
+    if family == "T5":
+        known = dict(model.scores)
+        missing = [text for text in reversed(sentinels(settings)) if text not in known]
+        return replace(model, pieces=model.pieces + [(text, 0.0, 1) for text in missing])
+    return model
+
+
+def sentinels(settings: Settings) -> list[str]:
+    """Return the tokens that stand for what T5 must fill in: `<extra_id_0>`, `<extra_id_1>`, ..."""
+    return [f"<extra_id_{number}>" for number in range(settings.get("extra_ids", 100))]
+
+
 def from_pieces(path: Path, family: str, settings: Settings) -> Tokenizer:
     """Return the tokenizer of a `.model` file, or of llama2.c's `.bin`, as this family uses it."""
     model = read_scores(path) if path.suffix == ".bin" else read_pieces(path)
-    tokenizer = FAMILIES[family](model, settings)
+    tokenizer = FAMILIES[family](_numbered(model, family, settings), settings)
     known = tokenizer.get_vocab()
     for text, _, kind in model.pieces:
         if kind in (CONTROL, USER_DEFINED) and text in known:
@@ -222,15 +236,20 @@ def from_pieces_and_vocabulary(source: Path, vocabulary: dict[str, int], unk: st
     )
     never = 100.0 * min(scores.values()) - 1000.0
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
-    tokenizer = _words(
-        model, [(text, scores.get(text, never * (len(text) - 0.5))) for text in ordered], vocabulary[unk]
-    )
+    pieces = [(text, scores.get(text, never * (len(text) - 0.5)), 1) for text in ordered]
+    tokenizer = _words(replace(model, pieces=pieces, unk_id=vocabulary[unk]))
     strange = "[^" + "".join(re.escape(text) for text in sorted(scores) if len(text) == 1) + "\\s]"
     unknown = normalizers.Replace(Regex(f"(?<={strange}){strange}|{strange}(?={strange})"), "\ufffe")
     tokenizer.normalizer = normalizers.Sequence(
         [tokenizer.normalizer, unknown] if model.charsmap else [unknown]
     )
     return tokenizer
+
+
+def token_text(token: Any) -> str | None:
+    """Return a token that a file states as text or as an object; None for anything else."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 # Parts ------------------------------------------------------------------------------------------------------
@@ -243,24 +262,28 @@ def assembled(units: Any, normalizer: Any, words: Any, decoder: Any) -> Tokenize
     return tokenizer
 
 
-def _words(model: PieceModel, scores: Scores, unk_id: int, before: list[Any] | None = None) -> Tokenizer:
-    """Return a Unigram model that reads word by word, each with a space before it."""
+def _words(model: PieceModel, before: list[Any] | None = None, prefix: bool = True) -> Tokenizer:
+    """Return a Unigram model that reads word by word, with a space before each if `prefix`."""
     steps = [*(before or []), *_charsmap(model)]
-    spaces = pre_tokenizers.Metaspace(SPACE, "always", split=True)
+    scheme = "always" if prefix else "never"
     return assembled(
-        Unigram(scores, unk_id, byte_fallback=False),
+        Unigram(model.scores, model.unk_id, byte_fallback=False),
         normalizers.Sequence(steps) if steps else None,
-        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces]),
-        decoders.Metaspace(SPACE, "always", split=True),
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(SPACE, scheme, split=True)]
+        ),
+        decoders.Metaspace(SPACE, scheme, split=True),
     )
 
 
-def _bpe(scores: Scores, fallback: bool, unk: str | None = None) -> BPE:
-    """Return a BPE model; its merges follow from the pieces, which stand in the order of merging."""
-    ids = {text: index for index, (text, _) in enumerate(scores)}
-    in_order = sorted(ids, key=ids.__getitem__)
-    halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
-    merges = [(first, second) for first, second in halves if first in ids and second in ids]
+def _bpe(model: PieceModel, fallback: bool, unk: str | None = None) -> BPE:
+    """Return a BPE model; without merges of its own, the pieces stand in the order of merging."""
+    ids = model.ids or {text: index for index, (text, _) in enumerate(model.scores)}
+    merges = model.merges
+    if merges is None:
+        in_order = sorted(ids, key=ids.__getitem__)
+        halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
+        merges = [(first, second) for first, second in halves if first in ids and second in ids]
     return BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback)
 
 

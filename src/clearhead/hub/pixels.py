@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.hub.files import first_line
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 
 PREPROCESSOR = "preprocessor_config.json"
-KERNELS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers, which the file has
+DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor
+    **{"size": 224, "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255},
+    **{"do_normalize": True, "image_mean": 0.5, "image_std": 0.5},
+}
+CLASSES = ("ViTImageProcessor", "ViTImageProcessorFast", "ViTImageProcessorPil", "ViTFeatureExtractor")
 Array = np.ndarray[Any, Any]
 Image = str | Path | np.ndarray | Tensor
 
@@ -53,12 +55,20 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
 
 def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
     """Resize, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
-    stated = settings.get("size")
-    wanted = (stated, stated) if isinstance(stated, int) else size
-    if isinstance(stated, dict):
-        wanted = (stated.get("height", 0), stated.get("width", 0))
+    if settings:
+        settings = {**DEFAULTS, **{name: value for name, value in settings.items() if value is not None}}
+    kind = settings.get("image_processor_type") or settings.get("feature_extractor_type") or CLASSES[0]
     refuse(
-        wanted != size or settings.get("do_center_crop"),
+        kind not in CLASSES,
+        f"{PREPROCESSOR} is for {kind}: supported is {CLASSES[0]}; give pixels",
+        CheckpointError,
+    )
+    stated = settings.get("size", size)
+    wanted = (stated, stated) if isinstance(stated, int) else stated
+    if isinstance(stated, dict):
+        wanted = (stated.get("height"), stated.get("width"))
+    refuse(
+        [*wanted] != [*size] or settings.get("do_center_crop") or settings.get("do_pad"),
         f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
         CheckpointError,
     )
@@ -68,21 +78,36 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
             f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
             f"{PREPROCESSOR} says not to resize",
         )
-        kernel = KERNELS.get(settings.get("resample", 2))
-        if kernel is None:
-            raise CheckpointError(
-                f"{PREPROCESSOR} resizes by resample {settings['resample']}: supported are {list(KERNELS)}"
-            )
-        image = nnf.interpolate(image[None], size, mode=kernel, antialias=kernel != "nearest")[0]
+        image = _resized(image, size, settings.get("resample", DEFAULTS["resample"]))
     pixels = image.float()
     if settings.get("do_rescale", True):
-        pixels = pixels * settings.get("rescale_factor", 1 / 255)
-    if settings.get("do_normalize", False):
+        pixels = pixels * settings.get("rescale_factor", DEFAULTS["rescale_factor"])
+    if settings.get("do_normalize"):
         mean, deviation = (
-            _per_channel(settings.get(name), len(pixels), name) for name in ("image_mean", "image_std")
+            _per_channel(settings[name], len(pixels), name) for name in ("image_mean", "image_std")
         )
         pixels = (pixels - mean) / deviation
     return pixels
+
+
+def _resized(image: Tensor, size: tuple[int, int], resample: Any) -> Tensor:
+    """Resize bytes [C, H, W] -> [C, *size] by Pillow, as transformers does; `resample` is its number."""
+    pillow = _pillow("resizing images")
+    known = {int(each): each.name.lower() for each in pillow.Resampling}
+    if resample not in known:
+        raise CheckpointError(f"{PREPROCESSOR} resizes by resample {resample!r}: known are {known}")
+    channels = [pillow.fromarray(channel).resize(size[::-1], resample) for channel in image.numpy()]
+    return torch.from_numpy(np.stack([np.array(channel) for channel in channels]))
+
+
+def _pillow(action: str) -> Any:
+    try:
+        from PIL import Image as Picture
+    except ImportError:
+        raise MissingExtraError(
+            f"{action} needs Pillow: pip install pillow; or give an array of the size that the model reads"
+        ) from None
+    return Picture
 
 
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
@@ -113,12 +138,9 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
 
 def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | None = None) -> Array:
     """Read an image file as bytes [H, W, C]; refuse one of more than `most` pixels. Errors call it `name`."""
+    pillow = _pillow("reading images")
     try:
-        from PIL import Image as Picture
-    except ImportError:
-        raise MissingExtraError("reading images needs Pillow: pip install pillow; or give an array") from None
-    try:
-        with Picture.open(file) as picture:
+        with pillow.open(file) as picture:
             if most is not None and picture.width * picture.height > most:
                 raise InputError(
                     f"{name} has {picture.width} x {picture.height} pixels: at most {most:,} are read"
@@ -126,5 +148,5 @@ def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | No
             return np.array(pixels_of(picture, "L" if channels == 1 else "RGB"))
     except InputError:
         raise
-    except (OSError, ValueError, Picture.DecompressionBombError) as error:  # no image, cut short, too large
+    except (OSError, ValueError, pillow.DecompressionBombError) as error:  # no image, cut short, too large
         raise InputError(f"{name} cannot be read as an image: {first_line(error)}") from None

@@ -1,34 +1,58 @@
 """Tokenizers that come with a checkpoint, whatever their files; special tokens by role; text to ids.
 
-`tokenizer.json` is taken as it stands. Older directories hold a vocabulary alone: see `vocabularies`.
+The class that `tokenizer_config.json` names decides what surrounds the vocabulary: see `vocabularies`.
 """
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.files import first_line, read_json_if_any, write_json
-from clearhead.hub.vocabularies import ROLES, extra_tokens, from_folder, from_piece_file, token_text
+from clearhead.errors import CheckpointError, refuse, refusing
+from clearhead.hub.files import read_json_if_any, reading, write_json
+from clearhead.hub.pieces import token_text
+from clearhead.hub.special import ROLES, extra_tokens
+from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+PROBE = "A text, 1 \u4e2d \U000e0001"  # words, digits, and what hardly any vocabulary has
+TEMPLATES = "additional_chat_templates"  # a folder, for templates of other names
 KEPT = (
     *("model_max_length", "padding_side", "truncation_side"),
-    *("chat_template", "clean_up_tokenization_spaces", "model_input_names"),
+    *("clean_up_tokenization_spaces", "model_input_names", "split_special_tokens"),
 )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and from special_tokens_map.json the special tokens it does not name."""
-    return {
-        key: value
-        for name in ("special_tokens_map.json", SETTINGS)
-        for key, value in read_json_if_any(folder / name).items()
-        if value is not None
-    }
+    """Read tokenizer_config.json, and the files beside it that override it: special tokens, chat templates.
+
+    special_tokens_map.json counts only where tokenizer_config.json has no `added_tokens_decoder`.
+    """
+    settings = read_json_if_any(folder / SETTINGS)
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")  # its newer name
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json_if_any(folder / "special_tokens_map.json")
+    templates = _chat_templates(folder)
+    if templates:
+        settings["chat_template"] = templates["default"] if {*templates} == {"default"} else templates
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """Read chat_template.jinja, and those of further names."""
+    paths = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE).exists():
+        paths = {"default": folder / TEMPLATE, **paths}
+    found = {}
+    for name, path in paths.items():
+        with reading(path, "is not UTF-8 text"):
+            found[name] = path.read_text(encoding="utf-8")
+    return found
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -38,12 +62,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if (folder / TOKENIZER).exists():
         return _from_json(folder / TOKENIZER)
-    try:
-        return from_folder(folder, read_settings(folder))
-    except CheckpointError:
-        raise
-    except Exception as error:  # what the tokenizers library says about a vocabulary it cannot use
-        raise CheckpointError(f"{folder}: its vocabulary makes no tokenizer: {first_line(error)}") from None
+    with refusing(f"{folder}: its vocabulary makes no tokenizer", CheckpointError):
+        tokenizer = from_folder(folder, read_settings(folder))
+        return tokenizer if tokenizer is None else _tried(tokenizer)
 
 
 def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -68,12 +89,22 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def _from_json(path: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} is no tokenizer: {first_line(error)}") from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    with refusing(f"{path} is no tokenizer", CheckpointError):
+        stated = Tokenizer.from_file(str(path))
+    stated.no_padding()
+    stated.no_truncation()
+    with refusing(f"{path} and {SETTINGS} beside it make no tokenizer", CheckpointError):
+        return _tried(from_json(path.parent, stated, read_settings(path.parent)))
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that does not panic at the first text, as parts that do not fit together do.
+
+    That it knows no token for a text is no fault: it may have been made for a closed vocabulary.
+    """
+    for text in ("", PROBE):
+        with suppress(Exception):
+            tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
     return tokenizer
 
 
@@ -136,8 +167,8 @@ def save_tokenizer(
     except Exception as error:
         raise CheckpointError(f"{folder / TOKENIZER} cannot be written: {error}") from None
     named = {role: tokenizer.id_to_token(special[role]) for role in ROLES if role in special}
-    others = [text for text in extra_tokens(settings) if text not in named.values()]
-    extra = [text for text in others if tokenizer.token_to_id(text) is not None]
+    others = [text for text in map(token_text, extra_tokens(settings)) if text not in named.values()]
+    extra = [text for text in others if text is not None and tokenizer.token_to_id(text) is not None]
     written = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **({} if max_length is None else {"model_max_length": max_length}),
@@ -146,6 +177,20 @@ def save_tokenizer(
         **({"additional_special_tokens": extra} if extra else {}),
     }
     write_json(folder / SETTINGS, written)
+    for name, text in _templates_of(settings).items():
+        path = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return chat templates by name, from any of the forms in which files state them."""
+    stated = settings.get("chat_template") or {}
+    if isinstance(stated, list):
+        stated = {str(each.get("name")): each.get("template") for each in stated if isinstance(each, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    safe = {name: text for name, text in named.items() if re.fullmatch(r"[\w. -]+", name)}
+    return {name: text for name, text in safe.items() if isinstance(text, str)}
 
 
 def clean(text: str) -> str:
@@ -163,11 +208,12 @@ def warn_if_cut(cut: bool, max_length: int) -> None:
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
     """Return the ids of each text with its special tokens, truncated to `max_length`."""
     cleaned = [clean(text) for text in texts]
-    if max_length is None:
-        return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
+    with refusing("the tokenizer cannot read a text"):
+        if max_length is None:
+            return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
+        found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
-    found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
     warn_if_cut(max(map(len, found), default=0) > room, max_length)
     for encoding in found:
         encoding.truncate(room)

@@ -1,26 +1,36 @@
-"""Tokenizers from a vocabulary alone: `vocab.txt`; `vocab.json` and `merges.txt`; a SentencePiece `.model`.
+"""Tokenizers from a vocabulary: `vocab.txt`; `vocab.json` and `merges.txt`; a SentencePiece `.model`.
 
 What surrounds the vocabulary (normalisation, special tokens, the template of a text) is known by the name of
-the tokenizer's class.
+the tokenizer's class. A class also surrounds the vocabulary of a `tokenizer.json` in its own way, as its
+settings say, whatever else that file states: so does transformers.
 """
 
-from collections.abc import Mapping
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
 
 from clearhead.hub.files import read_json, read_json_if_any, refuse
-from clearhead.hub.pieces import FAMILIES, assembled, from_pieces, from_pieces_and_vocabulary
+from clearhead.hub.pieces import (
+    FAMILIES,
+    PieceModel,
+    assembled,
+    from_pieces,
+    from_pieces_and_vocabulary,
+)
+from clearhead.hub.special import USUAL, add_named, special_tokens
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
-ROLES = ("pad", "bos", "eos", "unk", "cls", "sep", "mask")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 Settings = dict[str, Any]
 
-# The class that a model's tokenizer has when tokenizer_config.json does not name it.
+# The class that a model's tokenizer has when no file names it.
 CLASSES = {
+    **dict.fromkeys(("bert", "distilbert"), "Bert"),
+    **dict.fromkeys(("gpt2", "phi"), "GPT2"),
+    "gpt_neox": "GPTNeoX",
     **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
     **dict.fromkeys(("t5", "mt5"), "T5"),
@@ -30,27 +40,26 @@ CLASSES = {
     "albert": "Albert",
     "marian": "Marian",
 }
-LIKE = {"Bart": "Roberta", "Longformer": "Roberta", "LED": "Roberta"}
+LIKE = {
+    **dict.fromkeys(("Bart", "Longformer", "LED"), "Roberta"),
+    **dict.fromkeys(("DistilBert", "Electra"), "Bert"),
+}
+# Models whose tokenizer.json stands as it is, whatever class is named.
+AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
+# The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
+MODELS = {
+    "Bert": ("WordPiece", 0),
+    **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
+    **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Albert": ("Unigram", 1)},
+}
+KEEPS_FRAME = (
+    "GPT2",
+    "Qwen2",
+    "Llama",
+    "Gemma",
+    "Albert",
+)  # classes that take what the file puts around a text
 NO_CLASS = ("", "PreTrained", "Tokenizers", "PreTrainedTokenizerFast", "TokenizersBackend")
-
-# The special tokens that a class has without any file naming them.
-BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
-FAIRSEQ = {
-    **{"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>"},
-    **{"unk": "<unk>", "pad": "<pad>", "mask": "<mask>"},
-}
-USUAL: dict[str, dict[str, str]] = {
-    "Roberta": FAIRSEQ,
-    "XLMRoberta": FAIRSEQ,
-    "GPT2": dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"),
-    "Qwen2": dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"),
-    "T5": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
-    "Marian": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
-    "Llama": {"unk": "<unk>", "bos": "<s>", "eos": "</s>"},
-    "Gemma": {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},
-    "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
-    "Bert": BERT,
-}
 
 # The special tokens around one text $A and around a pair $A, $B; a number after a colon is the type id.
 TEMPLATES = {
@@ -71,14 +80,18 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
-        return _completed(folder, _wordpiece(folder / "vocab.txt", settings), "Bert", settings)
+        return _completed(
+            folder, _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings), "Bert", settings
+        )
     if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
         return _completed(folder, _marian(folder, settings), "Marian", settings)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
-        return _completed(folder, _byte_level(folder, kind, settings), kind, settings)
-    if pieces is not None and kind in FAMILIES:
-        return _completed(folder, from_pieces(pieces, kind, settings), kind, settings)
+        units = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        return _completed(folder, _byte_level(*units, kind, settings), kind, settings)
+    if pieces is not None and (kind in FAMILIES or kind in MODELS):
+        family = kind if kind in FAMILIES else ""
+        return _completed(folder, from_pieces(pieces, family, settings), family, settings)
     return None
 
 
@@ -95,41 +108,100 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
     return _completed(folder, tokenizer, kind, settings), settings
 
 
-def class_of(folder: Path, settings: Settings) -> str:
-    """Return the tokenizer's class: "Bert", "Roberta", "T5", ...; empty where no file names it."""
-    named = settings.get("tokenizer_class")
+def class_of(folder: Path, settings: Settings, beside_json: bool = False) -> str:
+    """Return the tokenizer's class: "Bert", "Roberta", "T5", ...; empty where no file names it.
+
+    Beside a tokenizer.json, an empty class takes that file as it stands.
+    """
+    config = read_json_if_any(folder / "config.json")
+    model_type = config.get("model_type")
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     kind = named.removesuffix("Fast").removesuffix("Tokenizer") if isinstance(named, str) else ""
+    if beside_json and (model_type in AS_IT_STANDS or (not named and model_type == "llama")):
+        return ""
     if kind in NO_CLASS:
-        model_type = read_json_if_any(folder / "config.json").get("model_type")
-        kind = CLASSES.get(model_type, "") if isinstance(model_type, str) else ""
+        kind = "" if beside_json and named else CLASSES.get(str(model_type), "")
+    elif model_type == "qwen2":  # whose files often name another
+        kind = "Qwen2"
     return LIKE.get(kind, kind)
-
-
-def special_tokens(settings: Mapping[str, Any], kind: str = "") -> dict[str, str]:
-    """Return special tokens by role, as text: what the files name, else what the class usually has."""
-    named = {role: token_text(settings.get(f"{role}_token")) for role in ROLES}
-    return USUAL.get(kind, {}) | {role: text for role, text in named.items() if text}
-
-
-def token_text(token: Any) -> str | None:
-    """Return a token that a file states as text or as an object; None for anything else."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def extra_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens that have no role."""
-    listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
-    texts = map(token_text, listed if isinstance(listed, list) else [])
-    return [text for text in texts if text is not None]
 
 
 # Vocabularies -----------------------------------------------------------------------------------------------
 
 
-def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
+def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json as its class uses it."""
+    kind = class_of(folder, settings, beside_json=True)
+    if kind == "Llama" and '"ByteLevel"' in stated.to_str():  # Llama 3's, which names the class of Llama 2
+        kind = ""
+    # The file says what stands around a text.
+    settings = {
+        key: value for key, value in settings.items() if key not in ("add_bos_token", "add_eos_token")
+    }
+    frame = stated.post_processor
+    if kind not in MODELS:
+        _check_claims(folder, stated, kind, settings)
+        add_named(folder, stated, "", settings, stated)
+        return stated
+    made = _completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
+    if kind in KEEPS_FRAME and frame is not None:
+        made.post_processor = frame
+    return made
+
+
+def _surrounded(folder: Path, stated: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
+    """Return a tokenizer with the vocabulary of `stated`, and a class's own parts around it."""
+    model = json.loads(stated.model.__getstate__())
+    wanted, unk_id = MODELS[kind]
+    refuse(
+        model["type"] != wanted,
+        f"{folder / 'tokenizer.json'} holds a {model['type']} model and {kind}Tokenizer reads {wanted}: "
+        'name its class in tokenizer_config.json; "tokenizer_class": "PreTrainedTokenizerFast" takes '
+        "the file as it stands",
+    )
+    vocabulary = model["vocab"]
+    if kind == "Bert":
+        return _wordpiece(vocabulary, settings)
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges", ())]
+    if kind not in FAMILIES:
+        return _byte_level(vocabulary, merges, kind, settings)
+    if wanted == "BPE":
+        return FAMILIES[kind](PieceModel([], ids=vocabulary, merges=merges), settings)
+    steps = json.loads(stated.normalizer.__getstate__()) if stated.normalizer is not None else {}
+    maps = [step.get("precompiled_charsmap") for step in steps.get("normalizers", [steps])]
+    charsmap = base64.b64decode(next((each for each in maps if each), ""))
+    pieces = [(text, score, 1) for text, score in vocabulary]
+    return FAMILIES[kind](PieceModel(pieces, unk_id=unk_id, charsmap=charsmap), settings)
+
+
+def _check_claims(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> None:
+    """Refuse settings of a class that we do not know, where tokenizer.json does otherwise."""
+    if not kind:  # the reference, too, takes the file as it stands
+        return
+    read = tokenizer.normalizer.normalize_str if tokenizer.normalizer is not None else str
+    word = read("a")
+    if tokenizer.pre_tokenizer is not None:
+        word = "".join(text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word))
+    done = {
+        "do_lower_case": read("Q") == "q",
+        "strip_accents": read("\u00e9") in ("e", "E"),
+        "keep_accents": read("\u00e9") not in ("e", "E"),
+        "tokenize_chinese_chars": " " in read("a\u4e2db"),
+        "add_prefix_space": word[:1] in ("\u0120", "\u2581"),
+        "src_lang": settings.get("src_lang") in tokenizer.encode("a").tokens,
+    }
+    for name, does in done.items():
+        claimed = settings.get(name)
+        refuse(
+            claimed is not None and bool(claimed) != does,
+            f"{folder / 'tokenizer_config.json'} says {name} {claimed!r} and tokenizer.json does otherwise; "
+            f"how {kind}Tokenizer joins them is not known: change one of the two files",
+        )
+
+
+def _wordpiece(vocabulary: dict[str, int], settings: Settings) -> Tokenizer:
     return assembled(
-        WordPiece(WordPiece.read_file(str(path)), unk_token=special_tokens(settings, "Bert")["unk"]),
+        WordPiece(vocabulary, unk_token=special_tokens(settings, "Bert")["unk"]),
         normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
@@ -141,17 +213,19 @@ def _wordpiece(path: Path, settings: Settings) -> Tokenizer:
     )
 
 
-def _byte_level(folder: Path, kind: str, settings: Settings) -> Tokenizer:
-    vocabulary, merges = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+def _byte_level(vocabulary: dict[str, int], merges: list[Any], kind: str, settings: Settings) -> Tokenizer:
     units = BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     prefix = bool(settings.get("add_prefix_space", False))
+    composed = normalizers.NFC() if kind in ("Qwen2", "GPTNeoX") else None
     if kind != "Qwen2":
-        return assembled(units, None, pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel())
+        return assembled(
+            units, composed, pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
+        )
     words = [
         pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
     ]
-    return assembled(units, normalizers.NFC(), pre_tokenizers.Sequence(words), decoders.ByteLevel())
+    return assembled(units, composed, pre_tokenizers.Sequence(words), decoders.ByteLevel())
 
 
 def _marian(folder: Path, settings: Settings) -> Tokenizer:
@@ -167,33 +241,18 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-def _completed(folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
+def _completed(
+    folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
+) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
-    _add_named(folder, tokenizer, settings, special)
+    add_named(folder, tokenizer, kind, settings, stated)
     ids = {role: tokenizer.token_to_id(text) for role, text in special.items()}
     if kind == "Roberta":
         _frame_roberta(tokenizer, settings, special, ids)
     else:
         _frame(tokenizer, kind, settings, special, ids)
     return tokenizer
-
-
-def _add_named(folder: Path, tokenizer: Tokenizer, settings: Settings, special: dict[str, str]) -> None:
-    """Add tokens that are never split; those that the vocabulary lacks come after it."""
-    numbered = settings.get("added_tokens_decoder") or {}
-    for number in sorted(numbered, key=int):
-        flags = {name: bool(value) for name, value in numbered[number].items() if name in FLAGS}
-        tokenizer.add_tokens([AddedToken(numbered[number]["content"], **flags)])
-    added = read_json_if_any(folder / "added_tokens.json")
-    tokenizer.add_tokens(
-        [AddedToken(text, normalized=False) for text in sorted(added, key=added.__getitem__)]
-    )
-    stated = {*tokenizer.get_vocab(), *special_tokens(settings).values()}
-    wanted = [*(text for text in special.values() if text in stated), *extra_tokens(settings)]
-    done = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    missing = [text for text in dict.fromkeys(wanted) if text not in done]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
 
 def _frame_roberta(

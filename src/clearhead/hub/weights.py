@@ -1,16 +1,18 @@
-"""Weights on disk: safetensors, mapped into memory; pickles that hold only tensors; shards and their index.
+"""Weights on disk: safetensors, read or mapped; pickles that hold only tensors; shards and their index.
 
 Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong
 with it.
 """
 
+import itertools
 import json
 import math
 import mmap
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clearhead.errors import CheckpointError
+from clearhead.errors import CheckpointError, first_line
 from clearhead.hub.files import (
     INDEX,
     PICKLED,
     PICKLED_INDEX,
     WEIGHTS,
-    first_line,
     read_json,
     reading,
     refuse,
@@ -53,20 +54,52 @@ class Entry:
 
     shape: Shape
     dtype: torch.dtype
-    read: Callable[[], Tensor]  # the file's own bytes, mapped: writing to them changes no file
+    read: Callable[[], Tensor]  # where mapped, the file's own bytes: writing to them changes no file
     release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
 
 
-def open_weights(folder: Path) -> dict[str, Entry]:
-    """Return every tensor of a model directory, by name: from safetensors, or else from a pickle."""
+def held(tensor: Tensor) -> Entry:
+    """Return an entry for a tensor that is in memory."""
+    return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def allocated(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return tensors of these shapes in one piece of memory, which is taken as they are filled.
+
+    PyTorch may round each tensor of its own up to huge pages, which adds a tenth and more.
+    """
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    starts = dict(
+        zip(sizes, itertools.accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0))
+    )
+    total = sum(sizes.values()) + 64 * len(sizes) + 1
+    try:
+        memory = mmap.mmap(-1, total, access=mmap.ACCESS_COPY)
+    except (OSError, OverflowError):
+        raise CheckpointError(f"the model takes {total:,} bytes of memory, which are not there") from None
+    return {
+        name: torch.frombuffer(memory, dtype=dtypes[name], count=math.prod(shape), offset=starts[name]).view(
+            shape
+        )
+        if sizes[name]
+        else torch.empty(shape, dtype=dtypes[name])
+        for name, shape in shapes.items()
+    }
+
+
+def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
+    """Return every tensor of a model directory, by name: from safetensors, or else from a pickle.
+
+    Tensors of a `mapped` file are its own pages: they take no memory until used, and change with the file.
+    """
     for name, index, opener in (
         (WEIGHTS, INDEX, open_safetensors),
         (PICKLED, PICKLED_INDEX, open_pickle),
     ):
         if (folder / name).exists():
-            return opener(_inside(folder, name))
+            return opener(_inside(folder, name), mapped)
         if (folder / index).exists():
-            return _open_shards(folder, index, opener)
+            return _open_shards(folder, index, partial(opener, mapped=mapped))
     raise CheckpointError(
         f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}"
     )
@@ -113,7 +146,7 @@ def _open_shards(folder: Path, index: str, opener: Callable[[Path], dict[str, En
 # Safetensors ------------------------------------------------------------------------------------------------
 
 
-def open_safetensors(path: Path) -> dict[str, Entry]:
+def open_safetensors(path: Path, mapped: bool = True) -> dict[str, Entry]:
     """Return the tensors of one safetensors file. The whole header is checked before any tensor is read."""
     with reading(path, "is no safetensors file: its header is not JSON"):
         size = path.stat().st_size
@@ -140,11 +173,11 @@ def open_safetensors(path: Path) -> dict[str, Entry]:
         )
         end = stop
     refuse(end != room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
-    mapped = None
-    if room:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {name: _entry(mapped, body, *span) for name, span in spans.items()}
+    if not mapped:
+        return {name: _copied(path, body, *span) for name, span in spans.items()}
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _mapped(pages, body, *span) for name, span in spans.items()}
 
 
 def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, Shape, int, int]:
@@ -169,23 +202,40 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
         stop - start != math.prod(shape) * DTYPES[kind].itemsize,
         f"{wrong} of shape {shape} and dtype {kind} does not fill bytes {start} to {stop}",
     )
+    refuse(
+        start == stop and math.prod(n or 1 for n in shape) >= 2**63,
+        f"{wrong} has shape {shape}: no tensor has",
+    )
     return DTYPES[kind], tuple(shape), start, stop
 
 
-def _entry(
-    mapped: mmap.mmap | None, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
-) -> Entry:
+def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
+    """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
+
+    def read() -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        with reading(path, "cannot be read"), path.open("rb") as file:
+            file.seek(body + start)
+            into = tensor.reshape(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
+            found = file.readinto(into)
+        refuse(found != stop - start, f"{path} has become shorter while it was read: load it again")
+        return tensor
+
+    return Entry(shape, dtype, read)
+
+
+def _mapped(pages: mmap.mmap, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
     """Return how to read a tensor of a mapped file, whose header ends at `body`, and to free its pages."""
-    if mapped is None or start == stop:
+    if start == stop:
         return Entry(shape, dtype, lambda: torch.empty(shape, dtype=dtype))
 
     def read() -> Tensor:
-        return torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
+        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
 
     def release() -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
             page = (body + start) // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, page, body + stop - page)
+            pages.madvise(mmap.MADV_DONTNEED, page, body + stop - page)
 
     return Entry(shape, dtype, read, release)
 
@@ -193,10 +243,10 @@ def _entry(
 # Pickles ----------------------------------------------------------------------------------------------------
 
 
-def open_pickle(path: Path) -> dict[str, Entry]:
+def open_pickle(path: Path, mapped: bool = True) -> dict[str, Entry]:
     """Return the tensors of a PyTorch file, read with `weights_only=True`: code in a pickle is refused."""
     try:
-        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read whole
+        mapped = mapped and zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are read whole
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
@@ -204,14 +254,36 @@ def open_pickle(path: Path) -> dict[str, Entry]:
         ) from None
     refuse(not isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
 
-    def entry(tensor: Tensor) -> Entry:
-        return Entry(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    tensors = {
+        name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)
+    }
+    for name, tensor in tensors.items():
+        _check_plain(path, name, tensor)
+
+    def drop(name: str) -> None:
+        tensors.pop(name, None)
 
     return {
-        name: entry(value)
-        for name, value in state.items()
-        if isinstance(name, str) and isinstance(value, Tensor)
+        name: Entry(
+            tuple(tensor.shape), tensor.dtype, partial(tensors.__getitem__, name), partial(drop, name)
+        )
+        for name, tensor in tensors.items()
     }
+
+
+def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose numbers do not all lie in the file, each once: sparse, nested, quantized, ..."""
+    kinds = {
+        "nested": tensor.is_nested,
+        str(tensor.layout).removeprefix("torch."): tensor.layout != torch.strided,
+        f"of dtype {tensor.dtype}": tensor.dtype not in DTYPES.values(),
+        "without data": tensor.is_meta,
+    }
+    if not any(kinds.values()):
+        kinds["expanded"] = tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize
+    for kind, is_so in kinds.items():
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        refuse(is_so, f"{path}: tensor {name} is {kind}: save it as a dense tensor of {known}")
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

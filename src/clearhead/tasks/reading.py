@@ -73,11 +73,16 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
 
 
 @torch.inference_mode()
-def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32) -> Tensor:
+def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
     """Return one vector for each text, [N, D]; see `Model.embed`."""
     check_head(m, "embed")
     how = m.sentences or sentences.Sentences(normalise=m.config.head == "embedding" and m.config.normalise)
-    rows = m.encode(list(texts), m.max_length)
+    refuse(
+        prompt is not None and m.sentences is None,
+        f"prompt {prompt!r} was asked for, and this model has no prompts (config_sentence_transformers.json)",
+    )
+    read = texts if m.sentences is None else [how.read(text, prompt) for text in texts]
+    rows = m.encode(list(read), m.max_length)
     vectors = torch.empty(len(rows), m.config.d_model)
     for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
         pooled = pool(output.hidden, mask, how.pooling).float()  # B D

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, PreTokenizedString, Regex, Tokenizer
 
+from clearhead.errors import refusing
 from clearhead.tokens.streams import clean
 
 Span = tuple[int, int]
@@ -76,7 +77,8 @@ class Stages:
 def stages(tokenizer: Tokenizer, text: str, pair: str | None = None) -> Stages:
     """Return what each stage makes of a text, or of two that belong together."""
     text, pair = clean(text), None if pair is None else clean(pair)
-    whole = tokenizer.encode(text, pair)
+    with refusing("the tokenizer cannot read a text"):
+        whole = tokenizer.encode(text, pair)
     rows = zip(whole.tokens, whole.ids, whole.offsets, whole.type_ids, whole.sequence_ids)
     final = tuple(Final(token, number, *span, kind, source) for token, number, span, kind, source in rows)
     return Stages(_of_text(tokenizer, text), None if pair is None else _of_text(tokenizer, pair), final)
