@@ -340,7 +340,7 @@ def test_plain_output(name, readers, capsys, stdin):
     ("arguments", "words"),
     [
         (["generate", "DECODER", ""], "the prompt is empty"),
-        (["generate", "DECODER", "word " * 40], "48"),
+        (["generate", "DECODER", "word " * 40, "--overflow", "refuse"], "48"),
         (["generate", "DECODER", "a", "--top-p", "1.5"], "top_p 1.5"),
         (["generate", "DECODER", "a", "--top-p", "0"], "top_p 0"),
         (["generate", "DECODER", "a", "--temperature", "-1"], "temperature -1"),
@@ -390,7 +390,7 @@ def test_a_bad_line_is_named_and_nothing_before_it_is_lost(
 ):
     path, target = tmp_path / name, tmp_path / "out.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
-    flags = ["--file", path, "--json", "--max-new-tokens", 4]
+    flags = ["--file", path, "--json", "--max-new-tokens", 4, "--overflow", "refuse"]
     code, out, err = run("generate", decoder, *flags, capsys=capsys)
     assert code == 2
     assert f"{name} line {number}: " in err and words in err and err.count("\n") == 1
