@@ -31,6 +31,7 @@ FILES = (
     "generate/test_engine.py",
     "generate/test_sampling.py",
     "generate/test_speculate.py",
+    "generate/test_stale.py",
     "generate/test_text.py",
     "test_cache.py",
     "test_checks.py",

@@ -42,7 +42,7 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config
         raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
 
 
-def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> None:
+def check_names(cls: type, values: Iterable[str], table: str = "config") -> None:
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:

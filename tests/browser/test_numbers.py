@@ -1,6 +1,7 @@
 """Compare what the page shows with what `inside` computes for the same input, number by number."""
 
 import io
+import math
 import re
 
 import numpy as np
@@ -338,7 +339,7 @@ def test_compare(live, family):
         ].double()
         for each in (prepared, second)
     )
-    kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
+    kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()) / math.log(2)
     watched.wait(
         "kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl
     )

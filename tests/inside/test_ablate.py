@@ -301,7 +301,7 @@ def test_effect_on_the_next_token(trained_lm):
     assert worst(found.before, before) == 0 and worst(found.after, after) <= 1e-5
     p, q = before.double().softmax(-1), after.double().softmax(-1)
     assert (
-        found.kl == pytest.approx(float(sum(p[i] * torch.log(p[i] / q[i]) for i in range(9))), abs=1e-6)
+        found.kl == pytest.approx(float(sum(p[i] * torch.log2(p[i] / q[i]) for i in range(9))), abs=1e-6)
         and found.kl > 1e-3
     )
     assert found.position == 4 and found.tokens == ("a", "·", "c", "a", "b")

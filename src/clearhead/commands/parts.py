@@ -162,7 +162,7 @@ def _effect_parts(found: ablation.Effect) -> list[Any]:
     asked = "the whole text" if at is None else f"after token {at}, {found.tokens[at]!r}"
     rows = ((one.label, f"{one.before:.4f}", f"{one.after:.4f}") for one in found.top)
     return [
-        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} nats",
+        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} bits",
         table("", ("says", ">whole model", ">without"), rows),
     ]
 

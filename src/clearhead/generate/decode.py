@@ -283,6 +283,29 @@ def report(logits: Tensor, chosen: Tensor, rows: list[Continuation], alternative
 
 def check_request(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> None:
     """Raise `InputError` where the model cannot do what is asked."""
+    check_options(model, request, ends)
+    config = model.config
+    refuse(
+        not prompts.ids or not all(map(len, prompts.ids)),
+        "a prompt is empty: give one token at least, such as the beginning-of-text token",
+    )
+    sliding = slides(model, request, prompts)
+    refuse(
+        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
+        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
+        "leave beams out, shorten the prompt, or ask for fewer new tokens",
+    )
+    needed = prompts.longest + request.max_new_tokens - 1
+    refuse(
+        config.positions == "learned" and needed > config.max_positions and not sliding,
+        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
+        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
+        'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',
+    )
+
+
+def check_options(model: Transformer, request: Request, ends: Ends) -> None:
+    """Raise `InputError` where the model cannot do what is asked, whatever the prompts are."""
     config, size = model.config, model.config.vocab_size
     refuse(
         config.head != "lm",
@@ -305,23 +328,6 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     refuse(
         not 0 <= request.alternatives <= size,
         f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
-    )
-    refuse(
-        not prompts.ids or not all(map(len, prompts.ids)),
-        "a prompt is empty: give one token at least, such as the beginning-of-text token",
-    )
-    sliding = slides(model, request, prompts)
-    refuse(
-        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
-        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
-        "leave beams out, shorten the prompt, or ask for fewer new tokens",
-    )
-    needed = prompts.longest + request.max_new_tokens - 1
-    refuse(
-        config.positions == "learned" and needed > config.max_positions and not sliding,
-        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
-        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
-        'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',
     )
 
 

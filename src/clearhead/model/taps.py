@@ -239,15 +239,17 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
     near = "" if found else nearest(pattern, names)
-    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(config) lists them all')
+    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(model) lists them all')
     return found
 
 
-def tap_names(config: ModelConfig) -> list[str]:
+def tap_names(model: object) -> list[str]:
     """Return every activation name of a model, in the order of the forward pass.
 
-    A stack that feeds another has the prefix `encoder.`; the stack that feeds the head has none.
+    `model` is what `load` returns, a `Transformer`, a wrapper of it, or a config. A stack that feeds another
+    has the prefix `encoder.`; the stack that feeds the head has none.
     """
+    config = model if isinstance(model, ModelConfig) else unwrapped(model).config
     experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
     inner = ["router", *experts, "out"] if experts else FEEDFORWARD_TAPS
     after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]

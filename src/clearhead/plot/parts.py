@@ -205,7 +205,7 @@ def draw_effect(found: Effect, title: str) -> Figure:
     figure, axes = single(
         width=6.5,
         height=max(2.2, 0.36 * len(found.top) + 1.4),
-        title=f"{title} (KL {found.kl:.3g} nats)",
+        title=f"{title} (KL {found.kl:.3g} bits)",
         x_name="probability",
         grid="x",
     )

@@ -17,7 +17,7 @@ from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate import beam, engine, speculate
-from clearhead.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.generate.decode import Continuation, Ends, Prompts, check_options, decode
 from clearhead.generate.own import with_own
 from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
@@ -94,6 +94,9 @@ def generate(
     )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
+    check_options(m.model, request, ends)
+    if not texts:
+        return []
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
@@ -267,16 +270,21 @@ def translate(
     return generate(m, texts, usual | given, hooks)
 
 
-@torch.inference_mode()
-def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
-    """Return the log-probability of each token given those before it; see `Model.score`."""
-    both = m.config.family == "encoder-decoder"
-    refuse(both and source is None, "score needs a source for this encoder-decoder")
-    refuse(source is not None and not both, "score takes a source only with an encoder")
+def check_scores(m: Bundle) -> None:
+    """Refuse a model that scores no text."""
     refuse(
         m.config.head != "lm",
         f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
     )
+
+
+@torch.inference_mode()
+def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
+    """Return the log-probability of each token given those before it; see `Model.score`."""
+    check_scores(m)
+    both = m.config.family == "encoder-decoder"
+    refuse(both and source is None, "score needs a source for this encoder-decoder")
+    refuse(source is not None and not both, "score takes a source only with an encoder")
     ids, first, forced = m.prompt_ids(text), m.start_ids[:1], m.start_ids[1:]
     if forced and ids[:1] != forced:
         ids = [*forced, *ids]  # what every answer begins with is part of it

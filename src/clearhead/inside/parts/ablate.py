@@ -20,6 +20,7 @@ Shapes: B batch, T length, H heads, E head width, D model, C what is chosen from
 classes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -84,7 +85,7 @@ class Effect(Result):
     position: int | None  # of the token at which it was asked; None: of the whole text
     before: Tensor  # C logits
     after: Tensor  # C
-    kl: float  # KL(before || after), nats
+    kl: float  # KL(before || after), bits
     top: tuple[ChoiceEffect, ...]  # the likeliest of either, by their probability before
 
 
@@ -305,7 +306,7 @@ def effect(
             after = logits()
     log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
     p, q = (x.double().softmax(-1) for x in (before, after))
-    kl = float((p * (log_p - log_q)).sum().clamp(min=0))
+    kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
     best = {int(one) for row in (p, q) for one in row.topk(min(top, len(p))).indices}
     listed = tuple(
         ChoiceEffect(choices.name(one), one, float(p[one]), float(q[one]))
