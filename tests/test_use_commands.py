@@ -345,7 +345,7 @@ def test_plain_output(name, readers, capsys, stdin):
         (["generate", "DECODER", "1 999", "--ids", "--max-new-tokens", "2"], "999"),
         (["embed", "READER", "a", "--output", "/nowhere/x.npy", "--json"], "x.npy"),
         (["generate", "DECODER", "a", "--output", "/nowhere/x.npy"], "x.npy: a .npy file holds vectors"),
-        (["generate", "DECODER", "word " * 40], "48"),
+        (["generate", "DECODER", "word " * 40, "--overflow", "refuse"], "48"),
         (["generate", "DECODER", "a", "--top-p", "1.5"], "top_p 1.5"),
         (["generate", "DECODER", "a", "--top-p", "0"], "top_p 0"),
         (["generate", "DECODER", "a", "--temperature", "-1"], "temperature -1"),
@@ -394,7 +394,7 @@ def test_a_bad_line_says_so_and_the_rest_is_written(name, lines, number, words, 
     path, target = tmp_path / name, tmp_path / "out.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
     m = ch.load(decoder)
-    flags = ["--file", path, "--max-new-tokens", 4]
+    flags = ["--file", path, "--max-new-tokens", 4, "--overflow", "refuse"]
     for size in (1, 2, 16):
         code, out, err = run("generate", decoder, *flags, "--json", "--batch-size", size, capsys=capsys)
         assert code == 1

@@ -220,6 +220,7 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
     """New tokens up to the end, and the score, of each sequence that transformers returns."""
     settings = {
         "do_sample": False,
+        "forced_eos_token_id": None,
         "return_dict_in_generate": True,
         "output_scores": True,
     }
@@ -242,6 +243,7 @@ def test_equal_to_transformers(name, tmp_path):
         folder = tmp_path / str(seed)
         reference = (seq2seq if config.is_encoder_decoder else harness).reference(kind, config, folder, seed)
         m = ch.load(folder)
+        m.generation.pop("forced_eos_token_id", None)
         ids = torch.randint(3, 13, (1, 1 + seed % 9), generator=torch.Generator().manual_seed(seed))
         greedy = m.generate(ids[0], 10)
         assert [greedy.ids] == [row for row, _ in theirs(reference, ids, 10, num_beams=1)], seed
@@ -282,6 +284,7 @@ def test_a_forced_first_token_counts_as_written(tmp_path):
     kind, config = REFERENCES["bart"]
     reference = seq2seq.reference(kind, config, tmp_path / "model", 4)
     m = ch.load(tmp_path / "model")
+    m.generation.pop("forced_eos_token_id", None)
     m.special["forced_bos"] = 0
     ids = torch.tensor([[5, 6, 7, 8]])
     wanted = theirs(reference, ids, 13, num_beams=4, num_return_sequences=4, forced_bos_token_id=0)

@@ -165,7 +165,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
 
 
 @pytest.mark.cpu
-def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch):
+def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
     monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
@@ -181,7 +181,13 @@ def test_generate_compiles_when_asked_and_again_when_weights_change(monkeypatch)
     changed = loaded.generate([1, 2, 3], 8)
     assert changed.ids != plain.ids
     assert loaded.generate([1, 2, 3], 8, compile=True).ids == changed.ids
-    assert loaded.engine.steps is not first
+    assert loaded.engine.steps is first  # whose weights were brought up to date
+    for prompts in ([[1, 2, 3]], [[1, 2, 3], [4, 5]]):  # of one row, and of several, whose weights are packed
+        loaded.generate(prompts, 8, compile=True)
+        for weight in loaded.model.parameters():
+            weight.data.add_(torch.randn(weight.shape))
+        said = [one.ids for one in decode(loaded.model, Request(max_new_tokens=8), Prompts(prompts))]
+        assert [one.ids for one in loaded.generate(prompts, 8, compile=True)] == said
 
 
 def test_a_compiled_step_that_is_made_to_run_uncompiled():

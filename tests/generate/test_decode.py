@@ -385,7 +385,7 @@ def test_longrope_is_the_forward_pass_on_both_sides_of_its_trained_length(seed):
     assert found.score == pytest.approx(total / (len(text) - 3), abs=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:texts may pass")
+@pytest.mark.filterwarnings("ignore:texts passed")
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_text_slides_past_the_positions(shape):
     """Each token is the best after the last `max_positions` tokens, for rows of any length."""
@@ -417,4 +417,4 @@ def test_a_rotary_model_past_its_training_is_warned_of_once():
         for _ in range(3):
             m.generate(prompts_of((126,))[0], 6)
         m.generate([1, 2], 6)
-    assert [str(one.message)[:40] for one in said] == ["texts may pass the 128 tokens of the mod"]
+    assert [str(one.message)[:40] for one in said] == ["texts passed the 128 tokens of the model"]

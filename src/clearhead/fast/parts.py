@@ -115,19 +115,22 @@ class PackedLinear(Direct):
         if x.numel() // self.in_features not in PACKED_ROWS:
             return nnf.linear(x, self.weight, self.bias)
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
-            self.packed_from = fingerprint(self.weight)
+            self._pack()
         rows = x.reshape(-1, self.in_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         return out.view(*x.shape[:-1], self.out_features)
 
     def refresh(self) -> None:
-        """Forget what was packed from other weights; to pack again costs more than to look for a change."""
+        """Pack again what was packed from other weights; that costs more than to look for a change."""
         for layer in self.layers:
             if isinstance(layer, JoinedLinear):
                 layer.refresh()
         if self.packed is not None and fingerprint(self.weight) != self.packed_from:
-            self.packed = None
+            self._pack()
+
+    def _pack(self) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+        self.packed_from = fingerprint(self.weight)
 
 
 def refresh(copy: nn.Module) -> None:

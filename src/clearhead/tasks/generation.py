@@ -84,7 +84,6 @@ def generate(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
-    _warn_of_length(m, texts, request)
     draft = hooks.draft
     refuse(
         draft is not None
@@ -100,10 +99,14 @@ def generate(
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
-            return _search(m, runner, request, read, ends)
-        smaller = None if draft is None else draft.engine.runner()
-        guessers = speculate.guessers_for(runner, request, read, texts, smaller)
-        return [[made] for made in _continue(m, runner, request, read, ends, guessers, hooks.on_text)]
+            found = _search(m, runner, request, read, ends)
+        else:
+            smaller = None if draft is None else draft.engine.runner()
+            guessers = speculate.guessers_for(runner, request, read, texts, smaller)
+            rows = _continue(m, runner, request, read, ends, guessers, hooks.on_text)
+            found = [[made] for made in rows]
+    _warn_of_length(m, texts, request, found)
+    return found
 
 
 def _search(
@@ -220,16 +223,19 @@ def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     return prompt[-room:]
 
 
-def _warn_of_length(m: Bundle, texts: list[list[int]], request: Request) -> None:
-    """Warn, once in a process, of texts that may grow longer than those the model was trained on."""
-    known, longest = m.config.max_positions, max(map(len, texts), default=0) + request.max_new_tokens - 1
+def _warn_of_length(
+    m: Bundle, texts: list[list[int]], request: Request, found: list[list[Generation]]
+) -> None:
+    """Warn, once in a process, of texts that grew longer than those the model was trained on."""
+    known, read = m.config.max_positions, [len(text) - 1 for text in texts]
+    longest = max((count + len(one.ids) for count, row in zip(read, found) for one in row), default=0)
     if m.config.family != "decoder" or longest <= known:
         return
     if request.overflow == "slide":
-        message = f"texts may pass the model's {known} positions: past them, it reads the last {known} tokens"
+        message = f"texts passed the model's {known} positions: past them, it read the last {known} tokens"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     elif m.config.positions == "rope":
-        message = f"texts may pass the {known} tokens of the model's training: past them, expect worse"
+        message = f"texts passed the {known} tokens of the model's training: past them, expect worse"
         warnings.warn(f'{message}; overflow="slide" reads the last {known}', RuntimeWarning, stacklevel=2)
 
 
