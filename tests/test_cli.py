@@ -68,6 +68,12 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
     assert code == 0
     assert body["passed"]
     assert len(body["checks"]) >= 10
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = inside("check", folder, capsys=capsys)
+    head, *lines = out.splitlines()[1:]
+    assert head.split() == ["check", "difference", "allowed", "verdict", "ms"]
+    assert [line[:42].split("  ")[0] for line in lines[:-1]] == [row["name"] for row in body["checks"]]
+    assert max(map(len, lines[:-1])) <= 80  # one line for each row
     right = GrowingKeys.update
 
     def backwards(self, k, v):  # a cache whose values come back in the wrong order
@@ -80,6 +86,9 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
     assert code == 1
     assert failed
     assert all("cached" in name for name in failed)
+    _, out, _ = inside("check", folder, capsys=capsys)
+    said = [line for line in out.splitlines() if "1 token at a time through the cache" in line]
+    assert [line.split(":")[0] for line in said] == ["cached = recomputed (growing, 1)"]  # it failed
 
 
 @pytest.mark.ledger("L2")
