@@ -113,7 +113,7 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
         for _ in range(calls["call"]):
             SILENT("q", x)
         for _ in range(calls["inside"]):
-            SILENT.inside(f"blocks.{0}")
+            SILENT.part(f"blocks.{0}")
         for _ in range(calls["wants"]):
             SILENT.wants("scores", "pattern")
         tap_for(model)

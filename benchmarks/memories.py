@@ -15,9 +15,8 @@ import torch
 
 import clearhead as ch
 from clearhead.data.corpora import CORPORA
-from clearhead.inside.memories import Memories, memories
-from clearhead.inside.memories.neurons import token_id
-from clearhead.inside.memories.passages import WINDOW
+from clearhead.inside.memories import Memories, memories, token_id
+from clearhead.inside.memories.neurons import WINDOW
 from common import device_name, save
 
 SETTINGS = [

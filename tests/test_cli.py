@@ -1,10 +1,12 @@
 """The command line as a user meets it: help, JSON, exit codes, one line for a mistake."""
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ import torch
 import clearhead as ch
 from clearhead import cli
 from clearhead.model.cache import GrowingKeys
-from clearhead.training.events import read_log
+from clearhead.recipe import Recipe, recipe_names
+from clearhead.tasks.spec import sampled
+from clearhead.training.events import Validated, read_log
+from tests.test_use_commands import byte_tokenizer
 
 
 def run(*arguments, **options):
@@ -165,7 +170,7 @@ def test_a_real_process(folder):
 def test_the_tour_does_what_it_says(capsys, tmp_path):
     code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
-    assert "25 of 25 equal" in out
+    assert "28 of 28 equal" in out
     assert "the 3rd of May 2011  becomes  " in out
     assert out.count("validation  loss") == 4
     for name in ("writer", "reader"):
@@ -185,3 +190,116 @@ def test_a_mistyped_command_is_one_line(capsys):
 def test_the_list_of_recipes_is_whole(capsys):
     code, out, _ = inside("train", capsys=capsys)
     assert code == 0 and "name its directory in [model] base" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--temprature", "0.5"], ["--temprature", '"--temperature"']),
+        (["eval", "--outptu", "x"], ["--outptu", '"--output"']),
+        (["train", "--recpie=char-gpt"], ["--recpie", '"--recipe"']),
+        (["cost", "--lenght", "5", "gpt2"], ["--lenght", '"--length"']),
+        (["convert", "--overwrit"], ["--overwrit", '"--overwrite"']),
+        (["attention", "--qqqqqq"], ["--qqqqqq"]),
+    ],
+)
+def test_a_misspelt_option_is_named_before_what_is_missing(arguments, words, capsys):
+    code, out, err = inside(*arguments, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"clearhead: {arguments[0]} has no option")
+    for word in words:
+        assert word in err
+
+
+def test_other_mistakes_and_the_help_are_shown_once(capsys):
+    code, out, err = inside("generate", capsys=capsys)
+    assert code == 2 and err.count("DIR") == 1
+    code, out, err = inside("eval", "a", "b", "--beams", "two", capsys=capsys)
+    assert code == 2 and err.count("Value error") == 1
+    code, out, _ = inside("cost", "--help", capsys=capsys)
+    assert code == 0 and out.count("usage: clearhead cost") == 1
+    code, out, _ = inside("cost", "gpt2", "--batch", 2, "--json", capsys=capsys)
+    assert code == 0 and out.count("\n") == 1 and json.loads(out)["batch"] == 2
+
+
+def test_completion_in_a_real_shell(tmp_path):
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash")
+    script = """
+        clearhead() { "$PYTHON" -m clearhead.cli "$@"; }
+        eval "$(clearhead --completion)"
+        COMP_WORDS=(clearhead ge); COMP_CWORD=1; _clearhead; echo "${COMPREPLY[@]}"
+        COMP_WORDS=(clearhead generate --te); COMP_CWORD=2; _clearhead; echo "${COMPREPLY[@]}"
+        COMP_WORDS=(clearhead cost conf); COMP_CWORD=2; _clearhead; echo "${COMPREPLY[@]}"
+    """
+    (tmp_path / "config.json").touch()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    found = subprocess.run(
+        [bash, "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert found.stdout.splitlines() == ["generate geometry", "--temperature", "config.json"]
+
+
+def test_convert_takes_a_tokenizer_from_elsewhere(capsys, folder, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ["--tokenizer", tmp_path / "tokenizer.json"]
+    code, _, _ = inside("convert", folder, tmp_path / "out", *flags, capsys=capsys)
+    assert code == 0
+    assert ch.load(tmp_path / "out").encode(["abc"]) == [tokenizer.encode("abc").ids]
+
+
+def test_texts_that_are_cut_are_said_once(capsys, tmp_path):
+    config = ch.preset("micro-encoder").replace(
+        head="classifier", n_classes=2, vocab_size=257, max_positions=8
+    )
+    ch.Model(ch.Transformer(config), byte_tokenizer(), special={"pad": 0}).save(tmp_path / "m")
+    (tmp_path / "in.txt").write_text("short\n" + "a text that is too long\n" * 3)
+    flags = ["--file", tmp_path / "in.txt", "--batch-size", 1]
+    for command in ("classify", "embed"):
+        code, out, err = inside(command, tmp_path / "m", *flags, capsys=capsys)
+        assert (code, len(out.splitlines())) == (0, 4)
+        assert err.startswith("warning: a text is longer than the 8 tokens that the model takes: ")
+        assert err.count("\n") == 1
+        assert inside(command, tmp_path / "m", "short", capsys=capsys)[2] == ""
+    with pytest.warns(UserWarning, match="longer than the 8 tokens"):
+        ch.load(tmp_path / "m").classify(("a pair of", "texts"))
+
+
+def test_a_dry_run_decides_all_and_writes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"a {word} film {number}\t{word}\n" for number in range(30) for word in ("good", "bad"))
+    (tmp_path / "r.tsv").write_text(rows)
+    flags = ["train", "r.tsv", "--set", "train.steps=3", "--set", "train.device=cpu"]
+    code, out, err = inside(*flags, "--dry-run", "--json", capsys=capsys)
+    assert code == 0 and out.count("\n") == 1 and "2 classes: bad, good" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.tsv"]
+    found = json.loads(out)
+    assert inside(*flags, "--out", "run", capsys=capsys)[0] == 0
+    recipe = ch.read_recipe(tmp_path / "run" / "train.toml")
+    decided = found["recipe"]
+    assert decided == json.loads(json.dumps(dataclasses.asdict(recipe)))
+    m = ch.load(tmp_path / "run")
+    assert found["parameters"] == sum(one.numel() for one in m.model.parameters())
+    assert (found["task"], found["steps"], found["folder"]) == ("classify", 3, "runs/r")
+    code, out, _ = inside(*flags, "--dry-run", capsys=capsys)
+    assert code == 0 and f"parameters: {found['parameters']:,}" in out and "[train]" in out
+
+
+@pytest.mark.parametrize("recipe", list(recipe_names()))
+def test_the_keys_of_a_recipe_are_shown(recipe, capsys):
+    code, out, _ = inside("train", "--recipe", recipe, "--show", "--set", "train.seed=7", capsys=capsys)
+    shown = Recipe.from_tables(tomllib.loads(out))
+    assert code == 0 and shown == ch.read_recipe(recipe, ["train.seed=7"])
+
+
+def test_the_prediction_of_a_sample_is_never_cut(capsys):
+    from clearhead.commands.train import Watcher
+
+    text, said, wanted = "word " * 100, "label " * 40, "truth " * 100
+    watcher = Watcher()
+    watcher(Validated(1, {"loss": 1.0}, True, (sampled(text, said, wanted), f"{text}\n{said}")))
+    err = capsys.readouterr().err
+    assert f"word… -> {said}  (truth" in err and f"{text}⏎{said}" in err
+    assert text not in err.splitlines()[1]

@@ -351,3 +351,67 @@ def test_silence_costs_at_most_one_per_cent():
         tap_for(model)
 
     assert fastest(all_taps, 200) <= 0.01 * forward
+
+
+def wrappers(m: ch.Model) -> dict[str, object]:
+    """Everything that people hold in their hands when they mean the model."""
+    compiled = torch.compile(m.model, backend="eager")
+    return {
+        "load's result": m,
+        "the module": m.model,
+        "compiled": compiled,
+        "parallel": torch.nn.DataParallel(m.model),
+        "both": torch.nn.DataParallel(compiled),
+    }
+
+
+@pytest.mark.parametrize("name", ["load's result", "the module", "compiled", "parallel", "both"])
+def test_taps_take_a_model_in_any_wrapper(name):
+    m = ch.Model(build())
+    model, ids = wrappers(m)[name], some_ids()
+    call = m.model if isinstance(model, ch.Model) else model
+    with torch.no_grad():
+        plain = call(ids).logits
+        with ch.record(model, "blocks.0.resid_post") as seen, ch.edit(model, {"logits": lambda x: x * 2}):
+            assert torch.equal(call(ids).logits, plain * 2)
+        assert seen["blocks.0.resid_post"].shape[:2] == ids.shape
+        with ch.attending(model, "eager"):
+            assert {part.kernel for part in m.model.modules() if hasattr(part, "kernel")} == {"eager"}
+    assert ch.Model(call).generate(ids[0, :4], 3).ids == m.generate(ids[0, :4], 3).ids
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), {"a": 1}, "decoder", None])
+def test_what_is_no_model_is_refused(other):
+    for take in (lambda: ch.record(other, "logits"), lambda: ch.edit(other, {"logits": torch.relu})):
+        with pytest.raises(ch.InputError, match=r"is not a model of clearhead: give what ch\.load returns"):
+            take().__enter__()
+
+
+def test_an_edit_that_returns_nothing_leaves_the_value():
+    """As PyTorch's hooks do; what is changed in place stays changed."""
+    model = build()
+    ids, seen = some_ids(), []
+    plain = model(ids).logits
+    with ch.edit(model, {"blocks.*.resid_post": seen.append}):
+        assert torch.equal(model(ids).logits, plain)
+    assert len(seen) == model.config.n_layers
+    with torch.no_grad(), ch.edit(model, {"blocks.0.resid_post": lambda x: setattr(x, "data", -x)}):
+        assert not torch.allclose(model(ids).logits, plain)
+    with (
+        ch.edit(model, {"logits": lambda x: 3}),
+        pytest.raises(ch.InputError, match="return a tensor, or None"),
+    ):
+        model(ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"num_beams": 2}, {"lookup": 3}])
+def test_recording_a_generation_keeps_every_step(options):
+    m = ch.Model(build())
+    with ch.record(m, "blocks.0.attention.k") as seen:
+        made = m.generate([3, 4, 5, 6], 5, **options)
+    keys = torch.cat(seen.calls("blocks.0.attention.k"), dim=2) if "num_beams" not in options else None
+    assert len(seen.calls("blocks.0.attention.k")) > 1
+    if keys is not None and "lookup" not in options:
+        with torch.no_grad(), ch.record(m, "blocks.0.attention.k") as once:
+            m.model(torch.tensor([[3, 4, 5, 6, *made.ids[:-1]]]))
+        assert worst(keys, once["blocks.0.attention.k"]) < 1e-5

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -339,7 +340,11 @@ def test_plain_output(name, readers, capsys, stdin):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", "DECODER", ""], "the prompt is empty"),
+        (["generate", "DECODER", ""], "a prompt is empty"),
+        (["generate", "DECODER", "1 x", "--ids"], '"1 x" is not a list of token ids'),
+        (["generate", "DECODER", "1 999", "--ids", "--max-new-tokens", "2"], "999"),
+        (["embed", "READER", "a", "--output", "/nowhere/x.npy", "--json"], "x.npy"),
+        (["generate", "DECODER", "a", "--output", "/nowhere/x.npy"], "x.npy: a .npy file holds vectors"),
         (["generate", "DECODER", "word " * 40], "48"),
         (["generate", "DECODER", "a", "--top-p", "1.5"], "top_p 1.5"),
         (["generate", "DECODER", "a", "--top-p", "0"], "top_p 0"),
@@ -376,7 +381,7 @@ def test_a_mistake_is_one_line_and_code_2(arguments, words, decoder, readers, ca
 @pytest.mark.parametrize(
     ("name", "lines", "number", "words"),
     [
-        ("in.txt", ["one", "two", "", "four"], 3, "empty"),
+        ("in.txt", ["one", "two", "", "four"], 3, "blank"),
         ("in.txt", ["one", "two", "word " * 40, "four"], 3, "positions"),
         ("in.txt", ["one", b"\xff\xfe", "three"], 2, "UTF-8"),
         ("in.jsonl", ['{"prompt": "one"}', '{"prompt": 2}'], 2, "must be text"),
@@ -385,18 +390,124 @@ def test_a_mistake_is_one_line_and_code_2(arguments, words, decoder, readers, ca
         ("in.jsonl", ['{"text": "one"}'], 1, "no prompt"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_before_it_is_lost(
-    name, lines, number, words, decoder, capsys, tmp_path
-):
+def test_a_bad_line_says_so_and_the_rest_is_written(name, lines, number, words, decoder, capsys, tmp_path):
     path, target = tmp_path / name, tmp_path / "out.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
-    flags = ["--file", path, "--json", "--max-new-tokens", 4]
-    code, out, err = run("generate", decoder, *flags, capsys=capsys)
-    assert code == 2
-    assert f"{name} line {number}: " in err and words in err and err.count("\n") == 1
-    assert len(out.splitlines()) == number - 1
-    run("generate", decoder, *flags, "--output", target, capsys=capsys)
-    assert target.read_text() == out
+    m = ch.load(decoder)
+    flags = ["--file", path, "--max-new-tokens", 4]
+    for size in (1, 2, 16):
+        code, out, err = run("generate", decoder, *flags, "--json", "--batch-size", size, capsys=capsys)
+        assert code == 1
+        assert err.count("\n") == 1 and f"1 of {len(lines)} inputs failed" in err and words in err
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert [place for place, row in enumerate(rows, 1) if "error" in row] == [number]
+        assert f"{name} line {number}: " in rows[number - 1]["error"] and words in rows[number - 1]["error"]
+        good = [row for row in rows if "error" not in row]
+        assert len(rows) == len(lines)
+        assert [row["text"] for row in good] == [m.generate(row["prompt"], 4).text for row in good]
+    code, text, _ = run("generate", decoder, *flags, capsys=capsys)
+    assert code == 1
+    assert text.splitlines()[number - 1].startswith(f"error: {path} line {number}: ")
+    code, silent, _ = run("generate", decoder, *flags, "--json", "--output", target, capsys=capsys)
+    assert (code, silent, target.read_text()) == (1, "", out)
+
+
+@pytest.mark.parametrize("name", ["classify", "tag", "fill", "answer", "embed"])
+def test_a_blank_line_ends_no_batch(name, readers, capsys, stdin):
+    line = {"fill": "the [MASK] wait", "answer": "who\tAnna lives"}.get(name, "Anna lives near Berlin.")
+    stdin(f"{line}\n\n{line}\n".encode())
+    code, out, err = run(name, readers[name], "--json", capsys=capsys)
+    rows = [json.loads(row) for row in out.splitlines()]
+    assert (code, ["error" in row for row in rows]) == (1, [False, True, False])
+    assert rows[0] == rows[2]
+    assert "stdin line 2: the line is blank" in err
+
+
+def test_a_model_that_fits_no_input_is_refused_before_any(decoder, readers, capsys, stdin, tmp_path):
+    for command in (
+        ("generate", readers["classify"]),
+        ("score", readers["classify"]),
+        ("translate", decoder),
+        ("classify", decoder),
+        ("tag", decoder),
+        ("fill", decoder),
+        ("predict", decoder),
+        ("generate", decoder, "--stop-token", "<|ende|>"),
+    ):
+        stdin(b"one\ntwo\n")
+        code, out, err = run(*command, "--output", tmp_path / "out.txt", capsys=capsys)
+        assert (code, out, err.count("\n")) == (2, "", 1), command
+        assert not list(tmp_path.iterdir())
+
+
+def test_unused_fields_of_json_lines_stay(readers, decoder, capsys, tmp_path):
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"id": 7, "text": TEXTS[0], "label": "gold", "more": {"a": [1, None]}}) + "\n"
+    )
+    _, out, _ = run("classify", readers["classify"], "--file", tmp_path / "in.jsonl", "--json", capsys=capsys)
+    row, wanted = json.loads(out), ch.load(readers["classify"]).classify(TEXTS[0])
+    assert (row["id"], row["more"], row["text"]) == (7, {"a": [1, None]}, TEXTS[0])
+    assert (row["label"], row["given_label"]) == (wanted.label, "gold")
+
+
+@pytest.mark.parametrize("command", ["generate", "translate", "score"])
+def test_token_ids_give_what_the_methods_give(command, decoder, both, capsys, tmp_path):
+    folder = both if command == "translate" else decoder
+    m, ids = ch.load(folder), [104, 101, 108]
+    flags = [] if command == "score" else ["--max-new-tokens", 5]
+    wanted = m.score(ids).total if command == "score" else getattr(m, command)(ids, 5).ids
+    field, key = ("prompt" if command == "generate" else "text"), ("total" if command == "score" else "ids")
+    (tmp_path / "in.jsonl").write_text(json.dumps({field: ids}) + "\n")
+    for given in (["104 101,108", "--ids"], ["--file", tmp_path / "in.jsonl"]):
+        code, out, err = run(command, folder, *given, *flags, "--json", capsys=capsys)
+        assert (code, err) == (0, "")
+        found = json.loads(out)[key]
+        assert found == (pytest.approx(wanted, rel=1e-6) if command == "score" else wanted)
+    code, out, _ = run(command, folder, "104 101 108", "--ids", *flags, capsys=capsys)
+    assert code == 0 and (command != "generate" or out.startswith(m.decode(ids)))
+
+
+def test_ids_without_a_tokenizer(capsys, tmp_path):
+    torch.manual_seed(0)
+    m = ch.Model(ch.Transformer(ch.preset("micro-decoder")))
+    m.save(tmp_path / "model")
+    wanted = m.generate([5, 6], 4).ids
+    code, out, _ = run("generate", tmp_path / "model", "5 6", "--ids", "--max-new-tokens", 4, capsys=capsys)
+    assert (code, out) == (0, " ".join(map(str, [5, 6, *wanted])) + "\n")
+    assert run("score", tmp_path / "model", "5 6 7", "--ids", capsys=capsys)[0] == 0
+    assert m.generate([]) == []
+
+
+def test_an_empty_prompt_is_read_as_in_python(decoder, readers, capsys, tmp_path):
+    m = ch.load(decoder)
+    m.special = {"eos": 256, "bos": 256}
+    m.save(tmp_path / "model")
+    m = ch.load(tmp_path / "model")
+    code, out, _ = run("generate", tmp_path / "model", "", "--max-new-tokens", 5, capsys=capsys)
+    assert (code, out) == (0, m.generate("", 5).text + "\n")
+    (tmp_path / "in.jsonl").write_text('{"prompt": ""}\n')
+    flags = ["--file", tmp_path / "in.jsonl", "--max-new-tokens", 5, "--json"]
+    assert (
+        json.loads(run("generate", tmp_path / "model", *flags, capsys=capsys)[1])["ids"]
+        == m.generate("", 5).ids
+    )
+    _, out, _ = run("classify", readers["classify"], "", "--json", capsys=capsys)
+    assert json.loads(out)["label"] == ch.load(readers["classify"]).classify("").label
+
+
+def test_vectors_as_an_array(readers, capsys, tmp_path):
+    m, target = ch.load(readers["embed"]), tmp_path / "x.npy"
+    (tmp_path / "in.txt").write_text(f"{TEXTS[0]}\n\n{TEXTS[1]}\n")
+    code, out, err = run(
+        "embed", readers["embed"], "--file", tmp_path / "in.txt", "--output", target, capsys=capsys
+    )
+    found = np.load(target)
+    assert (code, out, found.dtype) == (1, "", np.float32)
+    assert "line 2" in err
+    assert np.isnan(found[1]).all()
+    np.testing.assert_allclose(found[[0, 2]], m.embed(TEXTS[:2]).numpy(), atol=1e-5)
+    assert run("embed", readers["embed"], TEXTS[0], "--output", target, capsys=capsys)[0] == 0
+    assert np.load(target).shape == (1, m.config.d_model)
 
 
 def test_a_file_cut_short(decoder, capsys, tmp_path):
@@ -407,6 +518,7 @@ def test_a_file_cut_short(decoder, capsys, tmp_path):
     )
     assert code == 2
     assert "cannot be read after line" in err
+    assert not (tmp_path / "out.txt").exists()
     (tmp_path / "bad.gz").write_bytes(b"no gzip\n")
     assert run("score", decoder, "--file", tmp_path / "bad.gz", capsys=capsys)[0] == 2
 
@@ -426,8 +538,8 @@ def test_a_damaged_tokenizer_file(decoder, capsys, tmp_path):
 
 def test_results_come_as_batches_finish():
     seen = []
-    items = (seen.append(n) or Input({"text": str(n)}, f"line {n}") for n in range(6))
-    made = results(items, lambda batch: [item.fields["text"] for item in batch], 2)
+    items = (seen.append(n) or Input({"text": str(n)}, place=f"line {n}") for n in range(6))
+    made = results(items, lambda batch: [fields["text"] for fields in batch], 2)
     assert next(made)[1] == "0"
     assert seen == [0, 1]  # nothing beyond the first batch was read
     assert [result for _, result in made] == ["1", "2", "3", "4", "5"]
@@ -450,10 +562,11 @@ def test_an_output_file_is_whole_or_absent(tmp_path):
     def stop_halfway():
         with writing(tmp_path / "out.txt") as write:
             write("half")
-            raise ZeroDivisionError
+            raise error
 
-    with pytest.raises(ZeroDivisionError):
-        stop_halfway()
+    for error in (ZeroDivisionError, ch.InputError):
+        with pytest.raises(error):
+            stop_halfway()
     assert (tmp_path / "out.txt").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
@@ -482,3 +595,21 @@ def test_a_pipe(decoder):
         process.stdin.close()
         assert json.loads(process.stdout.readline())["prompt"] == "two"
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("command", ["trace", "attention", "lens"])
+def test_looking_inside_takes_ids_and_an_empty_text_as_python_does(command, decoder, capsys, tmp_path):
+    m = ch.load(decoder)
+    m.special = {"eos": 256, "bos": 256}
+    m.save(tmp_path / "model")
+    as_text = json.loads(run(command, tmp_path / "model", "hello", "--json", capsys=capsys)[1])
+    ids = " ".join(map(str, m.encode(["hello"])[0]))
+    as_ids = json.loads(run(command, tmp_path / "model", ids, "--ids", "--json", capsys=capsys)[1])
+    assert set(as_text) == set(as_ids)
+    assert command != "attention" or [one["entropy"] for one in as_ids["heads"]] == pytest.approx(
+        [one["entropy"] for one in as_text["heads"]], abs=1e-5
+    )
+    assert command != "lens" or as_ids["top_names"] == as_text["top_names"]
+    assert run(command, tmp_path / "model", "", "--json", capsys=capsys)[0] == 0  # read as what begins a text
+    code, out, err = run(command, decoder, "", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "empty" in err

@@ -5,7 +5,9 @@ Widths, norms and caps in attention, sharing, pruning, dropout, fronts, heads.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -619,3 +621,24 @@ def test_sinks_are_saved_pruned_and_generated_with(tmp_path):
         row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
     assert made == row[6:]
     assert again.generate([ids[0].tolist()] * 2, 8)[1].ids == made
+
+
+@every_family
+def test_a_model_is_exported(family):
+    """`torch.export` takes the model as it is: its output is a tree of tensors."""
+    model, given = build(family=family), given_for(family)
+    exported = torch.export.export(model, (some_ids(),), given).module()
+    ids = some_ids(seed=7)
+    ours, theirs = model(ids, **given), exported(ids, **given)
+    assert type(theirs) is ch.Output
+    assert worst(theirs.logits, ours.logits) <= TOLERANCE and worst(theirs.hidden, ours.hidden) <= TOLERANCE
+    leaves = torch.utils._pytree.tree_leaves(ours)
+    assert len([leaf for leaf in leaves if leaf is not None]) == (3 if given else 2)
+
+
+def test_a_model_is_copied_and_pickled_after_it_has_generated():
+    m = ch.Model(build())
+    made = m.generate([1, 2, 3], 6).ids
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert other.generate([1, 2, 3], 6).ids == made
+        assert next(other.model.parameters()) is not next(m.model.parameters())

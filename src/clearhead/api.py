@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Bundle, default_names
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.generate.request import MAX_NEW_TOKENS, make_request
+from clearhead.bundle import Bundle, best_device, default_names, float_dtype
+from clearhead.errors import CheckpointError, MissingExtraError, refuse
+from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.tasks import generation, reading
@@ -84,9 +84,9 @@ class Model(Bundle):
             draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
-        request = make_request({"max_new_tokens": max_new_tokens, "num_return": num_return, **options})
+        asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
         single, prompts = _prompts(prompt)
-        return _best(generate(self, prompts, request, Hooks(on_text, cancel, draft)), num_return, single)
+        return _best(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
 
     @overload
     def translate(  # type: ignore[overload-overlap]
@@ -252,16 +252,18 @@ def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
 
 def load(
     folder: str | Path,
-    dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
-    `tokenizer` names one that lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model,
-    llama2.c's .bin.
+    `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
+    `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
+    lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin.
     """
+    cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
     if not path.is_dir():
         refuse(
@@ -271,18 +273,14 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
-    model, description = checkpoint.load_model(path, checkpoint.describe(path), dtype)
+    model, description = checkpoint.load_model(path, checkpoint.describe(path), cast)
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
-    try:
-        model = model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return Model(
-        model,
+        model.to(place),
         found,
         generation,
         description,

@@ -6,22 +6,28 @@ methods.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from clearhead.batches.padding import padded, real_tokens
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
+from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
-from clearhead.hub.tokenizer import encode, save_tokenizer, stop_ids
+from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
+from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 
 SHARD_SIZE = 5_000_000_000
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
 def default_names(count: int) -> tuple[str, ...]:
@@ -29,7 +35,38 @@ def default_names(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
-@dataclass
+def best_device(name: str | torch.device = "auto") -> torch.device:
+    """Return the device called `name`; "auto": a GPU if there is one, else Apple's, else the CPU."""
+    present = {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind, count in present.items() if count))
+    here = ", ".join(kind for kind, count in present.items() if count)
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise InputError(f'device "{name}" is not known: choose auto or one of {here}') from None
+    refuse(
+        (device.index or 0) >= present.get(device.type, 0),
+        f'device "{name}" is not on this machine: choose auto or one of {here}',
+    )
+    return device
+
+
+def float_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype that weights may have, by its name or itself; None stays."""
+    dtype = DTYPES.get(str(given).removeprefix("torch."))
+    refuse(
+        given is not None and dtype is None,
+        f"dtype {str(given)!r} is not one that weights may have: choose from {', '.join(DTYPES)}",
+    )
+    return dtype
+
+
+@dataclass(repr=False)
 class Bundle:
     """A Transformer with its tokenizer and settings, whether it was loaded or built."""
 
@@ -44,6 +81,53 @@ class Bundle:
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.model = unwrapped(self.model)
+
+    def __repr__(self) -> str:
+        return "\n".join([type(self).__name__, *(f"  {name}: {fact}" for name, fact in self.facts.items())])
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, for a notebook."""
+        rows = (f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in self.facts.items())
+        return f"<table>{''.join(rows)}</table>"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What to know of the model at a glance, a few words each."""
+        config, weight = self.config, next(self.model.parameters())
+        count = sum(one.numel() for one in self.model.parameters())
+        dtype = str(weight.dtype).removeprefix("torch.")
+        shared = f" ({config.n_kv_heads} for keys and values)" if config.n_kv_heads != config.n_heads else ""
+        layers = " + ".join(str(stack.n_layers) for stack in config.stacks)
+        head = f"{config.head}, {config.n_classes} classes" if config.n_classes else str(config.head)
+        tokens = "none" if self.tokenizer is None else f"{self.tokenizer.get_vocab_size():,} tokens"
+        return {
+            "model": f"{config.family} of {config.input}, head {head}",
+            "weights": f"{count:,} parameters, {dtype} on {weight.device}",
+            "size": f"{layers} layers, d_model {config.d_model}, {config.n_heads} heads{shared}",
+            "reads": f"{config.max_positions:,} positions ({config.positions}); tokenizer: {tokens}",
+            "folder": str(self.folder or "none: it was built here"),
+        }
+
+    def to(
+        self,
+        device: str | torch.device | torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> Self:
+        """Move the model to a device, or cast it to a dtype, or both; as PyTorch's `to`, in place.
+
+        Args:
+            device: "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is; or a dtype.
+            dtype: float32, bfloat16, float16 or float64, by name or as PyTorch's.
+        """
+        if isinstance(device, torch.dtype) or str(device) in DTYPES:
+            refuse(dtype is not None, f"two dtypes were given, {device} and {dtype}: leave one of them out")
+            device, dtype = None, str(device)
+        cast = float_dtype(dtype)
+        self.model.to(device=None if device is None else best_device(device), dtype=cast)
+        return self
 
     @property
     def config(self) -> ModelConfig:
@@ -70,6 +154,12 @@ class Bundle:
         """Every id that ends a generated text."""
         theirs = self.description.theirs if self.description is not None else {}
         return stop_ids(self.special, self.generation, theirs)
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The model's own rules of generation, as options of a request."""
+        theirs = self.description.theirs if self.description is not None else {}
+        return own_options(self.generation or theirs, self.special, self.stops, self.config.vocab_size)
 
     @property
     def start_ids(self) -> list[int]:
@@ -105,8 +195,43 @@ class Bundle:
         """Return the token ids of each text, special tokens included, cut to `max_length`."""
         return encode(self.text_tokenizer, texts, max_length)
 
+    def decode(self, ids: Any, special: bool = False) -> Any:
+        """Return the text of token ids; of rows of ids, a list of texts.
+
+        Args:
+            ids: a list, tensor or array [T], or rows of them [B, T].
+            special: write special tokens too, such as padding and the end of a text.
+        """
+        given = ids.tolist() if hasattr(ids, "tolist") else ids
+        refuse(
+            not isinstance(given, list | tuple), f"{given!r:.40} was given: decode takes a list of token ids"
+        )
+        if given and (isinstance(given[0], list | tuple) or hasattr(given[0], "tolist")):
+            return [self.decode(row, special) for row in given]
+        size = self.config.vocab_size
+        wrong = next((token for token in given if type(token) is not int or not 0 <= token < size), None)
+        refuse(wrong is not None, f"{wrong!r} is no token id: ids go from 0 to {size - 1}")
+        return self.text_tokenizer.decode(given, skip_special_tokens=not special)
+
+    def batch(self, texts: Sequence[str | Sequence[int]], left: bool = False) -> tuple[Tensor, Tensor]:
+        """Return texts, or rows of ids, as ids and mask for a call of the model: two tensors [B, T].
+
+        Rows are padded to the longest, at the right or, for a decoder that goes on from their ends, at the
+        left. The mask is True for tokens and False for padding: `m.model(*m.batch(texts))`. Texts longer than
+        the model takes are refused.
+        """
+        refuse(isinstance(texts, str) or not len(texts), "batch takes a list of texts, or rows of token ids")
+        rows = [self.encode([row])[0] if isinstance(row, str) else self.prompt_ids(row) for row in texts]
+        longest = max(map(len, rows))
+        refuse(
+            longest > self.max_length,
+            f"a text has {longest} tokens and the model takes {self.max_length}: shorten it",
+        )
+        device = next(self.model.parameters()).device
+        return padded(rows, self.special.get("pad", 0), device, left), real_tokens(rows, device, left)
+
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the ids of a prompt; where the model continues it, without the token that ends a text."""
+        """Return the ids of a prompt; of one that is continued, without the end that the tokenizer adds."""
         if not isinstance(prompt, str):
             ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
             refuse(
@@ -114,15 +239,17 @@ class Bundle:
                 f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
             )
             return ids
-        ids = self.encode([prompt])[0]
-        if self.config.family == "decoder" and len(ids) > 1 and ids[-1] in self.stops:
+        encoding = self.text_tokenizer.encode(clean(prompt))
+        ids = list(encoding.ids)
+        ended = len(ids) > 1 and encoding.special_tokens_mask[-1] and ids[-1] in self.stops
+        if self.config.family == "decoder" and ended:
             ids = ids[:-1]
         if not ids and "bos" in self.special:
             ids = [self.special["bos"]]
         return ids
 
     def save(
-        self, folder: str | Path, dtype: torch.dtype | None = None, shard_size: int = SHARD_SIZE
+        self, folder: str | Path, dtype: str | torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
         saved = checkpoint.exported(self.config, self.description)
@@ -135,7 +262,8 @@ class Bundle:
         if saved is not self.description:  # whose config.json says the special ids
             theirs |= self._named_ids(theirs)
         with files.whole_folder(Path(folder)) as work:
-            checkpoint.save_model(work, self.model, replace(saved, theirs=theirs), shard_size, dtype)
+            described = replace(saved, theirs=theirs)
+            checkpoint.save_model(work, self.model, described, shard_size, float_dtype(dtype))
             if self.tokenizer is not None:
                 save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
             for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):

@@ -4,14 +4,36 @@ Results go to stdout, progress and warnings to stderr. The exit code is 0 for su
 and 2 for wrong input.
 """
 
+import contextlib
+import functools
 import importlib
+import io
 import os
+import re
 import sys
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
 
 import clearhead
 from clearhead.commands import COMMANDS, GROUPS
 from clearhead.errors import ClearheadError, nearest
+
+# For bash, and for zsh after bashcompinit: commands, then the options of the command, else files.
+COMPLETION = """\
+_clearhead() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}"
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+  elif [[ "$word" == -* ]]; then
+    local help="$(clearhead "${{COMP_WORDS[1]}}" --help 2>/dev/null)"
+    local options="$(grep -o -e '--[a-z][a-z-]*' <<< "$help" | sort -u)"
+    COMPREPLY=($(compgen -W "$options" -- "$word"))
+  else
+    COMPREPLY=($(compgen -f -- "$word"))
+  fi
+}}
+complete -o filenames -F _clearhead clearhead"""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -20,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     name = given[0] if given else ""
     if name in ("-h", "--help"):
         print(list_commands(bold=sys.stdout.isatty()))
+    elif name == "--completion":
+        print(COMPLETION.format(commands=" ".join(COMMANDS)))
     elif name == "--version":
         print(f"clearhead {clearhead.__version__}")
     elif name in COMMANDS:
@@ -39,7 +63,11 @@ def list_commands(bold: bool = False) -> str:
     for group, commands in GROUPS.items():
         lines += ["", f"\x1b[1m{group}\x1b[0m" if bold else group]
         lines += [f"  {name:<12}{command.summary}" for name, command in commands.items()]
-    return "\n".join([*lines, "", "`clearhead COMMAND --help` shows its arguments and examples."])
+    last = (
+        "`clearhead COMMAND --help` shows its arguments and examples.",
+        '`eval "$(clearhead --completion)"` completes commands in bash and zsh.',
+    )
+    return "\n".join([*lines, "", *last])
 
 
 def _run(name: str, arguments: list[str]) -> None:
@@ -50,7 +78,27 @@ def _run(name: str, arguments: list[str]) -> None:
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     try:
         command = getattr(importlib.import_module(f"clearhead.commands.{module}"), function)
-        tyro.cli(command, prog=f"clearhead {name}", args=arguments, config=config, registry=_text_options())
+
+        @functools.wraps(command)
+        def parsed(*given: Any, **options: Any) -> Callable[[], None]:
+            return lambda: command(*given, **options)
+
+        def parse(arguments: list[str]) -> Callable[[], None]:
+            settings: Any = {"prog": f"clearhead {name}", "config": config, "registry": _text_options()}
+            run: Callable[[], None] = tyro.cli(parsed, args=arguments, **settings)
+            return run
+
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                run = parse(arguments)
+        except SystemExit:  # help, or a mistake: an option that does not exist is named before anything else
+            helping = {"-h", "--help"} & {*arguments} or any(one.startswith("--tyro") for one in arguments)
+            if not helping:
+                _check_options(name, arguments, lambda: parse(["--help"]))
+            run = parse(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            run()
     except ClearheadError as error:
         _stop(str(error))
     except BrokenPipeError:
@@ -62,6 +110,32 @@ def _run(name: str, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning of clearhead's own as one line on stderr, and any other as Python does."""
+    own = filename.startswith(os.path.dirname(__file__))
+    shown = f"warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno)
+    sys.stderr.write(shown)
+
+
+def _check_options(name: str, arguments: list[str], show_help: Callable[[], object]) -> None:
+    """Stop where an option is not among those that the help of the command names."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        show_help()
+    known = set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
+    for given in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        option = given.partition("=")[0].replace("_", "-")
+        if re.fullmatch(r"--[\w-]+", given.partition("=")[0]) and option not in known:
+            near = nearest(option, known)
+            _stop(f'{name} has no option "{option}"{near}: clearhead {name} --help lists them')
 
 
 def _text_options() -> Any:

@@ -22,13 +22,23 @@ from clearhead.config import ModelConfig
 from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.tokens.plan import TokensPlan
-from clearhead.typed import check_type, check_types, check_values, from_plain, hints_of, plain, shaped
+from clearhead.typed import (
+    check_names,
+    check_type,
+    check_types,
+    check_values,
+    from_plain,
+    hints_of,
+    plain,
+    shaped,
+)
 
 BASE = "base"  # the one key of [model] that is no field of the config
 Settings: TypeAlias = Mapping[str, Any] | Iterable[str]  # {"train.steps": 30}, or "train.steps=30" strings
 # Settings that take the place of another key: of two that say the same thing, the last one counts.
 REPLACES = {"train.steps": "epochs", "train.epochs": "steps", "data.batch_size": "batch_tokens"}
 FIELD_COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
+UNSET: Any = object()  # the value of a setting that removes its key
 MAX_THREADS = 1024  # with very many the process dies without a message
 MAX_SEED = 2**32 - 1  # so that the seed of each step is one that PyTorch and NumPy take
 # What the numbers of [train] and [generate] may be: names of keys, allowed values, and the same in words
@@ -107,7 +117,7 @@ class TrainPlan:
     lora_targets: tuple[str, ...] = ("q", "v")  # last names of the linear layers that get them
 
     # Validation
-    validate_every: int | None = None  # steps; None: about twenty times in all
+    validate_every: int | None = None  # steps; None: about twenty times in all, at least 50 steps apart
     metric: str | None = None  # what the best checkpoint is chosen by; None: by the task
     patience: int | None = None  # validations without progress before stopping; None: never
     keep_best: int = 1  # checkpoints to keep by the metric
@@ -215,13 +225,13 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
     Args:
         name: a recipe, its name, or its file; None: the defaults.
         settings: the changes, as a dictionary such as `{"train.steps": 2000}` or as strings such as
-            `train.steps=2000`.
+            `train.steps=2000`; `tokens.vocab_size=` unsets a key, which then has its default.
     """
     tables = _tables(name) if name is not None else {}
     _check_sections(tables)
     for section, key, value in _changes(settings):
         tables.setdefault(section, {})[key] = value
-        tables[section].pop(REPLACES.get(f"{section}.{key}", ""), None)
+        tables[section].pop(REPLACES.get(f"{section}.{key}", "") if value is not UNSET else key, None)
     return Recipe.from_tables(tables)
 
 
@@ -281,19 +291,23 @@ def _changes(settings: Settings) -> Iterator[tuple[str, str, Any]]:
             f'setting "{setting}" is not understood: write section.key=value, such as train.steps=2000',
         )
         _check_sections({section: {}})
+        if (section, key) != ("model", BASE):
+            check_names(SECTIONS[section], [key], f"[{section}]")
         value = settings[setting] if isinstance(settings, Mapping) else _parsed(section, key, text)
         yield section, key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _parsed(section: str, key: str, text: str) -> Any:
-    """Parse the text of a setting by the type of its key."""
+    """Parse the text of a setting by the type of its key; no text unsets it."""
+    if not text.strip():
+        return UNSET
     hint = str if (section, key) == ("model", BASE) else hints_of(SECTIONS[section]).get(key)
     several = any(get_origin(choice) is tuple for choice in (hint, *get_args(hint)))
     value = _value(text, several)
     if hint in (str, str | None) and not isinstance(value, str):
         return text.strip()  # text that looks like a number
     if get_origin(hint) is tuple and not isinstance(value, list):
-        return [] if value == "" else [value]
+        return [value]
     return value
 
 

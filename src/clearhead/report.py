@@ -10,9 +10,12 @@ import clearhead as ch
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from clearhead.evaluation.judgement import ClassCounts
+
 Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
 SHADES = " .:-=+*#%@"
 PARTS = ("embedding", "positions", "attention", "cross", "feedforward", "norms", "head", "total")
+MATRIX, MISTAKES = 8, 10  # classes of a matrix in the terminal; mistakes listed where there are more
 VERDICTS = {
     "equal": ("equal", "green"),
     "differs": ("DIFFERS", "bold red"),
@@ -138,6 +141,28 @@ def class_table(result: ch.Classification) -> Table:
     ranked = sorted(result.scores.items(), key=lambda score: -score[1])
     rows = ((label, f"{value:.4f}") for label, value in ranked)
     return table(f"{result.label}: {result.probability:.4f}", ("class", ">probability"), rows)
+
+
+def confusion_tables(counts: ClassCounts) -> list[Table]:
+    """Show the figures of each class, then the confusion matrix, or of many classes the main mistakes."""
+    figures = (
+        (one.label, *(f"{value:.4f}" for value in (one.precision, one.recall, one.f1)), f"{one.examples:,}")
+        for one in counts
+    )
+    classes = table("classes", ("class", ">precision", ">recall", ">F1", ">examples"), figures)
+    labels = counts.labels
+    if len(labels) <= MATRIX:
+        rows = ((label, *map(str, row)) for label, row in zip(labels, counts.confusion))
+        headings = ("class", *(f">{label}" for label in labels))
+        return [classes, table("rows taken for columns", headings, rows)]
+    mistakes = sorted(
+        (-count, wanted, said)
+        for wanted, row in zip(labels, counts.confusion)
+        for said, count in zip(labels, row)
+        if count and wanted != said
+    )
+    rows = ((wanted, said, str(-count)) for count, wanted, said in mistakes[:MISTAKES])
+    return [classes, table("the most frequent mistakes", ("class", "taken for", ">examples"), rows)]
 
 
 def tag_table(result: ch.Tags) -> Table:

@@ -42,15 +42,13 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config
         raise ConfigError(str(error).replace(f"{cls.__name__}.__init__() ", "config is ")) from None
 
 
-def check_names(cls: type, values: Mapping[str, Any], table: str = "config") -> None:
+def check_names(cls: type, values: Iterable[str], table: str = "config") -> None:
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
     for name in values:
-        refuse(
-            name not in known,
-            f'unknown {table} key "{name}"{nearest(str(name), known)}: {table} has {", ".join(known)}',
-            ConfigError,
-        )
+        if name not in known:
+            near = nearest(str(name), known)
+            raise ConfigError(f'unknown {table} key "{name}"{near}: {table} has {", ".join(known)}')
 
 
 def shaped(value: Any, hint: Any) -> Any:

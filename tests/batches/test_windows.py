@@ -13,7 +13,7 @@ import torch
 import clearhead as ch
 from clearhead.batches.batch import IGNORE
 from clearhead.batches.batching import make_batches
-from clearhead.batches.even import corrupt_spans, mask_tokens, noise_sizes
+from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
 from clearhead.batches.pictures import augment, mix
 from clearhead.batches.rows import pack
 from clearhead.data.examples import Chunk, Corpus

@@ -9,7 +9,7 @@ from PIL import Image
 from clearhead.errors import InputError
 from clearhead.explorer.session import Opened
 from clearhead.inside.inputs import prepare
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.parts.ablate import effect
 from tests.explorer.toys import TEXTS, picture, serving, toy
 
 

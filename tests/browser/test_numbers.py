@@ -1,6 +1,7 @@
 """Compare what the page shows with what `inside` computes for the same input, number by number."""
 
 import io
+import math
 import re
 
 import numpy as np
@@ -12,10 +13,9 @@ import clearhead as ch
 from clearhead.generate.sampling import Sampling, distribution
 from clearhead.inside.attention import attention
 from clearhead.inside.choices import choices_of
-from clearhead.inside.contributions import contributions
 from clearhead.inside.inputs import prepare
-from clearhead.inside.lens import lens
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.lens import contributions, lens
+from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from tests.explorer.toys import picture, toy
 
@@ -339,7 +339,7 @@ def test_compare(live, family):
         ].double()
         for each in (prepared, second)
     )
-    kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum())
+    kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()) / math.log(2)
     watched.wait(
         "kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl
     )

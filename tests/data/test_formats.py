@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.data.formats import find_source, same_way
 from clearhead.data.plan import DataPlan
 from clearhead.tasks.corpus import open_data, task_of
 
@@ -122,6 +123,52 @@ def test_parallel_files(tmp_path):
         0
     ] == Pair("eins", "un")
     assert everything(tmp_path, "train.en", "train.de", task="lm").shape == "text"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "direction"),
+    [
+        ("src-train.txt", "tgt-train.txt", "first"),
+        ("tgt-train.txt", "src-train.txt", "second"),
+        ("train.src", "train.tgt", "first"),
+        ("train.trg.gz", "train.src.gz", "second"),
+        ("train_source.txt", "train_target.txt", "first"),
+        ("train.output.txt", "train.input.txt", "second"),
+        ("train.en.txt", "train.de.txt", "first"),
+        ("de-train.txt", "en-train.txt", "first"),
+        ("corpus_fr.txt", "corpus_it.txt", "first"),
+    ],
+)
+def test_two_files_are_parallel_by_their_names(tmp_path, first, second, direction):
+    for name, text in ((first, "eins\nzwei\n"), (second, "one\ntwo\n")):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    paths = (str(tmp_path / first), str(tmp_path / second))
+    found = find_source(DataPlan(paths=paths), paths)
+    order = (first, second) if direction == "first" else (second, first)
+    assert (found.format, [path.name for path in found.files]) == ("parallel", list(order))
+    turned = [name.replace("train", "dev").replace("corpus", "dev") for name in (second, first)]
+    for name in turned:
+        (tmp_path / name).write_bytes(b"x\ny\n" if not name.endswith("gz") else gzip.compress(b"x\ny\n"))
+    there = [str(tmp_path / name) for name in turned]
+    way = same_way(found, find_source(DataPlan(paths=tuple(there)), there))
+    kept = [name.replace("train", "dev").replace("corpus", "dev") for name in order]
+    assert [path.name for path in way.files] == kept  # whatever the order in which they are named
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a.txt", "b.txt"),
+        ("train-1.txt", "train-2.txt"),
+        ("src-a.txt", "tgt-b.txt"),
+        ("src.txt", "source.txt"),
+    ],
+)
+def test_other_two_files_are_not_parallel(tmp_path, first, second):
+    paths = (str(tmp_path / first), str(tmp_path / second))
+    for path in paths:
+        Path(path).write_text("one\ntwo\n")
+    assert find_source(DataPlan(paths=paths), paths).format == "text"
 
 
 def test_lines_with_a_pattern(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import random
 import re
 from pathlib import Path
 
@@ -122,3 +124,82 @@ def test_another_header_is_refused_not_read_as_an_example(tmp_path):
     )
     with pytest.raises(InputError, match=r"b.tsv: no column 'sentence'; there are film, verdict"):
         open_data(DataPlan(paths=(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv"))), split=False)
+
+
+# Headers in any language ------------------------------------------------------------------------------------
+
+LANGUAGES = {  # words of texts, two labels, names of a column of text, names of a column of labels
+    "en": (
+        "the film was rather long and we left early because nobody laughed at all",
+        ("good", "bad"),
+        ("Review Text", "comments/feedback", "What did you think of the product you bought?", "reviewText"),
+        ("Rating (pos/neg)", "overall_sentiment", "How satisfied are you with it, all in all?", "Label:"),
+    ),
+    "ru": (
+        "фильм был слишком долгим и мы ушли раньше потому что никто не смеялся",
+        ("хорошо", "плохо"),
+        ("текст", "Отзыв (полностью)", "мнение"),
+        ("метка", "Оценка/класс", "тональность [авто]"),
+    ),
+    "ja": (
+        "この映画は とても長くて 私たちは 早く帰りました だれも 笑わなかった からです",
+        ("良い", "悪い"),
+        ("本文", "レビュー（全文）", "感想"),
+        ("ラベル", "評価（良い／悪い）", "印象"),
+    ),
+    "ar": (
+        "كان الفيلم طويلا جدا وخرجنا مبكرا لأن أحدا لم يضحك على الإطلاق",
+        ("جيد", "سيئ"),
+        ("النص", "التعليق"),
+        ("التصنيف", "تقييم (آلي)"),
+    ),
+    "el": (
+        "η ταινία ήταν πολύ μεγάλη και φύγαμε νωρίς γιατί κανείς δεν γέλασε",
+        ("καλό", "κακό"),
+        ("κείμενο", "σχόλιο"),
+        ("ετικέτα", "γνώμη/τάξη"),
+    ),
+}
+LAYOUTS = ("text label", "label text", "id text label", "# text date label", "id label text")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_headers_in_any_language_are_no_examples(tmp_path, language, suffix):
+    """Generate tables with each pair of names, labels as words and as numbers; and the same without names."""
+    words, labels, texts, classes = LANGUAGES[language]
+    draw, path = random.Random(0), tmp_path / f"x.{suffix}"
+    for text_name, label_name in itertools.product(texts, classes):
+        for layout, numbers in zip(LAYOUTS * 2, (False, True) * 5):
+            rows = []
+            for number in range(draw.randint(8, 30)):
+                own = draw.sample(words.split(), len(words.split()) - draw.randint(0, 3))
+                label = str(number % 2) if numbers else labels[number % 2]
+                cells = {"text": " ".join([*own, str(number)]), "label": label, "id": str(number)}
+                rows.append({**cells, "#": str(number), "date": f"2024-01-{number + 1:02}"})
+            names = {"text": text_name, "label": label_name}
+            expected = [(row["text"], row["label"]) for row in rows]
+            order = layout.split()
+            for headed in (True, False):
+                lines = [[names.get(role, role) for role in order]] * headed
+                lines += [[row[role] for role in order] for row in rows]
+                with path.open("w", newline="") as file:
+                    csv.writer(file, delimiter="," if suffix == "csv" else "\t").writerows(lines)
+                corpus = open_data(DataPlan(paths=(str(path),)), split=False)
+                found = [(row.text, row.label) for row in corpus.validation]
+                assert found == expected, (names, layout, headed, corpus.notes)
+
+
+@pytest.mark.parametrize("header", ["id,Review Text,Rating (0/1)", "#,текст,метка", "№,本文,ラベル"])
+def test_named_columns_are_trained_on(tmp_path, header):
+    rows = "".join(f"{i},it was a rather long film {i},{i % 2}\n" for i in range(20))
+    (tmp_path / "x.csv").write_text(f"{header}\n{rows}")
+    corpus = open_data(DataPlan(paths=(str(tmp_path / "x.csv"),)))
+    assert corpus.labels == ("0", "1") and len(corpus.train) + len(corpus.validation) == 20
+
+
+def test_parallel_columns_of_unknown_names_are_pairs(tmp_path):
+    rows = "".join(f"слово номер {i},word number {i} of them\n" for i in range(20))
+    (tmp_path / "x.csv").write_text(f"русский,английский (GB)\n{rows}")
+    corpus = open_data(DataPlan(paths=(str(tmp_path / "x.csv"),), header=True), split=False)
+    assert corpus.shape == "pairs" and corpus.validation[0].source == "слово номер 0"

@@ -27,11 +27,12 @@ from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
 from clearhead.evaluation.evaluate import data_plan
 from clearhead.evaluation.examples import examine
-from clearhead.evaluation.judgement import Figures
+from clearhead.evaluation.judgement import Figures, count_classes
 from clearhead.losses import batch_loss
 from clearhead.presets import preset
 from clearhead.tasks.corpus import open_data
 from tests.test_tasks import LABELS, WORDS, saved
+from tests.test_use_commands import byte_tokenizer
 
 transformers.logging.set_verbosity_error()
 
@@ -555,3 +556,48 @@ def test_wrong_input_is_one_line(tmp_path, capsys, gpt2, t5):
             main(["eval", *map(str, arguments), "--device", "cpu"])
         error = capsys.readouterr().err
         assert stop.value.code == 2 and wanted in error and error.count("\n") == 1, error
+
+
+def test_classes_one_by_one_are_scikit_learns():
+    """The table and the matrix of a classifier equal scikit-learn's, for few classes and for many."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    for labels in (["neg", "pos", "so-so"], [f"c{number}" for number in range(11)]):
+        random = np.random.default_rng(len(labels))
+        meant, said = (random.integers(len(labels), size=200).tolist() for _ in range(2))
+        found = count_classes(said, meant, labels)
+        assert np.array_equal(found.confusion, metrics.confusion_matrix(meant, said))
+        wanted = metrics.precision_recall_fscore_support(meant, said, zero_division=0)
+        figures = [(one.precision, one.recall, one.f1, one.examples) for one in found]
+        np.testing.assert_allclose(figures, np.array(wanted).T, atol=1e-12)
+        assert [one.label for one in found] == labels
+    empty = list(count_classes([0, 0], [0, 0], ["a", "b"]))
+    assert (empty[1].precision, empty[1].recall, empty[1].f1, empty[1].examples) == (0, 0, 0, 0)
+
+
+def test_the_command_shows_classes(tmp_path, capsys, gpt2):
+    torch.manual_seed(0)
+    labels = ("neg", "pos")
+    config = ch.preset("micro-encoder").replace(head="classifier", n_classes=2, vocab_size=257)
+    ch.Model(ch.Transformer(config), byte_tokenizer(), labels=labels).save(tmp_path / "m")
+    rows = [
+        ("a fine film", "pos"),
+        ("a poor film", "neg"),
+        ("fine", "pos"),
+        ("dull", "neg"),
+        ("dull!", "neg"),
+    ]
+    (tmp_path / "data.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+    done = ch.evaluate(ch.load(tmp_path / "m"), tmp_path / "data.tsv")
+    wanted = [[0, 0], [0, 0]]
+    for (_, label), said in zip(rows, done.outputs):
+        wanted[labels.index(label)][labels.index(said)] += 1
+    assert [list(row) for row in done.classes.confusion] == wanted
+    main(["eval", str(tmp_path / "m"), str(tmp_path / "data.tsv"), "--json"])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and json.loads(out)["classes"]["confusion"] == wanted
+    main(["eval", str(tmp_path / "m"), str(tmp_path / "data.tsv"), "--plot", str(tmp_path / "c.png")])
+    out = capsys.readouterr().out
+    assert "precision" in out and "taken for" in out and (tmp_path / "c.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        main(["eval", str(gpt2), "x.txt", "--plot", "c.png"])
+    assert "--plot c.png draws the confusion matrix" in capsys.readouterr().err

@@ -220,7 +220,6 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
     """New tokens up to the end, and the score, of each sequence that transformers returns."""
     settings = {
         "do_sample": False,
-        "forced_eos_token_id": None,
         "return_dict_in_generate": True,
         "output_scores": True,
     }
@@ -286,8 +285,8 @@ def test_a_forced_first_token_counts_as_written(tmp_path):
     m.special["forced_bos"] = 0
     ids = torch.tensor([[5, 6, 7, 8]])
     wanted = theirs(reference, ids, 13, num_beams=4, num_return_sequences=4, forced_bos_token_id=0)
-    made = m.generate(ids[0], 12, num_beams=4, num_return=4)
-    assert [[0, *one.ids] for one in made] == [row for row, _ in wanted]
+    made = m.generate(ids[0], 13, num_beams=4, num_return=4)
+    assert [one.ids for one in made] == [row for row, _ in wanted]
     assert [one.score for one in made] == pytest.approx([score for _, score in wanted], abs=1e-4)
 
 

@@ -221,3 +221,14 @@ def test_threads_that_watch_at_once_leave_the_compiler_as_it_was():
         assert frames._stance.stance == "force_eager"
     thread.join(20)
     assert frames._stance == before
+
+
+def test_logits_that_are_not_numbers_end_a_compiled_run():
+    config = LLAMA.replace(tie_embeddings=False)
+    model = built(config)
+    steps, prompts = Steps(model, backend="eager"), prompts_of(config, (3,))
+    said = decode_compiled(model, asking(20), prompts, steps=steps)[0].ids[0]
+    assert said not in prompts.ids[0]  # so that the prompt is read well, and the first token is not
+    model.decoder.embedding.front.tokens.weight.data[said] = float("nan")
+    with pytest.raises(ch.InputError, match="logits are not numbers"):
+        decode_compiled(model, asking(20), prompts, steps=steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -338,3 +339,82 @@ def test_a_limit_beyond_all_memory_reserves_none_of_it():
     model = ch.Transformer(ch.ModelConfig(vocab_size=9, d_model=8, n_layers=1, n_heads=2, positions="rope"))
     rows = decoded(model, [[1, 2]], 10**12, Ends(cancel=lambda: True))
     assert [(len(row.ids), row.stop_reason) for row in rows] == [(1, "cancelled")]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_longrope_is_the_forward_pass_on_both_sides_of_its_trained_length(seed):
+    """Alone, in a batch whose longest row ends and takes the others back, and along the best of beams."""
+    torch.manual_seed(seed)
+    factors = {"short_factor": (1.0, 1.5, 2.0), "long_factor": (3.0, 9.0, 30.0), "original_positions": 12}
+    scaling = ch.RopeScaling(kind="longrope", **factors)
+    config = ch.preset("micro-decoder").replace(
+        vocab_size=19, positions="rope", d_model=24, n_heads=4, rope_scaling=scaling, max_positions=64
+    )
+    model = ch.Transformer(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4.0)
+    m = ch.Model(model, special={"eos": 2})
+
+    def best(rows: list[list[int]]) -> list[int]:
+        """What each row goes on with, all of them read at once."""
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+        with torch.no_grad():
+            return model(ids, mask).logits[:, -1].argmax(-1).tolist()
+
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [3, 4], [12] * 9]
+    rows, running = [list(prompt) for prompt in prompts], [0, 1, 2]
+    for _ in range(20):
+        for i, token in zip(list(running), best([rows[i] for i in running])):
+            if token == 2:
+                running.remove(i)
+            else:
+                rows[i].append(token)
+        if not running:
+            break
+    made = m.generate(prompts, 20)
+    assert [prompt + one.ids for prompt, one in zip(prompts, made)] == rows
+    found = m.generate([5, 6, 7], 16, num_beams=3)
+    text = [5, 6, 7, *found.ids, *([2] if found.stop_reason == "eos" else [])]
+    with torch.no_grad():
+        total = sum(
+            float(model(torch.tensor([text[:end]])).logits[0, -1].log_softmax(-1)[text[end]])
+            for end in range(3, len(text))
+        )
+    assert found.score == pytest.approx(total / (len(text) - 3), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:texts may pass")
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_text_slides_past_the_positions(shape):
+    """Each token is the best after the last `max_positions` tokens, for rows of any length."""
+    model = model_of(shape)
+    m, window = ch.Model(model), model.config.max_positions
+    prompts = prompts_of((5, 150, window - 3))
+    with pytest.warns(RuntimeWarning, match="positions") as said:
+        made = m.generate(prompts, 12, overflow="slide")
+    assert len(said) == 1
+    assert made[0].ids == m.generate(prompts[0], 12).ids
+    for prompt, row in zip(prompts, made):
+        text = list(prompt[-window:])
+        for token in row.ids:
+            with torch.no_grad():
+                assert token == model(torch.tensor([text[-window:]])).logits[0, -1].argmax()
+            text.append(token)
+        assert len(row.ids) == 12
+    for options in ({"num_beams": 2}, {"lookup": 2}):
+        with pytest.raises(ch.InputError, match=r"slide|anew"):
+            m.generate(prompts[1], 12, overflow="slide", **options)
+    drawn = m.generate(prompts[2], 40, overflow="slide", temperature=1.0)
+    assert len(drawn.ids) == 40
+
+
+def test_a_rotary_model_past_its_training_is_warned_of_once():
+    m = ch.Model(model_of("llama"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            m.generate(prompts_of((126,))[0], 6)
+        m.generate([1, 2], 6)
+    assert [str(one.message)[:40] for one in said] == ["texts may pass the 128 tokens of the mod"]

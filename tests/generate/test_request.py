@@ -13,8 +13,8 @@ import pytest
 import tyro
 
 import clearhead as ch
-from clearhead.commands.use import CommandRequest
-from clearhead.generate.request import Request, RequestOptions, make_request
+from clearhead.commands.requests import CommandRequest
+from clearhead.generate.request import SEQUENCES, Request, RequestOptions, make_request
 from clearhead.tasks.generation import GenerateOptions, TranslateOptions
 
 FIELDS = {field.name for field in dataclasses.fields(Request)}
@@ -38,8 +38,8 @@ def test_keywords_command_and_json_make_the_same_request():
     wanted = Request(temperature=0.8, top_p=0.9, seed=3, stop=("a", "b"), max_new_tokens=7)
     assert make_request(options) == make_request(json.loads(json.dumps(options))) == wanted
     command = tyro.cli(CommandRequest, args=flags)
-    assert dataclasses.asdict(command) == dataclasses.asdict(wanted)
-    assert dataclasses.asdict(CommandRequest()) == dataclasses.asdict(Request())  # one set of defaults
+    assert make_request(command.given()) == wanted
+    assert make_request(CommandRequest().given()) == Request()  # one set of defaults
 
 
 def test_every_field_is_a_keyword_and_an_option(capsys):
@@ -52,13 +52,14 @@ def test_every_field_is_a_keyword_and_an_option(capsys):
     }
     hints = typing.get_type_hints(Request)
     for name, hint in typing.get_type_hints(RequestOptions).items():
-        if name not in ("allowed", "banned", "stop", "stop_tokens"):
+        if name not in SEQUENCES:
             assert hint == hints[name], name
     with pytest.raises(SystemExit):
         tyro.cli(CommandRequest, args=["--help"])
     help_text = capsys.readouterr().out
     renamed = {"num_beams": "beams", "stop_tokens": "stop-token"}
-    for name in FIELDS - {"logprobs", "alternatives", "reuse"}:  # the command has --logprobs COUNT
+    hidden = {"logprobs", "alternatives", "reuse", "banned_sequences", "renormalize"}
+    for name in FIELDS - hidden:  # the command has --logprobs COUNT
         assert f"--{renamed.get(name, name.replace('_', '-'))} " in help_text, name
 
 
@@ -83,7 +84,7 @@ def test_sequences_are_tuples():
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
         ({"top_k": -1}, "top_k -1"),
         ({"stop": [3]}, "stop"),
-        ({"overflow": "wrap"}, "choose refuse or window"),
+        ({"overflow": "wrap"}, "choose slide, refuse or window"),
         ({"allowed": [1], "banned": [1]}, "no token"),
         ({"num_beams": 2, "lookup": 3}, "lookup with num_beams 2"),
         ({"num_beams": 2, "reuse": True}, "reuse with num_beams 2"),

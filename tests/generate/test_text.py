@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import clearhead as ch
 from clearhead import cli
@@ -273,3 +273,38 @@ def test_commands(byte_tokenizer, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(
         m.score("hello").perplexity, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>", "$A </s>"])
+def test_only_an_end_that_the_tokenizer_adds_is_left_out(template):
+    vocabulary = {"a": 0, "b": 1, "</s>": 2, "<s>": 3, "[UNK]": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if template is not None:
+        tokens = [(name, vocabulary[name]) for name in ("<s>", "</s>") if name in template]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
+    m = ch.Model(model_of("learned, full"), tokenizer, special={"eos": 2, "bos": 3})
+    begun = [3] if template is not None and template.startswith("<s>") else []
+    assert m.prompt_ids("a b") == [*begun, 0, 1]
+    assert m.prompt_ids("a b</s>") == [*begun, 0, 1, 2]
+    assert m.prompt_ids("a</s></s>") == [*begun, 0, 2, 2]
+    assert len(m.score("a b</s>").logprobs) == len(m.score("a b").logprobs) + 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"num_beams": 3}, {"lookup": 2}, {"banned": [1]}]
+)
+def test_logits_that_are_not_numbers_are_said(options):
+    m = ch.Model(model_of("learned, full"))
+    m.model.head.out.weight.data[5] = float("nan")
+    with pytest.raises(ch.InputError, match="logits are not numbers"):
+        m.generate([1, 2, 3], 6, **options)
+
+
+def test_a_seed_that_no_generator_takes_is_refused():
+    m = ch.Model(model_of("learned, full"))
+    for seed in (2**70, 2**64, -(2**63) - 1):
+        with pytest.raises(ch.InputError, match=rf"seed {seed} does not fit into 64 bits"):
+            m.generate([1, 2], 3, temperature=1.0, seed=seed)
+    assert len(m.generate([1, 2], 3, temperature=1.0, seed=2**64 - 1).ids) == 3

@@ -13,10 +13,9 @@ from clearhead.batches.batch import IGNORE, Batch
 from clearhead.cli import main
 from clearhead.errors import InputError
 from clearhead.inside.names import all_heads
-from clearhead.inside.parts.ablate import ablate, ablate_each, ablating, mean_activations
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.parts.ablate import ablate, ablating, effect, mean_activations
 from clearhead.inside.parts.examples import Examples, examples_from, judge
-from clearhead.inside.parts.importance import importance
+from clearhead.inside.parts.importance import ablate_each, importance
 from tests.harness import V, build, scramble, some_ids, worst
 from tests.inside.test_prune import judged
 
@@ -302,7 +301,7 @@ def test_effect_on_the_next_token(trained_lm):
     assert worst(found.before, before) == 0 and worst(found.after, after) <= 1e-5
     p, q = before.double().softmax(-1), after.double().softmax(-1)
     assert (
-        found.kl == pytest.approx(float(sum(p[i] * torch.log(p[i] / q[i]) for i in range(9))), abs=1e-6)
+        found.kl == pytest.approx(float(sum(p[i] * torch.log2(p[i] / q[i]) for i in range(9))), abs=1e-6)
         and found.kl > 1e-3
     )
     assert found.position == 4 and found.tokens == ("a", "·", "c", "a", "b")

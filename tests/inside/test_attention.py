@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.errors import InputError
-from clearhead.inside.attention import attention, in_cells, query_entropy, read_maps
+from clearhead.inside.attention import attention, in_cells, read_maps
+from clearhead.inside.attention_maps import query_entropy
 from clearhead.model import attention as attention_module
 from clearhead.model.attend import KERNELS
 from clearhead.plot import attention as pictures

@@ -19,9 +19,8 @@ from clearhead.cli import main
 from clearhead.data.treebank import Sentence, TreeWord, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
-from clearhead.inside.heads.alignments import Aligned, agreement, read_alignments
+from clearhead.inside.heads.alignments import Aligned, agreement, align, read_alignments
 from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
-from clearhead.inside.heads.words import align
 from clearhead.inside.names import AttentionHead
 from clearhead.model.attention import Attention
 from tests.harness import V, build, config

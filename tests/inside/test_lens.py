@@ -13,8 +13,8 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.inside.contributions import contributions
-from clearhead.inside.lens import lens, lens_taps, stopped_at
+from clearhead.inside.lens import contributions, lens, stopped_at
+from clearhead.inside.names import states
 from clearhead.model.norms import LayerNorm, RMSNorm
 from clearhead.plot.lens import draw_contributions, draw_lens
 from tests.harness import V, build, some_ids
@@ -108,9 +108,9 @@ def test_the_last_layer_is_the_models_answer_bit_for_bit():
         given, more = inputs(model.config)
         main_input = given if isinstance(given, torch.Tensor) else torch.tensor([more.get("target", given)])
         source = {"source": torch.tensor([given])} if more else {}
-        with torch.no_grad(), ch.record(model, *lens_taps(model)) as seen:
+        with torch.no_grad(), ch.record(model, *states(model.main.spec)) as seen:
             logits = model(main_input, **source).logits
-        assert torch.equal(stopped_at(model, seen[lens_taps(model)[-1]]), logits), name
+        assert torch.equal(stopped_at(model, seen[states(model.main.spec)[-1]]), logits), name
         found = lens(model, given, **more, top=2)
         assert found.chosen_ranks[-1].eq(1).all(), name
         assert found.divergence[-1].abs().max() == 0, name

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead import cli
 from clearhead.errors import InputError
-from clearhead.inside.memories import memories, passages
+from clearhead.inside.memories import memories, neurons
 from tests.harness import V, build, config, scramble, some_ids
 
 pytestmark = pytest.mark.ledger("K5")
@@ -100,14 +100,13 @@ def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple
 )
 @pytest.mark.parametrize("batch", [4096, 12], ids=["one batch", "small batches"])
 def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypatch, differences):
-    monkeypatch.setattr(passages, "BATCH", batch)
+    monkeypatch.setattr(neurons, "BATCH", batch)
     model = build(**{**changes, "d_ff": 8})
     texts = texts_for(model)
     found = memories(model, iter(texts), top=4)
     assert len(found.shelves) == (3 if changes is BOTH else 2) * max(1, model.config.n_experts)
     for shelf in found.shelves:
-        stack = "encoder." if shelf.kind == "encoder" else ""
-        part = f"{stack}blocks.{shelf.layer}.feedforward" + (
+        part = f"{shelf.stack}blocks.{shelf.layer}.feedforward" + (
             "" if shelf.expert is None else f".experts.{shelf.expert}"
         )
         everything = every_activation(model, texts, f"{part}.post")
@@ -243,8 +242,8 @@ def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
 def test_long_texts_are_read_in_stretches_and_the_limit_holds():
     m = worded(build(vocab_size=len(WORDS), max_positions=8))
     text = " ".join(WORDS[2:]) + " " + " ".join(WORDS[2:][::-1])
-    assert [len(p.prepared.tokens) for p in passages.passages(m, [text, "", text])] == [8, 8, 8, 8]
-    assert [p.answers[-1] for p in passages.passages(m, [text])] == [WORDS.index("early"), passages.NOTHING]
+    assert [len(p.prepared.tokens) for p in neurons.passages(m, [text, "", text])] == [8, 8, 8, 8]
+    assert [p.answers[-1] for p in neurons.passages(m, [text])] == [WORDS.index("early"), neurons.NOTHING]
     assert memories(m, [text] * 9).tokens == 9 * 16
     assert memories(m, [text] * 9, limit=30).tokens == 32
 
@@ -252,7 +251,7 @@ def test_long_texts_are_read_in_stretches_and_the_limit_holds():
 def test_a_target_ends_and_its_answers_are_its_next_tokens():
     m = worded(build(vocab_size=len(WORDS), **BOTH))
     m.special["decoder_start"] = 0
-    passage = next(passages.passages(m, [("sun and moon", "moon and sun")]))
+    passage = next(neurons.passages(m, [("sun and moon", "moon and sun")]))
     assert passage.prepared.tokens.ids == (0, *(WORDS.index(word) for word in ("moon", "and", "sun")))
     assert passage.answers == (*passage.prepared.tokens.ids[1:], WORDS.index("</s>"))
 

@@ -11,7 +11,7 @@ import torch
 from clearhead.api import load
 from clearhead.data.treebank import Sentence, locate, read_treebank
 from clearhead.errors import InputError
-from clearhead.inside.heads.words import align, positions, word_attention, word_matrices
+from clearhead.inside.heads.alignments import align, positions, word_attention, word_matrices
 from tests.hub.packages import packaged
 from tests.tokens.toys import KINDS, trained
 

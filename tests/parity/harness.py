@@ -66,8 +66,8 @@ def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     )
 
 
-def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) -> ch.Model:
-    """Everything about a decoder with a language head."""
+def check_decoder(model: Any, folder: Path, tmp: Path, **generate: Any) -> ch.Model:
+    """Everything about a decoder with a language head; `generate` are options of the reference's."""
     ours = ch.load(folder)
     config = model.config
     for side in ("right", "left"):
@@ -82,17 +82,17 @@ def check_decoder(model: Any, folder: Path, tmp: Path, greedy_tokens: int = 30) 
         layers = [*(seen[f"blocks.{i}.resid_pre"] for i in range(ours.config.n_layers)), seen["hidden"]]
         for depth, (a, b) in enumerate(zip(layers, theirs.hidden_states, strict=True)):
             close(f"hidden state {depth}, padded {side}", a[mask], b[mask], HIDDEN)
-    if greedy_tokens:
-        ids = ids[:1, :9]
-        theirs = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=greedy_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert greedy(ours.model, ids, greedy_tokens).tolist() == theirs[:, 9:].tolist()
+    ids = ids[:1, :9]
+    theirs = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **generate,
+    )
+    assert greedy(ours.model, ids, 30).tolist() == theirs[:, 9:].tolist()
     check_gradients(model, ours, ids, ids)
     check_round_trip(model, ours, tmp, lambda other: other(ids).logits, lambda mine: mine(ids).logits)
     return ours

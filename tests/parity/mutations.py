@@ -1,6 +1,10 @@
-"""Change one field of a config.json and ask transformers and clearhead what the model is now.
+"""Change fields of a config.json and ask transformers and clearhead what the model is now.
 
-    python -m tests.parity.mutations [--only Mistral] [--sample 500] [--out OUT.json]
+    python -m tests.parity.mutations [--only Mistral] [--share 0.1] [--fields is_causal rope_scaling]
+        [--pairs 100] [--section] [--out OUT.json]
+
+Every field is changed to several values, and left out; `--pairs` changes two fields at once. With
+`--section`, clearhead has written the file, with a section of its own that transformers does not know.
 
 Each mutation ends in one of:
     equal      both compute the same numbers
@@ -20,7 +24,7 @@ import random
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,17 +131,33 @@ SUBJECTS = {
     "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
     "MT5": Subject("MT5Config", "MT5ForConditionalGeneration", T5),
     "BART": Subject("BartConfig", "BartForConditionalGeneration", BART),
+    "mBART": Subject("MBartConfig", "MBartForConditionalGeneration", BART),
     "Marian": Subject("MarianConfig", "MarianMTModel", MARIAN),
     "M2M-100": Subject("M2M100Config", "M2M100ForConditionalGeneration", BART),
     "ViT": Subject("ViTConfig", "ViTForImageClassification", VIT),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
 EXTRA: dict[str, list[Any]] = {
-    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 4.0}],
+    "rope_scaling": [
+        {"rope_type": "linear", "factor": 2.0},
+        {"type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50.0},
+    ],
     "rope_parameters": [{"rope_type": "default", "rope_theta": 77.0}],
     "rope_theta": [77.0],
-    "partial_rotary_factor": [0.5],
-    "is_causal": [False, True],
+    "rope_local_base_freq": [77.0],
+    "rotary_emb_base": [77.0],
+    "rotary_pct": [0.5],
+    "partial_rotary_factor": [0.5, None],
+    "original_max_position_embeddings": [16],
+    "per_layer_config": [{"0": {"sliding_window": 3}}],
+    "sliding_window_pattern": [2],
+    "attention_chunk_size": [8],
+    "num_kv_shared_layers": [1],
+    "num_experts": [2],
+    "n_embed": [16],
+    "is_encoder_decoder": [False, True],
+    "is_causal": [False, True, None],
     "is_decoder": [True],
     "add_cross_attention": [True],
     "layer_types": [KINDS, ["full_attention"] * 3, ["sliding_attention"] * 3],
@@ -167,6 +187,7 @@ EXTRA: dict[str, list[Any]] = {
     "torch_dtype": ["bfloat16"],
     "dtype": ["float16"],
 }
+ABSENT = object()  # the field is left out
 ACTIVATIONS = ["relu", "gelu", "gelu_new", "silu", "tanh", "no_such_activation"]
 
 
@@ -184,7 +205,9 @@ def values_for(name: str, value: Any) -> list[Any]:
         found = [value[::-1], value[:-1], None]
     elif isinstance(value, dict):
         found = [None, {}] + [
-            {**value, key: other} for key, old in value.items() for other in values_for(key, old)[:3]
+            {**value, key: other}
+            for key, old in value.items()
+            for other in values_for(key, old)[: None if isinstance(old, dict) else 3]
         ]
     else:
         found = [0, 1, 2.0, True]
@@ -192,7 +215,7 @@ def values_for(name: str, value: Any) -> list[Any]:
 
 
 def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every field of a config with the values to try."""
+    """Yield every field of a config with each value to try."""
     accepted = inspect.signature(type(config).__init__).parameters
     names = dict.fromkeys([*written, *accepted, *config.attribute_map, *EXTRA])
     skipped = {
@@ -207,6 +230,9 @@ def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]
     for name in names:
         if name not in skipped:
             values = values_for(name, written.get(name, getattr(config, name, None)))
+            default = getattr(type(config), name, None)
+            if name in written and not (type(default) is int and default > 64 and name != "sliding_window"):
+                yield name, ABSENT  # else the reference would build a model of its usual size
             seen: list[str] = []
             for value in [*values, *EXTRA.get(name, ())]:
                 if (text := json.dumps(value)) not in seen and (
@@ -267,19 +293,40 @@ def judge(
     return ("equal", "") if gap <= TOLERANCE else ("silent", f"off by {gap:.1e}")
 
 
-def run(name: str, folder: Path, share: float = 1.0, seed: int = 0) -> list[dict[str, Any]]:
-    """Judge a share of the mutations of one subject."""
-    subject, rows = SUBJECTS[name], []
+def add_section(folder: Path) -> None:
+    """Save the model of a folder again, with a field that only a section of our own can express."""
+    ours = ch.load(folder)
+    model = ch.Transformer(ours.config.replace(layer_drop=0.125))
+    model.load_state_dict(ours.model.state_dict())
+    ch.Model(model).save(folder)
+
+
+def run(
+    name: str,
+    folder: Path,
+    share: float = 1.0,
+    fields: Sequence[str] = (),
+    pairs: int = 0,
+    seed: int = 0,
+    section: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Judge a share of the mutations of one subject, all those of some fields, and random pairs."""
+    subject = SUBJECTS[name]
     model = prepare(subject, folder)
+    if section:
+        add_section(folder)
     inputs, path = inputs_of(model), folder / "config.json"
     written = json.loads(path.read_text())
+    assert ("clearhead" in written) == section
     draw = random.Random(f"{seed} {name}")
-    for field, value in mutations(written, model.config):
-        if draw.random() < share:
-            path.write_text(json.dumps({**written, field: value}))
-            verdict, why = judge(folder, subject, inputs)
-            rows.append({"subject": name, "field": field, "value": value, "verdict": verdict, "why": why})
-    return rows
+    single = [one for one in mutations(written, model.config) if one[0] != "clearhead"]
+    chosen = [(one,) for one in single if draw.random() < share or one[0] in fields]
+    for changes in [*chosen, *(draw.sample(single, 2) for _ in range(pairs))]:
+        changed = {key: value for key, value in {**written, **dict(changes)}.items() if value is not ABSENT}
+        path.write_text(json.dumps(changed))
+        verdict, why = judge(folder, subject, inputs)
+        stated = {key: "absent" if value is ABSENT else value for key, value in changes}
+        yield {"subject": name, "changes": stated, "verdict": verdict, "why": why}
 
 
 def main() -> None:
@@ -288,7 +335,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, help="these subjects")
-    parser.add_argument("--share", type=float, default=1.0, help="judge this share of the mutations")
+    parser.add_argument("--share", type=float, default=1.0, help="of the mutations of one field, judge this")
+    parser.add_argument("--fields", nargs="*", default=(), help="judge all mutations of these fields")
+    parser.add_argument("--section", action="store_true", help="let clearhead write the file first")
+    parser.add_argument("--pairs", type=int, default=0, help="judge so many pairs of mutations as well")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write all verdicts as JSON")
     options = parser.parse_args()
@@ -297,15 +347,22 @@ def main() -> None:
     rows = []
     for name in options.only or SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:
-            found = run(name, Path(folder), options.share, options.seed)
+            found = list(
+                run(
+                    name,
+                    Path(folder),
+                    options.share,
+                    options.fields,
+                    options.pairs,
+                    options.seed,
+                    options.section,
+                )
+            )
         rows += found
         print(f"{name:<18} {dict(Counter(row['verdict'] for row in found))}", flush=True)
         for row in found:
             if row["verdict"] in ("silent", "raw"):
-                print(
-                    f"    {row['verdict']} {row['field']}={json.dumps(row['value'])}: {row['why']}",
-                    flush=True,
-                )
+                print(f"    {row['verdict']} {json.dumps(row['changes'])}: {row['why']}", flush=True)
     print(len(rows), dict(Counter(row["verdict"] for row in rows)))
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.inside.attention import AttentionMaps, attention
+from clearhead.inside.attention import attention
+from clearhead.inside.attention_maps import AttentionMaps
 from tests.conftest import Differences
 from tests.parity import seq2seq
 from tests.parity.encoders import text_inputs

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from clearhead.bundle import best_device
 from clearhead.errors import InputError
 from clearhead.recipe import TrainPlan
 from clearhead.training import machine
-from clearhead.training.machine import best_device, choose_precision, cpu_has_bfloat16
+from clearhead.training.machine import choose_precision, cpu_has_bfloat16
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 import tomllib
 from importlib import resources
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 import clearhead as ch
+from clearhead.cli import main
 from clearhead.hub.files import read_json
 from clearhead.recipe import SECTIONS, Recipe, _comments, recipe_names
 from clearhead.training.events import read_log
@@ -170,6 +172,40 @@ def inputs_of(loaded: ch.Model, place: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def logits_of(loaded: ch.Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return loaded.model.eval()(**inputs).logits
+
+
+# What a run prints ------------------------------------------------------------------------------------------
+
+# Of each recipe: what makes it small. The data has fewer tokens than the recipe's vocabulary.
+SMALL = {
+    name: [one for one in case[1] if not one.startswith(("tokens.", "train.average"))]
+    for name, case in CASES.items()
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_commands_to_try_work_as_printed(name, trained, place, capsys, tmp_path):
+    """Train by the command, then run each line that it prints after "try"."""
+    bases = {"{mlm}": "mlm", "{lm}": "char-gpt"}
+    needed = next((bases[key] for key in bases for one in SMALL[name] if key in one), None)
+    base = str(trained(needed).folder) if needed else ""
+    data = CASES[name][0]
+    paths = [str(place / one) for one in ((data,) if isinstance(data, str) else data)]
+    changes = [re.sub(r"\{\w+\}", base, one) for one in (*SMALL[name], *RUN)]
+    out = tmp_path / "a run"
+    arguments = [part for one in changes for part in ("--set", one)]
+    main(["train", *paths, "--recipe", name, "--out", str(out), *arguments])
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    if ch.read_recipe(name).tokens.vocab_size is not None:
+        assert "is more than the text has" in printed.err
+    first = next(number for number, line in enumerate(lines) if line.startswith("try "))
+    tries = [line.removeprefix("try").strip() for line in lines[first:]]
+    assert len(tries) == 2 and all(line.startswith("clearhead ") for line in tries)
+    for line in tries[:1]:  # `check` has its own tests, and takes longer than a run
+        main(shlex.split(line)[1:])
+        assert capsys.readouterr().out.strip(), line
+    assert shlex.split(tries[1])[1:] == ["check", str(out)]
 
 
 # The folder -------------------------------------------------------------------------------------------------

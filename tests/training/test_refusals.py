@@ -114,6 +114,19 @@ def test_an_empty_value_is_an_empty_list():
     assert read_recipe("vit").data.augment and (recipe.train.freeze, recipe.data.augment) == ((), ())
 
 
+def test_any_key_can_be_unset():
+    for name, section in (("bpe-gpt", "model"), ("vit", "train"), ("g2p", "data"), ("g2p", "tokens")):
+        tables, empty = read_recipe(name), Recipe()
+        held = tables.model if section == "model" else vars(getattr(tables, section))
+        unset = read_recipe(name, [f"{section}.{key}=" for key in held])
+        assert getattr(unset, section) == getattr(empty, section)
+    assert read_recipe("bpe-gpt", ["tokens.vocab_size="]).tokens.vocab_size is None
+    assert read_recipe("bpe-gpt", ["model.base="]).model["d_model"] == 384
+    assert read_recipe(None, ["train.epochs=2", "train.steps="]).train.epochs == 2
+    with pytest.raises(ConfigError, match=r'unknown \[tokens\] key "vocab" '):
+        read_recipe("bpe-gpt", ["tokens.vocab="])
+
+
 def test_the_size_of_a_batch_that_was_set_last_counts():
     assert read_recipe("original-transformer").data.batch_tokens == 8192
     assert read_recipe("original-transformer", ["data.batch_size=2"]).data.batch_tokens is None
@@ -185,8 +198,8 @@ def test_train_and_evaluate_take_a_dictionary(tmp_path):
     plan = data_plan(done.folder, [tmp_path / "text.txt"], settings={"data.max_length": 8})
     assert plan == data_plan(done.folder, [tmp_path / "text.txt"], settings=["data.max_length=8"])
     assert plan.max_length == 8 and ch.evaluate(done.model, tmp_path / "text.txt", plan).metrics["loss"] > 0
-    with pytest.raises(InputError, match="leave data, recipe, settings, out and overwrite out"):
-        ch.train(resume=done.folder, settings={"train.steps": 4})
+    with pytest.raises(ConfigError, match=r"train.lr cannot change in a run that goes on: .* can"):
+        ch.train(resume=done.folder, settings={"train.lr": 4.0})
 
 
 def test_a_section_that_is_a_value_is_named(tmp_path):

@@ -143,7 +143,7 @@ def test_folders_that_hold_runs_are_no_data(tmp_path, monkeypatch):
 def test_resume_takes_nothing_else(text, tmp_path):
     run(text, tmp_path / "run")
     for more in ({"out": tmp_path / "other"}, {"overwrite": True}):
-        with pytest.raises(ch.ClearheadError, match="leave data, recipe, settings, out and overwrite out"):
+        with pytest.raises(ch.ClearheadError, match="leave data, recipe, out and overwrite out"):
             ch.train(resume=tmp_path / "run", **more)
 
 

@@ -298,7 +298,7 @@ def test_what_a_folder_holds(text, tmp_path):
             ["model.base=t5-small"],
             "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder",
         ),
-        (["tokens.vocab_size=40000", "tokens.kind=bpe"], "40"),
+        (["tokens.vocab_size=2000000", "tokens.kind=bpe"], "vocab_size 2000000 must lie between 1 and"),
         (["train.freeze=encodr.*"], 'train.freeze "encodr.*" names no parameter'),
         (["train.lora=4"], "train.lora 4 updates a trained model"),
         (["train.device=tpu"], 'device "tpu"'),
@@ -366,3 +366,63 @@ def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend
     assert "compiling the model, which takes a moment" in said
     refused = [line for line in said if line.startswith("not compiled, and slower for it: ")]
     assert len(refused) == (backend != "eager") and not any("\n" in line for line in refused)
+
+
+# Longer runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("train.ema=0.9",)], ids=["plain", "ema"])
+def test_a_finished_run_made_longer_is_a_run_that_long(text, tmp_path, more):
+    """Bit for bit, where the rate of a step does not depend on the number of steps; otherwise it is said."""
+    settings = ("train.schedule=constant", "train.warmup=2", *more)
+    run(text, tmp_path / "whole", *settings)
+    run(text, tmp_path / "part", *settings, "train.steps=8")
+    lines: list[str] = []
+    done = ch.train(
+        resume=tmp_path / "part",
+        settings=["train.steps=12"],
+        on_event=lambda event: lines.append(getattr(event, "line", "")),
+    )
+    assert (done.reason, done.step) == ("done", 12) and "in place of" not in " ".join(lines)
+    assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
+    toml = [(tmp_path / name / "train.toml").read_text() for name in ("whole", "part")]
+    assert toml[0] == toml[1]
+    with pytest.raises(ch.InputError, match=r"train.steps 3 is less than the 12 steps that are done"):
+        ch.train(resume=tmp_path / "part", settings={"train.steps": 3})
+    assert (tmp_path / "part" / "train.toml").read_text() == toml[0]
+
+
+def test_a_schedule_that_depends_on_the_length_is_said(text, tmp_path):
+    run(text, tmp_path / "part", "train.steps=4")
+    lines: list[str] = []
+    ch.train(
+        resume=tmp_path / "part",
+        settings=["train.steps=6"],
+        on_event=lambda event: lines.append(getattr(event, "line", "")),
+    )
+    assert any("6 steps in place of 4: the cosine rate of steps" in line for line in lines), lines
+
+
+def test_a_short_run_validates_once_and_keeps_one_optimizer(text, tmp_path):
+    """Its folder takes four times the model; five where the best model is not the last."""
+    settings = ["model.d_model=64", "model.n_heads=2", "model.n_layers=2", "train.samples=0"]
+    seen: list[str] = []
+    for steps in (3, 20):
+        out = tmp_path / str(steps)
+        ch.train(
+            text,
+            out=out,
+            settings=[*settings, f"train.steps={steps}"],
+            on_event=lambda event: seen.append(type(event).__name__),
+        )
+        assert (seen.count("Validated"), seen.count("Saved")) == (1, 1)
+        seen.clear()
+        size = sum(path.stat().st_size for path in out.rglob("*.safetensors") if not path.is_symlink())
+        assert size < 4.1 * (out / "model.safetensors").stat().st_size
+    out = tmp_path / "worse"
+    diverging = ["train.steps=3", "train.validate_every=1", "train.lr=0.9", "train.warmup=0"]
+    done = ch.train(text, out=out, settings=[*settings, *diverging])
+    files = {str(path.relative_to(out)) for path in out.glob("checkpoints/*/training.*")}
+    assert files == {"checkpoints/step-3/training.safetensors", "checkpoints/step-3/training.json"}
+    assert done.metrics["step"] < 3 and ch.train(resume=out).step == 3

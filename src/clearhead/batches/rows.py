@@ -136,6 +136,7 @@ class Buckets:
 
         Both are shuffled by `random`, where it is given.
         """
+        # Noise below 1 moves an example within its class, never out of it.
         noise = 0 if random is None else random.random(len(self.class_of))
         batches = np.arange(len(self)) if random is None else random.permutation(len(self))
         return np.argsort(self.class_of + noise, kind="stable"), batches

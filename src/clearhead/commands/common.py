@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.errors import InputError, refuse
 
 
 def option(help: str, **more: Any) -> Any:
@@ -25,11 +26,15 @@ def _show_default(default: str) -> str:
     return "" if default in ("None", "False", "") else f"(default: {default})"
 
 
-Json = Annotated[bool, option("print one JSON object instead of a table")]
+Json = Annotated[bool, option("print one JSON object, on one line, instead of a table")]
 Folder = Annotated[
     Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="DIR")
 ]
 Given = Annotated[Positional[str], option("the text; for a model of images, an image file", metavar="TEXT")]
+TokenIds = Annotated[
+    bool,
+    option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
+]
 Target = Annotated[
     str | None,
     option("what the decoder of an encoder-decoder has written; default: what it writes by itself"),
@@ -48,14 +53,23 @@ Settings = Annotated[
 ]
 
 
-def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
-    """Refuse a missing model, an empty text or an unknown format of picture, before importing torch."""
+def token_ids(text: str) -> list[int]:
+    """Return the token ids written in a text, with spaces or commas between them."""
+    try:
+        return list(map(int, text.replace(",", " ").split()))
+    except ValueError:
+        raise InputError(
+            f'"{text:.40}" is not a list of token ids: with --ids, write whole numbers, such as "15 27 3"'
+        ) from None
+
+
+def check_inputs(folder: Path, plot: Path | None = None) -> None:
+    """Refuse a missing model or an unknown format of picture, before importing torch."""
     refuse(
         not folder.is_dir(),
         f"{folder} is not a directory: name a model directory; "
         f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
     )
-    refuse("" in texts, "the text is empty: give some text, or the name of an image file")
     if plot is not None:
         from clearhead.plot.canvas import FORMATS
 
@@ -67,26 +81,29 @@ def check_inputs(folder: Path, *texts: str, plot: Path | None = None) -> None:
 
 def load_model(
     folder: Path,
-    *texts: str,
     tokenizer: Path | None = None,
     device: str = "cpu",
     dtype: str | None = None,
     plot: Path | None = None,
 ) -> ch.Model:
     """Return the model of a directory, on a device and in a dtype, once the inputs are checked."""
-    check_inputs(folder, *texts, plot=plot)
-    import torch
-
-    from clearhead.training.machine import best_device
-
-    wanted = getattr(torch, dtype) if dtype is not None else None
-    return ch.load(folder, wanted, str(best_device(device)), tokenizer=tokenizer)
+    check_inputs(folder, plot)
+    return ch.load(folder, dtype, device, tokenizer=tokenizer)
 
 
 def print_notes(notes: Iterable[str]) -> None:
     """Print lines that are not part of the result, to stderr."""
     for line in notes:
         print(line, file=sys.stderr)
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print each warning of the library once, as one line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = lambda message, *where: print_notes([f"warning: {message}"])
+        yield
 
 
 def show_result(
@@ -113,7 +130,7 @@ def show_result(
         print_notes([f"saved {save(draw(), plot)}"])
         body = {**body, "plot": str(plot)}
     if as_json:
-        print(json.dumps(body, indent=2))
+        print(json.dumps(body, ensure_ascii=False))
         return
     from rich.console import Console
 
@@ -154,40 +171,36 @@ def check_apart(output: Path | None, inputs: Iterable[Path]) -> None:
 
 
 @contextmanager
-def writing(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """Give a function that writes a line: to stdout at once, or to a file that appears when all is done.
+def writing(path: Path | None, mode: Literal["w", "wb"] = "w") -> Iterator[Callable[[Any], None]]:
+    """Give a function that writes a line, or bytes: to stdout at once, or to a file, whole or not at all.
 
-    After a mistake in the input, the file holds what came before it. A link stays, and its target is written.
-    A pipe or a device, which no file can replace, gets each line at once.
+    The file appears when all is done. A link stays, and its target is written. A pipe or a device, which no
+    file can replace, gets each line at once.
     """
     if path is None:
         yield lambda text: print(text, flush=True)
         return
-    if path.exists() and not path.is_file():
-        with _create(path, path) as file:
-            yield lambda text: print(text, file=file, flush=True)
-        return
-    target = Path(os.path.realpath(path))
-    work = target.with_name(f".{target.name}.{os.getpid()}")
-    file = _create(work, path)
+    whole = path.is_file() or not path.exists()
+    target = Path(os.path.realpath(path)) if whole else path
+    work = target.with_name(f".{target.name}.{os.getpid()}") if whole else path
+    try:
+        file = work.open(mode, encoding=None if mode == "wb" else "utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+    def write(given: Any) -> None:
+        file.write(given if mode == "wb" else f"{given}\n")
+        if not whole:
+            file.flush()
+
     try:
         with file:
-            try:
-                yield lambda text: print(text, file=file)
-            finally:
+            yield write
+            if whole:
                 file.flush()
                 os.fsync(file.fileno())
-    except ClearheadError:
-        work.replace(target)
-        raise
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
-    work.replace(target)
-
-
-def _create(path: Path, asked: Path) -> IO[str]:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{asked} cannot be written: {error.strerror}") from None
+        if whole:
+            work.replace(target)
+    finally:
+        if whole:
+            work.unlink(missing_ok=True)

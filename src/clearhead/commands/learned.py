@@ -78,7 +78,7 @@ def heads(
       clearhead heads my-model/ "The cat sat on the mat." "The dog saw the cat."
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
-    check_inputs(folder, plot=plot)
+    check_inputs(folder, plot)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.data.treebank import read_treebank
     from clearhead.inside.heads import alignments, head_roles, syntax

@@ -15,6 +15,7 @@ from clearhead.commands.common import (
     Dtype,
     Folder,
     Json,
+    Tokenizer,
     check_inputs,
     load_model,
     option,
@@ -129,6 +130,7 @@ def convert(
     target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
     dtype: Dtype = None,
     shard_size: Annotated[str, option("largest file, such as 500MB or 5GB")] = "5GB",
+    tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
     json: Json = False,
 ) -> None:
@@ -137,6 +139,7 @@ def convert(
     For example:
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
+      clearhead convert stories/ out/ --tokenizer stories/tok512.bin
     """
     refuse(
         (target / "config.json").exists() and not overwrite,
@@ -144,12 +147,10 @@ def convert(
         CheckpointError,
     )
     limit = _bytes(shard_size)
-    import torch
-
     from clearhead.hub.checkpoint import explain_export
 
-    model = load_model(source)
-    model.save(target, dtype=getattr(torch, dtype) if dtype else None, shard_size=limit)
+    model = load_model(source, tokenizer=tokenizer)
+    model.save(target, dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])

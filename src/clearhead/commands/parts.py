@@ -25,7 +25,7 @@ from clearhead.report import table
 
 if TYPE_CHECKING:
     from clearhead.inside.parts import ablate as ablation
-    from clearhead.inside.parts import effect, examples
+    from clearhead.inside.parts import examples
 
 NAMED = 4  # parts named in a title
 HeadNames = Annotated[
@@ -85,12 +85,12 @@ def ablate(
     )
     model = load_model(folder, plot=plot)
     from clearhead.inside.parts import ablate as inside
-    from clearhead.inside.parts.effect import effect
     from clearhead.inside.parts.examples import examples_from
+    from clearhead.inside.parts.importance import ablate_each
     from clearhead.plot import parts as pictures
 
     if text is not None and not each:
-        found = effect(model, text, heads, layers, feedforwards, how, target=target)
+        found = inside.effect(model, text, heads, layers, feedforwards, how, target=target)
         show_result(
             found.to_dict(),
             json,
@@ -106,7 +106,7 @@ def ablate(
         show_result(done.to_dict(), json, _ablation_parts(done, folder))
         return
     with progress() as on_progress:
-        grid = inside.ablate_each(model, read, how, on_progress=on_progress)
+        grid = ablate_each(model, read, how, on_progress=on_progress)
     numbers = range(grid.values.shape[1])
     rows = (
         (name, *("" if value != value else f"{value:+.4f}" for value in row))
@@ -157,12 +157,12 @@ def _ablation_parts(done: ablation.Ablation, folder: Path) -> list[Any]:
     ]
 
 
-def _effect_parts(found: effect.Effect) -> list[Any]:
+def _effect_parts(found: ablation.Effect) -> list[Any]:
     at = found.position
     asked = "the whole text" if at is None else f"after token {at}, {found.tokens[at]!r}"
     rows = ((one.label, f"{one.before:.4f}", f"{one.after:.4f}") for one in found.top)
     return [
-        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} nats",
+        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} bits",
         table("", ("says", ">whole model", ">without"), rows),
     ]
 

@@ -16,12 +16,14 @@ from clearhead.commands.common import (
     Pair,
     Plot,
     Target,
+    TokenIds,
     Tokenizer,
     check_inputs,
     load_model,
     option,
     print_notes,
     show_result,
+    token_ids,
 )
 from clearhead.errors import refuse
 from clearhead.report import table
@@ -29,9 +31,8 @@ from clearhead.report import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
-    from clearhead.inside.contributions import Contributions
-    from clearhead.inside.lens import Lens
+    from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern
+    from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
 
 LINKS = 3  # tokens named per place in a table of rollout
@@ -59,6 +60,7 @@ def attention(
     ] = False,
     plot: Plot = None,
     output: Annotated[Path | None, option("write the patterns themselves: FILE.json or .npz")] = None,
+    ids: TokenIds = False,
     tokenizer: Tokenizer = None,
     json: Json = False,
 ) -> None:
@@ -77,7 +79,7 @@ def attention(
         entropy and plot is None,
         "entropy is a picture, and the table has its numbers anyway: name a file with --plot",
     )
-    check_inputs(folder, text, plot=plot)
+    check_inputs(folder, plot)
     from clearhead.inside import attention as inside
     from clearhead.inside import attention_maps, names
 
@@ -93,7 +95,9 @@ def attention(
             f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out',
         )
         chosen, layers, head = found.kind, [found.layer], str(found)
-    maps = inside.attention(model, text, target, pair, None if chosen is None else [chosen], layers)
+    maps = inside.attention(
+        model, token_ids(text) if ids else text, target, pair, None if chosen is None else [chosen], layers
+    )
     shown = maps.heads() if head is None else [maps.head(head)]
     body: dict[str, Any] = {
         "aggregated": maps.aggregated,
@@ -175,6 +179,7 @@ def lens(
         str | None, option("of contributions: whose logit (· is a space); default: what the model says")
     ] = None,
     against: Annotated[str | None, option("of contributions: subtract this token's logit")] = None,
+    ids: TokenIds = False,
     plot: Plot = None,
     tokenizer: Tokenizer = None,
     json: Json = False,
@@ -190,18 +195,19 @@ def lens(
         not contributions and (token is not None or against is not None),
         "--token and --against choose a logit to take apart: add --contributions",
     )
-    model = load_model(folder, text, tokenizer=tokenizer, plot=plot)
+    model = load_model(folder, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.choices import find_column
-    from clearhead.inside.contributions import contributions as take_apart
+    from clearhead.inside.lens import contributions as take_apart
     from clearhead.inside.lens import lens as run
     from clearhead.plot import lens as pictures
 
+    given = token_ids(text) if ids else text
     if contributions:
-        terms = take_apart(model, text, token, position, target, against, pair)
+        terms = take_apart(model, given, token, position, target, against, pair)
         parts = [_contribution_table(terms)]
         show_result(terms.to_dict(), json, parts, plot, lambda: pictures.draw_contributions(terms))
     else:
-        found = run(model, text, target, pair, top)
+        found = run(model, given, target, pair, top)
         parts = [_lens_table(found, find_column(position, found.columns))]
         show_result(found.to_dict(), json, parts, plot, lambda: pictures.draw_lens(found))
 
@@ -277,7 +283,7 @@ def patch(
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France" --part residual heads
       clearhead patch my-model/ "Paris is in" "Rome is in" --json
     """
-    model = load_model(folder, clean, corrupt, tokenizer=tokenizer, plot=plot)
+    model = load_model(folder, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.patch import patch as run
     from clearhead.plot.lens import draw_patching
 

@@ -17,10 +17,12 @@ from clearhead.commands.common import (
     Json,
     Pair,
     Target,
+    TokenIds,
     Tokenizer,
     load_model,
     option,
     show_result,
+    token_ids,
 )
 from clearhead.errors import CheckpointError, refuse
 from clearhead.report import Cell, count, size, table
@@ -159,6 +161,7 @@ def trace(
     layer: Annotated[int | None, option("open this block in full")] = None,
     top: Annotated[int, option("candidates to show")] = 5,
     why: Annotated[bool, option("say beside each step why it is there")] = False,
+    ids: TokenIds = False,
     tokenizer: Tokenizer = None,
     json: Json = False,
 ) -> None:
@@ -175,7 +178,7 @@ def trace(
         f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps",
     )
     model = load_model(folder, tokenizer=tokenizer)
-    seen = ch.trace(model, given, target, pair, top, keep_values=False)
+    seen = ch.trace(model, token_ids(given) if ids else given, target, pair, top, keep_values=False)
     rows = seen.rows(depth or (4 if layer is None else 2), layer)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
 

@@ -1,12 +1,14 @@
 """Commands over texts: read from an argument, a file or stdin, run a model batch by batch, write in order.
 
-A bad line ends the work: the results before it are written, and the error names it.
+A bad input does not end the work: its result says what is wrong with it, and the exit code at the end is 1.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json as jsonlib
+import math
 import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -14,6 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from tyro.conf import Positional, arg
@@ -25,8 +28,10 @@ from clearhead.commands.common import (
     check_apart,
     load_model,
     option,
+    print_notes,
     progress,
     show_result,
+    token_ids,
     writing,
 )
 from clearhead.errors import ClearheadError, InputError, refuse
@@ -39,10 +44,12 @@ Made = TypeVar("Made")
 
 
 class Input(NamedTuple):
-    """One input of a command: its texts by field, and its place for error messages."""
+    """One input of a command."""
 
-    fields: dict[str, str]
-    place: str = ""  # "FILE line 3"; empty for an argument
+    fields: dict[str, Any]  # its texts, or lists of token ids, by name
+    unused: Mapping[str, Any] = MappingProxyType({})  # the other fields of its JSON object
+    place: str = ""  # for messages, "FILE line 3"; empty for an argument
+    error: ClearheadError | None = None  # why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,10 @@ class TextOptions:
     file: Annotated[
         Path | None, option("read one text per line; .jsonl: one JSON object per line; .gz as well")
     ] = None
-    output: Annotated[Path | None, option("write there, whole, in place of stdout")] = None
-    json: Annotated[bool, option("one JSON object; for a file or stdin, one per line")] = False
+    output: Annotated[Path | None, option("write there, whole or not at all, in place of stdout")] = None
+    json: Annotated[
+        bool, option("a JSON object for each result, on one line; unused fields of JSON lines stay")
+    ] = False
     batch_size: Annotated[int, option("texts at a time")] = 16
     tokenizer: Annotated[
         Path | None, option("a directory, tokenizer.json, SentencePiece .model or llama2.c .bin")
@@ -68,65 +77,96 @@ class TextOptions:
     def run(
         self,
         given: Mapping[str, str | None],
-        compute: Callable[[list[dict[str, str]]], Iterable[Made]],
-        body: Callable[[dict[str, str], Made], dict[str, Any]],
-        line: Callable[[dict[str, str], Made], str],
+        compute: Callable[[list[dict[str, Any]]], Iterable[Made]],
+        body: Callable[[dict[str, Any], Made], dict[str, Any]],
+        line: Callable[[dict[str, Any], Made], str],
         show: Callable[[Made], Any] | None = None,
         optional: Mapping[str, str | None] | None = None,
+        ids: bool | None = None,
+        array: bool = False,
     ) -> None:
         """Run a command over its inputs.
 
         Args:
             given: the arguments by field; the first is None or "-" where texts come from a file or stdin.
-            compute: gives the result of each input of a batch, from its fields.
+            compute: gives the result of each input of a batch, from its fields; of an empty batch, it refuses
+                a model or an option that fits no input.
             body: makes the fields of an input and its result a JSON object.
             line: makes them a line of text.
             show: makes the result of a single argument something that rich prints; None: its line.
             optional: arguments that may be missing; those of a file's inputs come from JSON lines.
+            ids: read the texts as token ids; None: the command takes no ids.
+            array: the results are vectors, which --output FILE.npy holds as a matrix.
         """
         single = next(iter(given.values())) not in (None, "-")
         refuse(self.batch_size < 1, f"batch-size {self.batch_size} must be 1 or more")
         refuse(single and self.file is not None, "a text and --file were both given: choose one")
         check_apart(self.output, [self.file] if self.file is not None else [])
-        values = {**given, **(optional or {})}
-        with writing(self.output) as write, closing(self._inputs(values, tuple(given), single)) as inputs:
-            for (fields, _), made in results(
-                inputs, lambda batch: compute([item.fields for item in batch]), self.batch_size
-            ):
-                if self.json:
-                    indent = 2 if single else None
-                    write(jsonlib.dumps(body(fields, made), indent=indent, ensure_ascii=False))
-                elif single and show is not None and self.output is None:
-                    show_result({}, False, [show(made)])
+        matrix = self.output is not None and self.output.suffix == ".npy"
+        refuse(
+            matrix and (self.json or not array),
+            f"--output {self.output}: a .npy file holds vectors, of embed without --json: rename it",
+        )
+        if not single:
+            list(compute([]))
+        values, made, failed = {**given, **(optional or {})}, 0, list[ClearheadError]()
+        vectors: list[Any] = []  # for a matrix; None where an input failed
+        with (
+            writing(self.output, "wb" if matrix else "w") as write,
+            closing(self._inputs(values, tuple(given), ids, single)) as inputs,
+        ):
+            for item, result in results(inputs, compute, self.batch_size):
+                if isinstance(result, ClearheadError):
+                    if single:
+                        raise result
+                    failed.append(result)
+                    row, text, vector = {**item.fields, "error": str(result)}, f"error: {result}", None
+                elif single and show is not None and not self.json and self.output is None:
+                    show_result({}, False, [show(result)])
+                    continue
                 else:
-                    write(line(fields, made))
+                    made += 1
+                    row, text, vector = body(item.fields, result), line(item.fields, result), result
+                if matrix:
+                    vectors.append(vector)
+                else:
+                    write(_joined(row, item.unused) if self.json else text)
+            if matrix:
+                write(_npy(vectors))
+        if failed:
+            count = f"{len(failed)} of {made + len(failed)} inputs failed"
+            print_notes([f"clearhead: {count}, the first: {failed[0]}"])
+            sys.exit(1)
 
     def _inputs(
-        self, values: Mapping[str, str | None], needed: tuple[str, ...], single: bool
+        self, values: Mapping[str, str | None], needed: tuple[str, ...], ids: bool | None, single: bool
     ) -> Generator[Input]:
         """Give the arguments in `values` as an input, or the inputs of a file or stdin with such fields.
 
         A line is a JSON object, or the fields that are needed with tabs between them.
         """
         if single:
-            yield Input(_checked(values, values, needed))
+            yield Input(_checked(values, values, needed, ids))
             return
         name, number = str(self.file or "stdin"), 0
         jsonl = self.file is not None and ".jsonl" in self.file.suffixes
         try:
             with _lines(self.file) as lines:
                 for number, raw in enumerate(lines, 1):
-                    place = f"{name} line {number}"
+                    place, found = f"{name} line {number}", dict[str, Any]()
                     try:
                         text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
+                        refuse(not text, "the line is blank: give some text")
                         found = _from_json(text) if jsonl else _from_tabs(text, needed)
-                        yield Input(_checked(found, values, needed), place)
+                        fields = _checked(found, values, needed, ids)
                     except UnicodeDecodeError as error:
-                        raise InputError(
-                            f"{place}: byte {error.start + 1} is not UTF-8: convert the file"
-                        ) from None
+                        wrong = f"byte {error.start + 1} is not UTF-8: convert the file"
+                        yield Input({}, place=place, error=InputError(f"{place}: {wrong}"))
                     except InputError as error:
-                        raise _placed(error, place) from None
+                        yield Input({}, found, place, _placed(error, place))
+                    else:
+                        unused = {name: value for name, value in found.items() if name not in fields}
+                        yield Input(fields, unused, place)
         except (EOFError, OSError, zlib.error) as error:
             raise InputError(
                 f"{name} cannot be read after line {number}: {str(error).splitlines()[0]}"
@@ -137,27 +177,33 @@ Options = Annotated[TextOptions, arg(name="")]  # its flags without a prefix
 
 
 def results(
-    inputs: Iterator[Input], work: Callable[[list[Input]], Iterable[Made]], batch_size: int
-) -> Iterator[tuple[Input, Made]]:
-    """Give each input with its result, in order; a bad input is an error, after the results before it."""
+    inputs: Iterator[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Made]], batch_size: int
+) -> Iterator[tuple[Input, Made | ClearheadError]]:
+    """Give each input with its result, or with what is wrong with it, in order."""
     wrong: list[ClearheadError] = []
-    good = _until_wrong(inputs, wrong)
-    while batch := list(islice(good, batch_size)):
-        try:
-            yield from zip(batch, work(batch))
-        except ClearheadError:  # of one of them: find it, and lose none before it
-            for item in batch:
-                try:
-                    (result,) = work([item])
-                except ClearheadError as error:
-                    raise _placed(error, item.place) from None
-                yield item, result
+    readable = _until_wrong(inputs, wrong)
+    while batch := list(islice(readable, batch_size)):
+        made = iter(_attempt([item for item in batch if item.error is None], compute))
+        for item in batch:
+            yield item, next(made) if item.error is None else item.error
     if wrong:
         raise wrong[0]
 
 
+def _attempt(
+    batch: list[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Made]]
+) -> list[Made | ClearheadError]:
+    """Return the results of a batch; where it fails, try its inputs one by one, and return their errors."""
+    try:
+        return list(compute([item.fields for item in batch])) if batch else []
+    except ClearheadError as error:
+        if len(batch) == 1:
+            return [_placed(error, batch[0].place)]
+        return [one for item in batch for one in _attempt([item], compute)]
+
+
 def _until_wrong(inputs: Iterator[Input], wrong: list[ClearheadError]) -> Iterator[Input]:
-    """Give the inputs up to one that cannot be read, and keep the error for when their results are out."""
+    """Give the inputs up to where the file itself fails; keep the error for when their results are out."""
     try:
         yield from inputs
     except ClearheadError as error:
@@ -168,16 +214,41 @@ def _placed(error: ClearheadError, place: str) -> ClearheadError:
     return type(error)(f"{place}: {error}") if place else error
 
 
-def _checked(values: Mapping[str, Any], names: Iterable[str], needed: Iterable[str]) -> dict[str, str]:
-    """Return the named fields among some values: all texts, and those that are needed there."""
+def _checked(
+    values: Mapping[str, Any], names: Iterable[str], needed: Iterable[str], ids: bool | None
+) -> dict[str, Any]:
+    """Return the named fields among some values: texts, or token ids; all that are needed are there."""
     found = {name: values[name] for name in names if values.get(name) is not None}
     all_needed = ", ".join(f'"{name}"' for name in needed)
     for name in needed:
         refuse(name not in found, f"there is no {name}: an input needs {all_needed}")
     for name, value in found.items():
-        refuse(not isinstance(value, str), f"{name} is {value!r:.40}: it must be text")
-        refuse(not value, f"the {name} is empty: give some text")
+        if ids and isinstance(value, str):
+            found[name] = value = token_ids(value)
+        listed = isinstance(value, list) and all(type(token) is int for token in value)
+        allowed = "text" if ids is None else "text, or a list of token ids"
+        refuse(
+            not isinstance(value, str) and not (listed and ids is not None),
+            f"{name} is {value!r:.40}: it must be {allowed}",
+        )
     return found
+
+
+def _joined(row: dict[str, Any], unused: Mapping[str, Any]) -> str:
+    """Return a result as JSON with the unused fields of its input, called given_NAME where it has NAME."""
+    passed = {f"given_{name}" if name in row else name: value for name, value in unused.items()}
+    return jsonlib.dumps({**passed, **row}, ensure_ascii=False)
+
+
+def _npy(rows: list[list[float] | None]) -> bytes:
+    """Return vectors as the bytes of a .npy file, float32 [N, D]; an input that failed is a row of NaN."""
+    import numpy as np
+
+    width = max((len(row) for row in rows if row is not None), default=0)
+    filled = [row if row is not None else [math.nan] * width for row in rows]
+    file = io.BytesIO()
+    np.save(file, np.array(filled, np.float32).reshape(len(rows), width))
+    return file.getvalue()
 
 
 def _from_tabs(text: str, names: tuple[str, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 import time
@@ -34,11 +35,11 @@ from clearhead.commands.common import (
 )
 from clearhead.errors import refuse
 from clearhead.recipe import recipe_names
-from clearhead.report import table
+from clearhead.report import confusion_tables, table
 from clearhead.training import events
 
 EVERY = 10  # seconds between the lines of a run without a terminal
-LONGEST = 160  # letters of a sample
+NEWLINE = "\n"
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
 
 
@@ -55,6 +56,8 @@ def train(
     ] = (),
     resume: Annotated[Path | None, option("go on with the run in this folder", metavar="DIR")] = None,
     overwrite: Annotated[bool, option("remove an earlier run in the output folder")] = False,
+    dry_run: Annotated[bool, option("show every decision and the sizes; train and write nothing")] = False,
+    show: Annotated[bool, option("print the keys of the recipe, with their values and meanings")] = False,
     json: Json = False,
 ) -> None:
     """Train a model from your own files, whose format is guessed. Without DATA, list the corpora and recipes.
@@ -64,8 +67,16 @@ def train(
       clearhead train stdlib-docs --out my-model
       clearhead train reviews.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead train train.en train.de --recipe original-transformer --set train.steps=5000
+      clearhead train my.txt --dry-run
+      clearhead train --recipe char-gpt --show
       clearhead train --resume runs/my
+      clearhead train --resume runs/my --set train.steps=4000
     """
+    if show:
+        refuse(data or resume is not None, "--show prints a recipe, not a run: leave data and --resume out")
+        shown = ch.read_recipe(recipe, set)
+        show_result(dataclasses.asdict(shown), json, [shown.to_toml()])
+        return
     if not data and resume is None and not ch.read_recipe(recipe, set).data.paths:
         refuse(
             recipe is not None or set or out is not None,
@@ -74,10 +85,21 @@ def train(
         _list(json)
         return
     watcher = Watcher()
+    if dry_run:
+        refuse(resume is not None, "--dry-run is for a new run: leave --resume out")
+        from clearhead.training.rehearsal import rehearse
+
+        found = rehearse(data, recipe=recipe, out=out, settings=set, on_event=watcher)
+        sizes = [
+            f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
+            for name, value in found.sizes.items()
+        ]
+        show_result(found.to_dict(), json, [found.recipe.to_toml(), *sizes, f"folder: {found.folder}"])
+        return
     with _stopping() as signals:
         try:
             done = ch.train(
-                data,
+                [Path(name) for name in data],
                 recipe=recipe,
                 out=out,
                 settings=set,
@@ -95,11 +117,7 @@ def train(
         sys.exit(128 + signals[0])
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
-    from clearhead.evaluation.evaluate import task_for
-    from clearhead.tasks.table import task_named
-
-    use = task_named(task_for(done.model, None)).command.format(folder=folder)
-    tries = [f"try   clearhead {use}", f"      clearhead check {folder}"]
+    tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
     show_result(body, json, [best, f"saved {folder}", *tries])
 
 
@@ -171,8 +189,7 @@ class Watcher:
                 best = "  (best so far)" if event.best else ""
                 self.say(f"step {event.step:,}  validation  {self.validated}{best}")
                 for sample in event.samples:
-                    line = sample.replace("\n", "⏎")
-                    self.say(f"    {line if len(line) <= LONGEST else line[: LONGEST - 1] + '…'}")
+                    self.say(f"    {sample.replace(NEWLINE, '⏎')}")
 
     def step(self, event: events.Stepped) -> None:
         """Show the figures of a step; without a terminal, every ten seconds."""
@@ -225,6 +242,10 @@ def evaluate(
     device: Device = "auto",
     dtype: Dtype = None,
     output: Annotated[Path | None, option("write what the model said there, a line for each example")] = None,
+    plot: Annotated[
+        Path | None,
+        option("draw a classifier's confusion matrix: FILE.png, .svg or .pdf", metavar="FILE"),
+    ] = None,
     lowercase: Annotated[bool, option("give BLEU without regard to case too")] = False,
     tokenize: Annotated[
         str | None, option("sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")
@@ -238,9 +259,10 @@ def evaluate(
       clearhead eval my-model/ test.txt
       clearhead eval my-model/ test.en test.de --beams 5 --output test.out
       clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
+      clearhead eval my-model/ reviews.tsv --plot confusion.png
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
-    check_inputs(folder)
+    check_inputs(folder, plot)
     refuse(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
     )
@@ -263,6 +285,10 @@ def evaluate(
     refuse(
         output is not None and task_named(task).shape is TEXT,
         f"--output {output}: a model judged by {task} gives no answers to write: leave it out",
+    )
+    refuse(
+        plot is not None and not (task_named(task).classes and task_named(task).pooled),
+        f"--plot {plot} draws the confusion matrix of a classifier, and this model is judged by {task}",
     )
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     with progress() as on_progress:
@@ -289,4 +315,14 @@ def evaluate(
         for metric, value in done.metrics.items()
     )
     signatures = [f"{metric}: {signature}" for metric, signature in done.signatures.items()]
-    show_result(body, json, [table(title, ("metric", ">value", ">95 % interval"), rows), *signatures])
+    counts = done.classes
+    body |= {"classes": counts.to_dict()} if counts is not None else {}
+    shown = [table(title, ("metric", ">value", ">95 % interval"), rows), *signatures]
+    parts = [*shown, *(confusion_tables(counts) if counts is not None else ())]
+    show_result(body, json, parts, plot, lambda: _draw(counts, folder))
+
+
+def _draw(counts: Any, folder: Path) -> Any:
+    from clearhead.plot.classes import draw_confusion
+
+    return draw_confusion(counts, f"{folder.resolve().name}: what each class is taken for")

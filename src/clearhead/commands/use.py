@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from tyro.conf import Fixed, Positional, SuppressFixed, arg
+from tyro.conf import Positional, arg
 
-from clearhead.commands.common import Folder, option
+from clearhead.commands.common import Folder, TokenIds, option, warnings_as_notes
+from clearhead.commands.requests import CommandRequest
 from clearhead.commands.texts import Options, Text, TextOptions
-from clearhead.generate.request import Request
+from clearhead.generate.request import make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
 from clearhead.tasks.results import Candidate, Generation
 
@@ -24,19 +25,6 @@ Prompt = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandRequest(Request):
-    """A request as the command's options give it; the help of an option is the comment beside its field."""
-
-    num_beams: Annotated[int, option("search with this many beams; 1: no search", name="beams")] = 1
-    stop_tokens: Annotated[
-        tuple[str, ...], option("further tokens that end the generation, by name", name="stop-token")
-    ] = ()
-    logprobs: SuppressFixed[Fixed[bool]] = False
-    alternatives: SuppressFixed[Fixed[int]] = 0
-    reuse: SuppressFixed[Fixed[bool]] = False  # between the calls of one process
-
-
 def generate(
     folder: Folder,
     prompt: Prompt = None,
@@ -47,6 +35,7 @@ def generate(
         option("report log-probabilities, and so many of the best tokens at each step", name="logprobs"),
     ] = None,
     stream: Annotated[bool, option("print the text as it grows")] = False,
+    ids: TokenIds = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Continue a text.
@@ -58,7 +47,8 @@ def generate(
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
     """
-    asked = request if best is None else replace(request, logprobs=True, alternatives=best)
+    asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
+    make_request(asked)  # a mistake is said before the model is loaded
     live = stream and not options.json and prompt not in (None, "-")
     model = options.load(folder)
     from clearhead.tasks import generation
@@ -67,22 +57,36 @@ def generate(
         (lambda number, new: print(new, end="", flush=True)) if live else None,
         draft=None if draft is None else options.load(draft),
     )
-    goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
 
-    def compute(batch: list[dict[str, str]]) -> list[list[Generation]]:
-        if live and goes_on:
-            print(batch[0]["prompt"], end="", flush=True)
+    def written(given: str | list[int]) -> str:
+        if isinstance(given, str):
+            return given
+        return "".join(f"{one} " for one in given) if model.tokenizer is None else str(model.decode(given))
+
+    goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
+    if goes_on and model.config.positions == "learned":
+        asked.setdefault("overflow", "slide")
+
+    def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
+        for fields in batch if live and goes_on else ():
+            print(written(fields["prompt"]), end="", flush=True)
         return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
 
-    def body(fields: dict[str, str], made: list[Generation]) -> dict[str, Any]:
+    def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
         found = [_as_json(one) for one in made]
-        return {**fields, **({"results": found} if asked.num_return > 1 else found[0])}
+        return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
 
-    def line(fields: dict[str, str], made: list[Generation]) -> str:
-        lead = fields["prompt"] if goes_on else ""
-        return "" if live else "\n".join(f"{lead}{one.text}" for one in made)
+    def line(fields: dict[str, Any], made: list[Generation]) -> str:
+        lead = written(fields["prompt"]) if goes_on else ""
+        return "" if live else "\n".join(f"{lead}{_text(one)}" for one in made)
 
-    options.run({"prompt": prompt}, compute, body, line)
+    with warnings_as_notes():
+        options.run({"prompt": prompt}, compute, body, line, ids=ids)
+
+
+def _text(made: Generation) -> str:
+    """Return the text that was written; without a tokenizer, its token ids."""
+    return " ".join(map(str, made.ids)) if made.text is None else made.text
 
 
 def _as_json(made: Generation) -> dict[str, Any]:
@@ -103,6 +107,7 @@ def translate(
     length_penalty: Annotated[
         float | None, option("above 0 favours long texts; default: the model's own, else 1")
     ] = None,
+    ids: TokenIds = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Translate, or whatever else an encoder-decoder was trained to make of a text.
@@ -117,7 +122,8 @@ def translate(
         {"text": text},
         compute=lambda batch: model.translate(_texts(batch), max_new_tokens, beams, length_penalty),
         body=lambda fields, made: {"source": fields["text"], **_as_json(made)},
-        line=lambda fields, made: str(made.text),
+        line=lambda fields, made: _text(made),
+        ids=ids,
     )
 
 
@@ -125,6 +131,7 @@ def score(
     folder: Folder,
     text: Text = None,
     source: Annotated[str | None, option("what the encoder reads, for an encoder-decoder")] = None,
+    ids: TokenIds = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """How probable a model finds a text: log-probability of each token, total, perplexity.
@@ -134,6 +141,10 @@ def score(
       clearhead score my-model/ --json < texts.txt
     """
     model = options.load(folder)
+    from clearhead.tasks.generation import check_scores
+    from clearhead.tokens.labels import labels
+
+    check_scores(model)
     options.run(
         {"text": text},
         compute=lambda batch: [model.score(one["text"], one.get("source", source)) for one in batch],
@@ -142,8 +153,9 @@ def score(
             **{"total": made.total, "perplexity": made.perplexity},
         },
         line=lambda fields, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
-        show=lambda made: score_table(made, [str(model.text_tokenizer.id_to_token(one)) for one in made.ids]),
+        show=lambda made: score_table(made, labels(model.tokenizer, made.ids)),
         optional={"source": source},
+        ids=ids,
     )
 
 
@@ -232,7 +244,7 @@ def fill(
     model = options.load(folder)
     from clearhead.tasks.reading import fill
 
-    def line(fields: dict[str, str], masks: list[list[Candidate]]) -> str:
+    def line(fields: dict[str, Any], masks: list[list[Candidate]]) -> str:
         return "\t".join(" ".join(f"{one.token}:{one.probability:.4f}" for one in mask) for mask in masks)
 
     options.run(
@@ -279,6 +291,7 @@ def embed(folder: Folder, text: Text = None, options: Options = TextOptions()) -
 
     For example:
       clearhead embed my-model/ "A quiet town by the river."
+      clearhead embed my-model/ --file sentences.txt --output vectors.npy
       clearhead embed my-model/ --file sentences.txt --json --output vectors.jsonl
     """
     model = options.load(folder)
@@ -287,18 +300,19 @@ def embed(folder: Folder, text: Text = None, options: Options = TextOptions()) -
         compute=lambda batch: model.embed(_texts(batch), options.batch_size).tolist(),
         body=lambda fields, made: {**fields, "embedding": made},
         line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
+        array=True,
     )
 
 
-def _texts(batch: list[dict[str, str]], name: str = "text") -> list[str]:
+def _texts(batch: list[dict[str, Any]], name: str = "text") -> list[str]:
     return [fields[name] for fields in batch]
 
 
-def _pairs(batch: list[dict[str, str]]) -> list[Any]:
+def _pairs(batch: list[dict[str, Any]]) -> list[Any]:
     """Return the text of each input, or its pair of texts."""
     return [(fields["text"], fields["pair"]) if "pair" in fields else fields["text"] for fields in batch]
 
 
-def _joined(fields: dict[str, str], made: Any) -> dict[str, Any]:
+def _joined(fields: dict[str, Any], made: Any) -> dict[str, Any]:
     """Return an input and its result in one JSON object."""
     return {**fields, **asdict(made)}

@@ -17,10 +17,9 @@ from clearhead.report import Cell, table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.geometry import Nearest, Projection, SameWord
+    from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
     from clearhead.inside.memories import Found, Memories, Neuron
-    from clearhead.inside.memories.passages import Given
-    from clearhead.inside.position_maps import PositionMap
+    from clearhead.inside.memories.neurons import Given
 
 LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]

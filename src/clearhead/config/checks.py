@@ -43,6 +43,7 @@ def check_given(config: Fields) -> None:
     _check(
         [
             (config.init_std < 0, f"init_std {config.init_std} must be 0 or more: 0.02 is usual"),
+            (config.attention_scale == 0, "attention_scale 0 makes every score 0: leave it out"),
             (config.norm_eps <= 0, f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual"),
             (
                 config.norm == "rmsnorm" and config.norm_bias,

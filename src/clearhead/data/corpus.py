@@ -55,13 +55,18 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
     fingerprint = digest([*source.files, *more], _settings(plan), source.format, str(len(source.files)))
     if source.format in PICTURES:
         _check_shape(plan, IMAGES, wanted, first)
+        refuse(
+            plan.bad_rows == "skip",
+            "data.bad_rows=skip is for texts and tables: remove pictures that are damaged",
+        )
         train, given, notes = pictures.read_pictures(source, plan.max_examples)
         given = given if others is None else pictures.read_pictures(others, plan.max_examples)[0]
         names = [*train.names, *(given.names if given else ())]  # folders name the classes: no file does
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
         notes = [*source.notes, *notes]
         return _corpus(IMAGES, _picture_sides(plan, train, given, notes, split), fingerprint, notes)
-    layout, notes = lay_out(plan, source, wanted, more)
+    bad = tables.BadRows(plan.bad_rows == "skip")
+    layout, notes = lay_out(plan, source, wanted, more, bad)
     _check_shape(plan, layout.shape, wanted, first)
     if layout.shape is TEXT:
         texts = [_read_text(plan, layout, each.files) for each in (source, others) if each]
@@ -74,7 +79,7 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
             _read_rows(plan, layout, more, notes, "to validate on with an empty text") if more else None
         )
         sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
-    return _corpus(layout.shape, sides, fingerprint, notes)
+    return _corpus(layout.shape, sides, fingerprint, [*notes, *bad.notes(sides)])
 
 
 def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
@@ -87,7 +92,8 @@ def place_of(plan: DataPlan, wanted: Shape | None, name: str) -> str:
     if plan.paths[0] in corpora.CORPORA or wanted is IMAGES:
         return ""
     source = formats.find_source(plan, plan.paths, wanted)
-    rows = lay_out(plan, source, wanted)[0].examples(source.files)
+    bad = tables.BadRows(plan.bad_rows == "skip")
+    rows = lay_out(plan, source, wanted, bad=bad)[0].examples(source.files)
     return next((place for place, row in rows if row is not None and name in row.names()), "")
 
 
@@ -106,6 +112,7 @@ def _settings(plan: DataPlan) -> str:
     names = ("format", "header", "pattern", "lowercase", "validation_share", "max_examples")
     wanted = {name: getattr(plan, name) for name in names}
     wanted |= {"columns": dict(plan.columns), "held": len(plan.validation)}
+    wanted |= {"bad_rows": "skip"} if plan.bad_rows == "skip" else {}
     return json.dumps([VERSION, wanted], sort_keys=True)
 
 
@@ -141,6 +148,7 @@ def _read_rows(
 ) -> list[Placed]:
     """Read the rows of files; a note says how many were left out."""
     read = list(islice(layout.examples(files), plan.max_examples))
+    layout.bad.notes(read)
     found = [(place, row) for place, row in read if row is not None]
     refuse(not read, f"{files[0]} is empty: there is no example in it")
     refuse(

@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from clearhead.data.examples import PAIRS, TEXT, Shape
@@ -19,16 +20,19 @@ SUFFIXES: dict[str, Format] = {
     **dict.fromkeys((".conll", ".conllu", ".iob", ".iob2", ".bio"), "conll"),
     **dict.fromkeys(PICTURES, "folders"),
     ".csv": "csv",
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), "arrow"),
     ".npz": "npz",
 }
+SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".xlsb", ".ods", ".numbers")
 LANGUAGES = frozenset(
     ("en", "de", "fr", "es", "it", "pt", "nl", "sv", "da", "no", "fi", "pl", "cs", "sk", "ru", "uk")
     + ("bg", "ro", "hu", "el", "tr", "ar", "he", "fa", "hi", "zh", "ja", "ko", "vi", "id", "th")
 )
 IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
+_SIDES = (("src", "tgt"), ("src", "trg"), ("source", "target"), ("input", "output"))
 _LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
 _NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
-_UNLIKE_TEXT = ("binary", "folders", "idx", "npz")
+_UNLIKE_TEXT = ("binary", "arrow", "folders", "idx", "npz")
 _WORDS = {
     "text": "plain text",
     "conll": "tagged sentences (conll)",
@@ -72,6 +76,12 @@ def find_source(
     )
     if plan.pattern is not None:
         return Source("lines", tuple(files))
+    sheet = next((path for path in files if path.suffix.lower() in SPREADSHEETS), None)
+    refuse(
+        sheet is not None and (plan.format is None or len(files) == 1),
+        f"{sheet} is a spreadsheet, which is not read: save its sheet as CSV in UTF-8, "
+        "or give a pandas frame to clearhead.train",
+    )
     looks = {path: format_of(path, wanted) for path in files}
     if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
         texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
@@ -93,7 +103,7 @@ def find_source(
     if look == "binary":
         raise InputError(
             f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
-            "text, tables, pictures, idx and npz can be read"
+            "text, tables, Parquet, pictures, idx and npz can be read"
         )
     whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
     why = _why_not_parallel(files) if look == "text" and wanted is None else None
@@ -153,9 +163,9 @@ def _by_stem(plan: DataPlan, stem: Path) -> Source | None:
 
 
 def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
-    """Return two files whose names end in different languages; any two, if the plan says so."""
+    """Return two files whose names say their languages or sides; any two, if the plan says so."""
     if way := way_of(files):
-        return _choose(plan, files[0], dict(zip(way.values(), files)))
+        return _choose(plan, files[0], dict(zip(_ends(files), files)), way)
     refuse(
         plan.format is not None and len(files) != 2,
         'data.format "parallel" takes two files, or what their names have in common, such as data/train for '
@@ -165,12 +175,29 @@ def _two_files(plan: DataPlan, files: Sequence[Path]) -> Source | None:
 
 
 def way_of(files: Sequence[Path]) -> dict[str, str]:
-    """Return the languages of two parallel files by their names, {source: en, target: de}, or {}."""
+    """Return the languages of two parallel files by their names, {source: en, target: de}, or {}.
+
+    The names of sides, such as src and tgt, say which is the source; languages are in the order of the files.
+    """
+    ends = _ends(files)
+    return dict(zip(PAIRS.needed, ends[::-1] if ends[::-1] in _SIDES else ends))
+
+
+def _ends(files: Sequence[Path]) -> tuple[str, ...]:
+    """Return what tells the names of two parallel files apart: (en, de) of train.en and train.de; else ()."""
     names = [bare(path) for path in files]
+    if len(names) != 2:
+        return ()
     ends = [name.suffix for name in names]
-    if len(names) != 2 or ends[0] == ends[1] or names[0].stem != names[1].stem:
-        return {}
-    return dict(zip(PAIRS.needed, (end[1:] for end in ends))) if all(map(_is_language, ends)) else {}
+    if names[0].stem == names[1].stem and ends[0] != ends[1] and all(map(_is_language, ends)):
+        return ends[0][1:], ends[1][1:]
+    parts = [re.split(r"([._-])", name.name) for name in names]  # src-train.txt, train_en.txt
+    apart = [pair for pair in zip(*parts) if pair[0] != pair[1]]
+    if len(parts[0]) != len(parts[1]) or len(apart) != 1:
+        return ()
+    pair: tuple[str, str] = apart[0]
+    known = pair in _SIDES or pair[::-1] in _SIDES or {*pair} <= LANGUAGES
+    return pair if known else ()
 
 
 @listing()
@@ -183,8 +210,8 @@ def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
 
 def same_way(source: Source, validation: Source) -> Source:
     """Return parallel validation files in the direction of the training files."""
-    ends, other = ([bare(path).suffix for path in each.files] for each in (source, validation))
-    turned = source.format == validation.format == "parallel" and ends[0] != ends[1] and other == ends[::-1]
+    ends, other = (_ends(each.files) for each in (source, validation))
+    turned = source.format == validation.format == "parallel" and ends and other == ends[::-1]
     return _parallel(*validation.files[::-1]) if turned else validation
 
 
@@ -212,8 +239,12 @@ def _languages(stem: Path) -> dict[str, Path]:
     return found
 
 
-def _choose(plan: DataPlan, stem: Path, languages: dict[str, Path]) -> Source:
+def _choose(
+    plan: DataPlan, stem: Path, languages: dict[str, Path], way: Mapping[str, str] = MappingProxyType({})
+) -> Source:
     wanted = [plan.columns.get(role) for role in PAIRS.needed]
+    if wanted == [None, None]:
+        wanted = [way.get(role) for role in PAIRS.needed]
     for language in wanted:
         refuse(
             language is not None and language not in languages,

@@ -5,57 +5,36 @@ blank decides; tables may differ in having a header.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from clearhead.data import tables
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, QUESTIONS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
 from clearhead.data.formats import LANGUAGES, Source
+from clearhead.data.given import read_arrow
+from clearhead.data.headers import (
+    IDS,
+    MOST_CLASSES,
+    NAMES,
+    UNNAMED,
+    all_numbers,
+    has_header,
+    may_name_columns,
+    numbers_rows,
+    repeats_a_label,
+)
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, nearest, refuse
 
 SAMPLE = 1000  # rows from which columns are guessed
 GUESSED = (QUESTIONS, TAGS, LABELS, PAIRS, TEXT)  # shapes in the order in which they are looked for
-# Names that columns of each role go by, the likeliest first.
-NAMES: dict[str, tuple[str, ...]] = {
-    "text": (
-        *("text", "sentence", "sentence1", "text1", "premise", "question1", "review", "content", "document"),
-        *("article", "body", "comment", "tweet", "message", "utterance", "story"),
-        *("question", "title", "name"),
-    ),
-    "pair": ("pair", "sentence2", "text2", "hypothesis", "question2", "text_pair"),
-    "label": (
-        *("label", "labels", "class", "category", "gold_label", "sentiment"),
-        *("stars", "rating", "score", "topic", "intent", "y"),
-    ),
-    "source": (
-        *("source", "src", "input", "prompt", "instruction"),
-        *("question", "article", "document", "text", "sentence"),
-    ),
-    "target": (
-        *("target", "tgt", "output", "completion", "response"),
-        *("summary", "highlights", "translation", "answer"),
-    ),
-    "words": ("words", "tokens", "forms"),
-    "tags": ("tags", "ner_tags", "pos_tags", "upos", "ner", "pos", "labels"),
-    "question": ("question", "query"),
-    "context": ("context", "passage", "paragraph"),
-    "answer": ("answer", "answers", "answers.text"),
-    "start": ("answer_start", "start", "answers.answer_start"),
-}
-_IDS = frozenset(("id", "idx", "index", "guid"))
-_KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | _IDS
-_NUMBER = re.compile(r"\s*[-+]?\d+([.,]\d+)?\s*")
-_NAME = re.compile(r"[A-Za-z_][\w .-]{0,30}")
-# The name that pandas, and clearhead, give to an unnamed column.
-_UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)
-MOST_CLASSES = 1000
 _FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
+
+
+Row = TypeVar("Row")
 
 
 class Layout(NamedTuple):
@@ -69,18 +48,28 @@ class Layout(NamedTuple):
     names: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     tags: tables.TagColumns | None = None
+    bad: tables.BadRows = tables.REFUSE
 
     def documents(self, files: Sequence[Path]) -> Iterator[Iterable[str]]:
         """Yield the documents of text files, each in pieces: a file is one, else a record is one."""
         if self.format == "text":
             return (read_pieces(path) for path in files)
-        return ((record.text(self.roles["text"]),) for record in self._records(files))
+        return ((text,) for _, text in self._read(files, lambda record: record.text(self.roles["text"])))
 
     def examples(self, files: Sequence[Path]) -> Iterator[tuple[str, Example | None]]:
         """Yield the examples with their places; None where a text is empty."""
         assert self.shape.row is not None
         read = self.shape.row.read
-        return ((record.place, read(record, self.roles)) for record in self._records(files))
+        return self._read(files, lambda record: read(record, self.roles))
+
+    def _read(self, files: Sequence[Path], read: Callable[[tables.Record], Row]) -> Iterator[tuple[str, Row]]:
+        for record in self._records(files):
+            try:
+                row = read(record)
+            except InputError as error:
+                self.bad(error)
+            else:
+                yield record.place, row
 
     def _records(self, files: Sequence[Path]) -> Iterator[tables.Record]:
         if self.format == "parallel":
@@ -88,15 +77,17 @@ class Layout(NamedTuple):
             return
         for path in files:
             if self.tags is not None:
-                records = tables.read_tagged(path, self.tags)
+                records = tables.read_tagged(path, self.tags, self.bad)
             elif self.pattern is not None:
-                records = tables.read_matches(path, self.pattern)
+                records = tables.read_matches(path, self.pattern, self.bad)
             elif self.format == "jsonl":
-                records = tables.read_json(path)
+                records = tables.read_json(path, self.bad)
+            elif self.format == "arrow":
+                records = (tables.Record(place, tables.flat(row, place)) for place, row in read_arrow(path))
             else:
                 unlike = self.unlike(path)
                 records = tables.read_table(
-                    path, self.format, self.header != unlike, self.names if unlike else ()
+                    path, self.format, self.header != unlike, self.names if unlike else (), self.bad
                 )
             for number, record in enumerate(records):
                 for column in self.roles.values() if number == 0 and self.header else ():
@@ -105,15 +96,21 @@ class Layout(NamedTuple):
 
     def unlike(self, path: Path) -> bool:
         """Return True if a table surely differs from the first in having a header, or in having none."""
-        rows = _sample(path, self.format, 1 if self.header else SAMPLE) if self.names else []
+        rows = _sample(path, self.format, SAMPLE) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
+        if not self.header:
+            return has_header(rows, {})
         known = set(self.names) & set(tables.column_names(rows[0], header=True))
-        return not known and not may_name_columns(rows[0]) if self.header else has_header(rows, {})
+        return not known and (not may_name_columns(rows[0]) or repeats_a_label(rows))
 
 
 def lay_out(
-    plan: DataPlan, source: Source, wanted: Shape | None = None, validation: Sequence[Path] = ()
+    plan: DataPlan,
+    source: Source,
+    wanted: Shape | None = None,
+    validation: Sequence[Path] = (),
+    bad: tables.BadRows = tables.REFUSE,
 ) -> tuple[Layout, list[str]]:
     """Decide how files are read -> the layout, and a note for each guess, also about `validation` files."""
     notes, format = list(source.notes), source.format
@@ -125,14 +122,15 @@ def lay_out(
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
         tags, *more = tables.tag_columns(first, plan.columns) if shape is TAGS else (None,)
-        return Layout(format, shape, roles, tags=tags), [*notes, *more]
+        return Layout(format, shape, roles, tags=tags, bad=bad), [*notes, *more]
     table = format in ("tsv", "csv")
     rows = _sample(first, format, SAMPLE) if table else []
     header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
     names = tables.column_names(rows[0], header) if rows and plan.header is None else ()
     pattern = None if plan.pattern is None else _pattern(plan.pattern)
-    draft = Layout(format, TEXT, {}, header, names, pattern)
+    draft = Layout(format, TEXT, {}, header, names, pattern, bad=bad)
     records = list(islice(draft._records(source.files), SAMPLE))
+    bad.notes(records)
     refuse(not records, f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
     refuse(
         wanted is IMAGES,
@@ -170,57 +168,6 @@ def _pattern(written: str) -> re.Pattern[str]:
     return pattern
 
 
-# Headers ---------------------------------------------------------------------------------------------------
-
-
-def has_header(rows: Sequence[Sequence[str]], columns: Mapping[str, str]) -> bool:
-    """Return True if the first of some rows names the columns."""
-    first = [cell.strip() for cell in rows[0]]
-    named = [cell for cell in first if cell]
-    given = any(name in first and not name.isdigit() for name in columns.values())
-    certain = given or any(map(_UNNAMED.fullmatch, first))
-    if certain or not may_name_columns(first):
-        return certain
-    known = len({cell.lower() for cell in named} & _KNOWN)
-    if len(set(named)) < len(named):
-        return known >= 2  # `read_table` refuses names given twice; equal words may be an example
-    below = [[row[i].strip() for row in rows[1:] if len(row) > i] for i in range(len(first))]
-    return known >= min(2, len(first)) or _above_numbers(first, below) or _above_labels(first, below)
-
-
-def may_name_columns(row: Sequence[str]) -> bool:
-    """Return True if every cell of a row could be the name of a column."""
-    return all(_NAME.fullmatch(cell.strip()) for cell in row if cell.strip())
-
-
-def _above_numbers(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Return True if a column holds only numbers below its first cell.
-
-    Where the first cell is empty, the column must be the index that pandas writes.
-    """
-    return any(
-        bool(cells)
-        and all(map(_NUMBER.fullmatch, cells))
-        and (bool(name) or (i == 0 and len(set(cells)) == len(cells)))
-        for i, (name, cells) in enumerate(zip(first, below))
-    )
-
-
-def _above_labels(first: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
-    """Return True if a column of repeated labels has another first cell, beside an unusual first text.
-
-    A rare label may stand in the first row by chance, but hardly beside a text of one or two words, less than
-    half as long as usual.
-    """
-    labels = any(
-        bool(name) and name not in count and 2 <= len(count) <= MOST_CLASSES and min(count.values()) > 1
-        for name, count in zip(first, map(Counter, below))
-    )
-    lengths = [(median(map(len, cells)), len(name)) for name, cells in zip(first, below) if name and cells]
-    usual, own = max(lengths, default=(0, 0))
-    return labels and own * 2 < usual and all(len(name.split()) < 3 for name in first)
-
-
 # Roles -----------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +203,12 @@ def choose_columns(
             found = {"text": names[0]} if alone else find(shape, cells, given)
             if set(shape.needed) <= set(found):
                 return shape, {role: found[role] for role in shape.roles if role in found}
+    unnamed = any(map(UNNAMED.fullmatch, names))
+    for shape in (wanted or LABELS, PAIRS) if named and not unnamed and not given else ():
+        found = _by_content(shape, cells, _by_name(shape, cells, given))
+        clear = shape is not PAIRS or sum(not all_numbers(some) for some in cells.values()) == 2
+        if wanted in (None, shape) and clear and set(shape.needed) <= set(found):
+            return shape, {role: found[role] for role in shape.roles if role in found}
     shape = wanted or LABELS
     found = _by_content(shape, cells, given)
     if not set(shape.needed) <= set(found):
@@ -297,7 +250,11 @@ def _by_name(shape: Shape, cells: Mapping[str, Sequence[str]], given: Mapping[st
     if shape is PAIRS and not roles:
         languages = [name for name in left if name.lower().rpartition(".")[2] in LANGUAGES]
         roles = dict(zip(shape.needed, languages)) if len(languages) == 2 else {}
-    telling = [name for name in left if name.lower() not in _IDS and not _UNNAMED.fullmatch(name)]
+    telling = [
+        name
+        for name in left
+        if name.lower() not in IDS and not UNNAMED.fullmatch(name) and not numbers_rows(cells[name])
+    ]
     if "label" in shape.needed and set(roles) == {"text"} and len(telling) == 1:
         roles |= {"label": telling[0]} if _like_labels(shape, cells[telling[0]]) else {}
     return roles
@@ -320,7 +277,7 @@ def _by_content(shape: Shape, cells: Mapping[str, Sequence[str]], given: Mapping
     if "label" in shape.needed and left and "label" in roles and "text" not in roles:
         roles["text"] = max(left, key=lambda name: sum(map(len, cells[name])))
     if shape is PAIRS and not roles:
-        texts = (name for name in left if not all(map(_NUMBER.fullmatch, cells[name])))
+        texts = (name for name in left if not all_numbers(cells[name]))
         roles = dict(zip(shape.needed, texts))
     return roles
 
@@ -328,4 +285,4 @@ def _by_content(shape: Shape, cells: Mapping[str, Sequence[str]], given: Mapping
 def _like_labels(shape: Shape, cells: Sequence[str]) -> bool:
     """Return True if a column looks like labels: some values, most of them more than once; or numbers."""
     few = 2 <= len(set(cells)) <= min(MOST_CLASSES, (len(cells) + 1) // 2)
-    return few if shape is LABELS else all(map(_NUMBER.fullmatch, cells))
+    return few if shape is LABELS else all_numbers(cells)

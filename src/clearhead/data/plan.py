@@ -9,7 +9,7 @@ from clearhead.typed import check_least, check_types
 
 Task: TypeAlias = str  # the name of an entry of `tasks.table`, which checks it
 Format = Literal[
-    "text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "folders", "idx", "npz", "corpus"
+    "text", "jsonl", "tsv", "csv", "conll", "parallel", "lines", "arrow", "folders", "idx", "npz", "corpus"
 ]
 
 
@@ -27,6 +27,9 @@ class DataPlan:
     lowercase: bool | Literal["source", "target"] = False  # of all texts; pairs: or of one side
     validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
     validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
+    bad_rows: Literal["refuse", "skip"] = (
+        "refuse"  # rows that cannot be read: an error, or left out and counted
+    )
     max_examples: int | None = None  # read no more than this
     max_length: int | None = None  # tokens of a row; None: what the model takes
     packing: Literal["stream", "isolated"] = "stream"  # lm: rows across documents, or documents apart

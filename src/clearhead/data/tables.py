@@ -25,6 +25,29 @@ SAMPLE = 1000  # lines among which the first with words is looked for
 _NUMBER = re.compile(r"\d+([-.]\d+)?")  # 8; 8-9: a word written together; 8.1: a word left out
 
 
+class BadRows:
+    """What is done with a row that cannot be read: its error is raised or, with `skip`, kept."""
+
+    def __init__(self, skip: bool = False) -> None:
+        self.skip = skip
+        self.lines: dict[str, None] = {}  # each once: texts are read again and again
+
+    def __call__(self, error: InputError) -> None:
+        """Raise an error, or keep its line."""
+        if not self.skip:
+            raise error
+        self.lines[str(error)] = None
+
+    def notes(self, found: object) -> list[str]:
+        """Return a note on the rows that were skipped; refuse data in which nothing else was `found`."""
+        count, first = counted(len(self.lines), "bad row"), next(iter(self.lines), "")
+        refuse(self.lines and not found, f"there is no row but {count}; the first: {first}")
+        return [f"{count} skipped; the first: {first}"] if self.lines else []
+
+
+REFUSE = BadRows()
+
+
 class Record(NamedTuple):
     """One row of a table."""
 
@@ -106,7 +129,9 @@ def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
     return tuple(named) if header else tuple(str(number) for number in range(1, len(first) + 1))
 
 
-def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ()) -> Iterator[Record]:
+def read_table(
+    path: Path, format: str, header: bool, names: Sequence[str] = (), bad: BadRows = REFUSE
+) -> Iterator[Record]:
     """Yield the rows of a TSV or CSV file; `names` replace those that `column_names` gives."""
     first = 0  # the line with the first row
     for number, row in read_rows(path, format):
@@ -118,17 +143,17 @@ def read_table(path: Path, format: str, header: bool, names: Sequence[str] = ())
             )
             if header:
                 continue
-        if len(row) != len(names):
-            raise InputError(
-                f"{path}, line {number} has {counted(len(row), 'column')} and line {first} has {len(names)}"
-            )
-        yield Record(f"{path}, line {number}", dict(zip(names, row)))
+        if len(row) == len(names):
+            yield Record(f"{path}, line {number}", dict(zip(names, row)))
+        else:
+            width = counted(len(row), "column")
+            bad(InputError(f"{path}, line {number} has {width} and line {first} has {len(names)}"))
 
 
 # JSON ------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Iterator[Record]:
+def read_json(path: Path, bad: BadRows = REFUSE) -> Iterator[Record]:
     """Yield the objects of JSON lines, of a JSON list, or of questions laid out as in SQuAD."""
     if bare(path).suffix.lower() == ".json":
         text = "".join(read_pieces(path))
@@ -138,15 +163,20 @@ def read_json(path: Path) -> Iterator[Record]:
             if text.strip() and "Extra data" not in str(error):
                 raise
         else:
-            return _objects(path, whole)
-    return _json_lines(path)  # many files of JSON lines are called .json
+            return _objects(path, whole, bad)
+    return _json_lines(path, bad)  # many files of JSON lines are called .json
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def _json_lines(path: Path, bad: BadRows) -> Iterator[Record]:
     for number, line in read_lines(path):
         if line.strip():
             place = f"{path}, line {number}"
-            yield Record(place, _flat(_parse(line, place), place))
+            try:
+                record = Record(place, flat(_parse(line, place), place))
+            except InputError as error:
+                bad(error)
+            else:
+                yield record
 
 
 def _parse(text: str, place: str) -> Any:
@@ -165,7 +195,7 @@ def _parse(text: str, place: str) -> Any:
         ) from None
 
 
-def _flat(value: Any, place: str) -> dict[str, Any]:
+def flat(value: Any, place: str) -> dict[str, Any]:
     """Return the cells of an object; those of an object inside it are named `outer.inner`."""
     refuse(
         not isinstance(value, dict),
@@ -178,37 +208,46 @@ def _flat(value: Any, place: str) -> dict[str, Any]:
     return cells
 
 
-def _objects(path: Path, whole: Any) -> Iterator[Record]:
+def _objects(path: Path, whole: Any, bad: BadRows) -> Iterator[Record]:
     """Yield the records of a JSON file; SQuAD has articles of paragraphs, each with its questions."""
     rows = whole.get("data", [whole]) if isinstance(whole, dict) else whole
     refuse(not isinstance(rows, list), f"{path} holds no list of objects")
     for number, row in enumerate(rows, 1):
-        place = f"{path}, record {number}"
-        if not (isinstance(row, dict) and isinstance(row.get("paragraphs"), list)):
-            yield Record(place, _flat(row, place))
-            continue
-        for position, paragraph in enumerate(row["paragraphs"], 1):
-            within = f"{place}, paragraph {position}"
-            refuse(
-                not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list),
-                f"{within} must be an object with `context` and a list `qas`",
-            )
-            for count, question in enumerate(paragraph["qas"], 1):
-                own = f"{within}, question {count}"
-                yield Record(own, {"context": paragraph.get("context")} | _flat(question, own))
+        try:
+            records = list(_object_records(row, f"{path}, record {number}"))
+        except InputError as error:
+            bad(error)
+        else:
+            yield from records
+
+
+def _object_records(row: Any, place: str) -> Iterator[Record]:
+    if not (isinstance(row, dict) and isinstance(row.get("paragraphs"), list)):
+        yield Record(place, flat(row, place))
+        return
+    for position, paragraph in enumerate(row["paragraphs"], 1):
+        within = f"{place}, paragraph {position}"
+        refuse(
+            not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list),
+            f"{within} must be an object with `context` and a list `qas`",
+        )
+        for count, question in enumerate(paragraph["qas"], 1):
+            own = f"{within}, question {count}"
+            yield Record(own, {"context": paragraph.get("context")} | flat(question, own))
 
 
 # Lines -----------------------------------------------------------------------------------------------------
 
 
-def read_matches(path: Path, pattern: re.Pattern[str]) -> Iterator[Record]:
+def read_matches(path: Path, pattern: re.Pattern[str], bad: BadRows = REFUSE) -> Iterator[Record]:
     """Yield the named groups of a pattern that must match each whole line; empty lines are left out."""
     for number, line in read_lines(path):
         if line.strip():
             place, match = f"{path}, line {number}", pattern.fullmatch(line)
-            if match is None:
-                raise InputError(f"{place} does not match the pattern {pattern.pattern!r}: {shorten(line)}")
-            yield Record(place, {name: text or "" for name, text in match.groupdict().items()})
+            if match is not None:
+                yield Record(place, {name: text or "" for name, text in match.groupdict().items()})
+            else:
+                bad(InputError(f"{place} does not match the pattern {pattern.pattern!r}: {shorten(line)}"))
 
 
 def read_parallel(files: Sequence[Path]) -> Iterator[Record]:
@@ -280,24 +319,31 @@ def cells(line: str, tabs: bool) -> list[str]:
     return [cell.strip() for cell in line.split("\t")] if tabs else re.split("[ \t]+", line.strip())
 
 
-def read_tagged(path: Path, columns: TagColumns) -> Iterator[Record]:
+def read_tagged(path: Path, columns: TagColumns, bad: BadRows = REFUSE) -> Iterator[Record]:
     """Yield the words and tags of each sentence, with the place of its first word."""
     for full, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
-        pairs: list[tuple[str, str]] = []
-        place = ""
-        for number, line in block if full else ():
-            row = cells(line, columns.tabs)
-            if columns.skips(line, row, first=not pairs):
-                continue
-            if len(row) != columns.n_cells:
-                raise InputError(
-                    f"{path}, line {number} has {counted(len(row), 'column')} in place of {columns.n_cells}"
-                    f": {shorten(line)}"
-                )
-            word, tag = row[columns.words], row[columns.tags]
-            if not word or not tag:
-                raise InputError(f"{path}, line {number} has no {'tag' if word else 'word'}: {shorten(line)}")
-            place = place or f"{path}, line {number}"
-            pairs.append((word, tag))
-        if pairs:
-            yield Record(place, dict(zip(("words", "tags"), zip(*pairs))))
+        try:
+            records = list(_sentence(path, block, columns)) if full else []
+        except InputError as error:
+            bad(error)
+        else:
+            yield from records
+
+
+def _sentence(path: Path, block: Iterable[tuple[int, str]], columns: TagColumns) -> Iterator[Record]:
+    pairs: list[tuple[str, str]] = []
+    place = ""
+    for number, line in block:
+        row = cells(line, columns.tabs)
+        if columns.skips(line, row, first=not pairs):
+            continue
+        if len(row) != columns.n_cells:
+            width = f"{counted(len(row), 'column')} in place of {columns.n_cells}"
+            raise InputError(f"{path}, line {number} has {width}: {shorten(line)}")
+        word, tag = row[columns.words], row[columns.tags]
+        if not word or not tag:
+            raise InputError(f"{path}, line {number} has no {'tag' if word else 'word'}: {shorten(line)}")
+        place = place or f"{path}, line {number}"
+        pairs.append((word, tag))
+    if pairs:
+        yield Record(place, dict(zip(("words", "tags"), zip(*pairs))))

@@ -15,7 +15,7 @@ from clearhead.data.examples import TEXT, Corpus, Images
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
-from clearhead.evaluation.judgement import Figures, Judgement, OnProgress
+from clearhead.evaluation.judgement import ClassCounts, Figures, Judgement, OnProgress
 from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
 from clearhead.recipe import GeneratePlan, Settings, read_recipe
 from clearhead.tasks import reading, table
@@ -45,6 +45,7 @@ class Evaluation:
     signatures: dict[str, str]  # sacreBLEU's
     notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
     outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
+    classes: ClassCounts | None = None  # of a classifier: figures of each class, and the confusion matrix
 
 
 def evaluate(
@@ -237,6 +238,7 @@ def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluat
         signatures=figures.signatures,
         notes=tuple(figures.notes),
         outputs=outputs,
+        classes=figures.classes,
     )
 
 

@@ -222,7 +222,7 @@ def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
         sources = [row[where].tolist() for row, where in zip(batch.source, real)]
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
         room = min(max(map(len, targets)) * 2 + 10, loaded.config.max_positions - 1)
-        made: Any = loaded.generate(sources, max_new_tokens=room)
+        made: Any = loaded.generate(sources, max_new_tokens=room, num_beams=1)
         outputs += [one.text or "" for one in made]
         references += loaded.text_tokenizer.decode_batch(targets)
     return outputs, references

@@ -1,17 +1,58 @@
 """`Judgement`: what an evaluation knows of a model and its examples when a task adds its `Figures`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from clearhead.api import Model
 from clearhead.batches.padding import by_length
 from clearhead.data.plan import DataPlan
 from clearhead.errors import MissingExtraError
-from clearhead.evaluation.metrics import METRICS, Metric, Values, sacrebleu_metric
+from clearhead.evaluation.metrics import METRICS, Metric, Values, ratio_of, sacrebleu_metric
 
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 SOURCES = 32  # sources to be translated at a time, where no number of rows is asked for
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """How well one class is found."""
+
+    label: str
+    precision: float  # of those taken for it, the share that is right
+    recall: float  # of its examples, the share that is found
+    f1: float
+    examples: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """How often each class was taken for each: `confusion[wanted][predicted]`, in the order of `labels`."""
+
+    labels: tuple[str, ...]
+    confusion: tuple[tuple[int, ...], ...]  # [C, C]
+
+    def __iter__(self) -> Iterator[ClassFigures]:
+        """Yield the figures of each class; 0 where nothing can be divided."""
+        for place, (label, row) in enumerate(zip(self.labels, self.confusion)):
+            right, examples, predicted = row[place], sum(row), sum(one[place] for one in self.confusion)
+            sums = ((right, predicted), (right, examples), (2 * right, examples + predicted))
+            precision, recall, f1 = (ratio_of(np.array(one, np.float64)) for one in sums)
+            yield ClassFigures(label, precision, recall, f1, examples, predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"labels": self.labels, "confusion": self.confusion, "figures": [asdict(one) for one in self]}
+
+
+def count_classes(said: Sequence[int], meant: Sequence[int], labels: Sequence[str]) -> ClassCounts:
+    """Count how often each class was taken for each."""
+    counts = np.zeros((len(labels), len(labels)), np.int64)
+    np.add.at(counts, (np.array(meant, np.int64), np.array(said, np.int64)), 1)
+    return ClassCounts(tuple(labels), tuple(map(tuple, counts.tolist())))
 
 
 @dataclass
@@ -23,6 +64,7 @@ class Figures:
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     signatures: dict[str, str] = field(default_factory=dict)  # sacreBLEU's: they make a figure comparable
     notes: list[str] = field(default_factory=list)
+    classes: ClassCounts | None = None  # of tasks that choose one of several classes
 
     def add(self, name: str, predicted: Values, wanted: Values, metric: Metric | str = "") -> None:
         """Add a metric of all examples; `metric` is one, or its name in `METRICS` where that differs."""
@@ -91,10 +133,6 @@ class Judgement:
         """Generate an output for each source; those of similar length share a batch."""
         loaded, options, written = self.loaded, self.generation, [""] * len(self.asked)
         ids = loaded.encode([source for (source,) in self.asked], loaded.max_length)
-        if options.get("max_new_tokens") is None:
-            stated, room = loaded.generation, loaded.config.max_positions - len(loaded.start_ids)
-            limit = stated.get("max_new_tokens") or stated.get("max_length", 257) - 1
-            options = {**options, "max_new_tokens": max(1, min(limit, room))}
         size = self.plan.batch_size if self.plan.batch_tokens is None else SOURCES
         groups = by_length(list(map(len, ids)), lambda rows, longest: rows <= size)
         for number, places in enumerate(groups, start=1):

@@ -155,7 +155,8 @@ def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
             found[-1] = (kind, found[-1][1], place)
         else:
             inside = kind if prefix == "B" else ""
-            found += [] if continues or tag == "O" else [(inside or tag, place, place)]
+            if not continues and tag != "O":
+                found.append((inside or tag, place, place))
     return set(found)
 
 

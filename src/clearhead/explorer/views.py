@@ -21,13 +21,13 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
-from clearhead.inside.attention import LayerMap, maps_of
+from clearhead.inside.attention import maps_of
+from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.contributions import contributions
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
-from clearhead.inside.lens import lens
+from clearhead.inside.lens import contributions, lens
 from clearhead.inside.names import attentions
-from clearhead.inside.parts.effect import effect
+from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
 from clearhead.tokens.stages import stages

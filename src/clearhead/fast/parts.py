@@ -80,25 +80,35 @@ class FusedFeedForward(Direct, FeedForward):
         return gate, up
 
 
-def side_by_side(*layers: nn.Linear) -> nn.Linear:
-    """Return one linear layer, for inference, whose output is the outputs of `layers` concatenated."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if biases:
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined
+class JoinedLinear(nn.Linear):
+    """One linear layer, for inference, whose output is the outputs of several concatenated."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        first, width = layers[0], sum(layer.out_features for layer in layers)
+        biased = any(layer.bias is not None for layer in layers)
+        super().__init__(first.in_features, width, biased, "meta", first.weight.dtype)  # nothing is drawn
+        self.to_empty(device=first.weight.device).requires_grad_(False)
+        self.layers = layers  # a tuple, so that they are no parts of this one
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights again, in place, whatever has changed them: faster than to look for a change."""
+        torch.cat([layer.weight for layer in self.layers], out=self.weight.data)
+        if self.bias is not None:
+            torch.cat([layer.bias for layer in self.layers], out=self.bias.data)
 
 
 class PackedLinear(Direct):
     """A linear layer that keeps its weight a second time, laid out for a few rows at once."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.layers = (layer,)
+        self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         self.packed: Tensor | None = None  # made when first used
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+        self.packed_from: tuple[int, bytes] | None = None  # the fingerprint of the weight then
+        self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
@@ -106,9 +116,40 @@ class PackedLinear(Direct):
             return nnf.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+            self.packed_from = fingerprint(self.weight)
         rows = x.reshape(-1, self.in_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         return out.view(*x.shape[:-1], self.out_features)
+
+    def refresh(self) -> None:
+        """Forget what was packed from other weights; to pack again costs more than to look for a change."""
+        for layer in self.layers:
+            if isinstance(layer, JoinedLinear):
+                layer.refresh()
+        if self.packed is not None and fingerprint(self.weight) != self.packed_from:
+            self.packed = None
+
+
+def refresh(copy: nn.Module) -> None:
+    """Bring every part that keeps a copy of weights up to date with them."""
+    for part in copy.modules():
+        if isinstance(part, JoinedLinear | PackedLinear):
+            part.refresh()
+
+
+@torch.no_grad()
+def fingerprint(weight: Tensor) -> tuple[int, bytes]:
+    """Return the sum of the bits of a weight, and its product with a fixed vector, row by row.
+
+    A change of any bit shows in the first, and one that keeps the sum, such as two rows exchanged, in the
+    second. Together they take about as long as two linear layers of one row.
+    """
+    table = weight.detach().reshape(-1, weight.shape[-1]).contiguous()
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    kind = kinds[weight.element_size()]
+    whole = kind if weight.shape[-1] % (8 // weight.element_size()) else torch.int64  # the widest is fastest
+    waves = torch.arange(1.0, weight.shape[-1] + 1, device=weight.device).sqrt().sin().to(weight.dtype)
+    return int(table.view(whole).sum()), (table @ waves).view(kind).cpu().numpy().tobytes()
 
 
 @functools.cache
@@ -117,6 +158,8 @@ def can_pack() -> bool:
     try:
         weight, bias = torch.full((8, 16), 0.3), torch.full((8,), 0.1)
         x = torch.linspace(-1, 1, 48).view(3, 16)
-        return torch.allclose(PackedLinear(weight, bias)(x), nnf.linear(x, weight, bias), atol=1e-5)
+        layer = nn.Linear(16, 8)
+        layer.weight.data, layer.bias.data = weight, bias
+        return torch.allclose(PackedLinear(layer)(x), layer(x), atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False

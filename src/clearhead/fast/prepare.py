@@ -17,11 +17,11 @@ from clearhead.fast.parts import (
     Direct,
     FusedAttention,
     FusedFeedForward,
+    JoinedLinear,
     PackedLinear,
     can_pack,
     direct,
     like,
-    side_by_side,
 )
 from clearhead.fast.training import original
 from clearhead.model import masks, norms, positions
@@ -35,7 +35,9 @@ from clearhead.model.transformer import Transformer
 
 
 def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
-    """Return the copy, in eval mode and without the model's hooks. It is valid until the weights change.
+    """Return the copy, in eval mode and without the model's hooks.
+
+    It is valid while the model has the same parts and parameters; after their values change, `refresh` it.
 
     `kernels`: let blocks that suit them take each token through the kernels of a step; None: where those run.
     """
@@ -46,7 +48,8 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
 
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
-            fast = made[part] = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            fast = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            made[part] = fast
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
             if isinstance(fast, Direct):
@@ -60,7 +63,7 @@ def _replacement(part: nn.Module, kernels: bool, packs: bool) -> nn.Module:
     """Build what stands for a part; the parts within it are still those of the model, or fused from them."""
     kind: Any = original(part)
     if packs and isinstance(part, nn.Linear):
-        return PackedLinear(part.weight, part.bias)
+        return PackedLinear(part)
     if kernels and isinstance(part, Stack):
         return like(part, StepStack)
     if isinstance(part, Block):
@@ -72,7 +75,7 @@ def _fused(block: Block, kind: type[Block]) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
     attention, feedforward = block.attention, block.feedforward
     layers = (attention.q, attention.k, attention.v)
-    qkv, widths = side_by_side(*layers), [layer.out_features for layer in layers]
+    qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
     new = like(block, kind)
     new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
@@ -81,7 +84,7 @@ def _fused(block: Block, kind: type[Block]) -> Block:
             FusedFeedForward,
             gate=None,
             up=None,
-            both=side_by_side(feedforward.gate, feedforward.up),
+            both=JoinedLinear(feedforward.gate, feedforward.up),
             activation_name=ACTIVATION_NAMES.get(feedforward.activation),
         )
     return new

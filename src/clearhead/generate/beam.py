@@ -12,7 +12,6 @@ tokens written, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,9 +19,18 @@ import torch
 from torch import Tensor
 
 from clearhead.batches.padding import by_length
-from clearhead.generate.decode import LENGTH_ALONE, RESERVE, Ends, Prompts, check_request, prefill
+from clearhead.errors import refuse
+from clearhead.generate.decode import (
+    LENGTH_ALONE,
+    RESERVE,
+    Ends,
+    Prompts,
+    check_request,
+    is_stretched,
+    prefill,
+)
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import REMOVED, adjust
+from clearhead.generate.sampling import REMOVED, Standing, adjust
 from clearhead.model.cache import Cache
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
@@ -94,8 +102,7 @@ def beam_search(
     """Find the `request.num_return` best continuations of each prompt, best first; all, if there are fewer.
 
     Penalties, allowed and banned tokens change log-probabilities; nothing is drawn. Once the time of `ends`
-    is over, the open beams are taken as they are. With a source, what follows the first token of a prompt
-    counts as written.
+    is over, the open beams are taken as they are.
     """
     check_request(model, request, prompts, ends)
     mask = prompts.source_mask
@@ -112,16 +119,14 @@ def beam_search(
 def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> list[list[Hypothesis]]:
     """Search for the continuations of prompts that are read together."""
     longest = prompts.longest
-    forced = longest - 1 if prompts.source is not None else 0
     cache = Cache(reserve=min(longest + request.max_new_tokens, RESERVE))
     logits = prefill(model, prompts.ids, cache, *prompts.sources)  # B V
     B, N, M, device = len(prompts.ids), request.num_beams, request.group_size, logits.device
     stops = torch.tensor(list(ends.stop_ids), dtype=torch.long, device=device)
     searches = [
-        [Search(request, request.max_new_tokens + forced) for _ in range(request.num_beam_groups)]
-        for _ in prompts.ids
+        [Search(request, request.max_new_tokens) for _ in range(request.num_beam_groups)] for _ in prompts.ids
     ]
-    running = list(range(B))
+    running, stretched = list(range(B)), is_stretched(model, longest)
     # All beams of a group are alike at first, so that all but one must not count.
     totals = precise(torch.full((B, N), REMOVED, device=device))
     totals[:, ::M] = 0.0
@@ -130,15 +135,15 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     cache.reorder(torch.arange(B, device=device).repeat_interleave(N), cross=False)
     for step in range(1, request.max_new_tokens + 1):
         ending = ends.reason() or ("length" if step == request.max_new_tokens else None)
-        values = _log_probabilities(logits, request, written, [prompts.ids[row] for row in running])
+        values = _log_probabilities(logits, request, written, prompts, running, ends.stop_ids)
         groups = _propose(values, totals, request, stops)
         for number, group in enumerate(groups):
-            _collect([searches[row][number] for row in running], group, written, step + forced, ending)
+            _collect([searches[row][number] for row in running], group, written, step, ending)
         # B N
         chosen = Candidates(*(torch.cat(parts, 1) for parts in zip(*(group.going_on(M) for group in groups))))
         best = chosen.totals[:, ::M].tolist()  # of each group
         done = [
-            all(search.done(total, step + forced) for search, total in zip(searches[row], best[i]))
+            all(search.done(total, step) for search, total in zip(searches[row], best[i]))
             for i, row in enumerate(running)
         ]
         if ending is not None or all(done):
@@ -155,20 +160,43 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         else:
             _move(cache, rows.flatten(), longest)
         totals = chosen.totals
-        logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
+        length = max(len(prompts.ids[row]) for row in running) + step
+        if stretched == is_stretched(model, length):
+            logits = model(chosen.tokens.view(-1, 1), cache=cache, logits="last").logits[:, -1]  # BN V
+            continue
+        refuse(
+            prompts.source is not None,
+            f"beams cannot cross the {length - 1} tokens at which longrope changes its divisors, "
+            "with an encoder: leave them out, or ask for fewer tokens",
+        )
+        texts = [[*prompts.ids[row], *ids] for row, beams in zip(running, written.tolist()) for ids in beams]
+        stretched, cache = not stretched, Cache(cache.reserve)
+        logits = prefill(model, texts, cache)
     found = [[one for search in row for one in search.found] for row in searches]
     return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
 
 
 def _log_probabilities(
-    logits: Tensor, request: Request, written: Tensor, prompts: Sequence[Sequence[int]]
+    logits: Tensor,
+    request: Request,
+    written: Tensor,
+    prompts: Prompts,
+    running: list[int],
+    stops: frozenset[int],
 ) -> Tensor:
     """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
-    B, N, _ = written.shape
-    rows = zip(prompts, written.tolist()) if request.looks_back else ()
-    seen = [[*prompt, *ids] for prompt, row in rows for ids in row]
-    lengths = [len(prompt) for prompt in prompts for _ in range(N)]
-    return adjust(wide(logits).log_softmax(-1), request, seen, lengths).view(B, N, -1)
+    B, N, L = written.shape
+    rows = [row for row in running for _ in range(N)]
+    lengths = [len(prompts.ids[row]) for row in rows]
+    seen, sources = [], []
+    if request.looks_back:
+        seen = [[*prompts.ids[row], *ids] for row, ids in zip(rows, written.flatten(0, 1).tolist())]
+    if request.no_repeat_source_ngram:
+        texts = prompts.texts
+        sources = [texts[row] for row in rows]
+    standing = Standing(L, request.max_new_tokens - L, lengths, stops)
+    values = adjust(wide(logits).log_softmax(-1), request, seen, lengths, sources, standing)
+    return (values.log_softmax(-1) if request.renormalize else values).view(B, N, -1)
 
 
 def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:

@@ -2,7 +2,10 @@
 
 Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch
 comes out as it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the
-longest row of a call.
+longest row of a call. Where longrope changes its divisors, at the trained length, all is read anew with the
+new ones; so are the last tokens of a text that slides, for each token past the model's positions. Dynamic
+scaling changes with every token: what has been read keeps the angles of its time, as in transformers, so that
+generation goes its own way from a forward pass over the whole text.
 
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
@@ -18,7 +21,7 @@ from torch import Tensor
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import Dice, History, adjust_by, distribution, draw
+from clearhead.generate.sampling import Dice, History, Standing, adjust_by, distribution, draw
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.transformer import Transformer
 
@@ -44,6 +47,16 @@ class Prompts:
     def sources(self) -> tuple[Tensor | None, Tensor | None]:
         """The source and its mask."""
         return self.source, self.source_mask
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Of each row the ids of its source; without an encoder, of its prompt."""
+        if self.source is None:
+            return [list(row) for row in self.ids]
+        real = (
+            torch.ones_like(self.source, dtype=torch.bool) if self.source_mask is None else self.source_mask
+        )
+        return [row[kept].tolist() for row, kept in zip(self.source, real)]
 
     def rows(self, numbers: list[int]) -> "Prompts":
         """Return some rows alone; columns of the source that are padding in all of them are left out."""
@@ -126,10 +139,12 @@ def decode(
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running = list(range(len(rows)))
-    chooser = Chooser(request, rows, prompts.seeds, model)
+    chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
+    stretched = is_stretched(model, prompts.longest)
+    window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
         chosen = chooser.choose(logits, running)
         tokens = chosen.tolist()
@@ -145,7 +160,14 @@ def decode(
             index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        if step is not None:
+        length = max(len(rows[i].prompt) + len(rows[i].ids) for i in running)
+        over = window is not None and length > window
+        if over or stretched != is_stretched(model, length):
+            stretched = is_stretched(model, length)
+            texts = [(rows[i].prompt + rows[i].ids)[-(window or length) :] for i in running]
+            cache = cache_for(model, window or prompts.longest + request.max_new_tokens)
+            logits = prefill(model, texts, cache, *prompts.rows(running).sources)
+        elif step is not None:
             logits = step(chosen, cache)
         else:
             logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
@@ -186,6 +208,20 @@ def turns_by_length(model: Transformer) -> bool:
     return scaling is not None and scaling.kind in ("dynamic", "longrope")
 
 
+def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
+
+
+def is_stretched(model: Transformer, length: int) -> bool:
+    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    return length > (scaling.original_positions or model.config.max_positions)
+
+
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens at the beginning of both are the same."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
@@ -195,22 +231,32 @@ class Chooser:
     """The next token of each row, drawn by the row's own seed."""
 
     def __init__(
-        self, request: Request, rows: list[Continuation], seeds: Sequence[int] | None, model: Transformer
+        self,
+        model: Transformer,
+        request: Request,
+        prompts: Prompts,
+        stops: frozenset[int],
+        rows: list[Continuation],
     ) -> None:
-        self.request, self.rows = request, rows
-        seeds = [request.seed] * len(rows) if seeds is None else seeds
+        self.request, self.stops, self.rows = request, stops, rows
+        seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
         self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
-        self.histories = (
-            [History(row.prompt, request, size, device) for row in rows] if request.looks_back else []
-        )
+        self.histories: list[History] = []
+        if request.looks_back:
+            texts = prompts.texts if request.no_repeat_source_ngram else [()] * len(rows)
+            self.histories = [
+                History(row.prompt, request, size, device, source=text) for row, text in zip(rows, texts)
+            ]
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
-        """Return the logits of these rows after penalties and bans: [B, V] -> [B, V]."""
+        """Return the logits of these rows, equally far, after penalties and bans: [B, V] -> [B, V]."""
         histories = [self.histories[i] for i in running] if self.histories else []
         for i, history in zip(running, histories):
             history.follow(self.rows[i].ids)
-        return adjust_by(logits, self.request, histories)
+        written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
+        standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
+        return adjust_by(logits, self.request, histories, standing)
 
     def roll(self, running: list[int]) -> Tensor:
         """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""
@@ -237,12 +283,43 @@ def report(logits: Tensor, chosen: Tensor, rows: list[Continuation], alternative
 
 def check_request(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> None:
     """Raise `InputError` where the model cannot do what is asked."""
+    check_options(model, request, ends)
+    config = model.config
+    refuse(
+        not prompts.ids or not all(map(len, prompts.ids)),
+        "a prompt is empty: give one token at least, such as the beginning-of-text token",
+    )
+    sliding = slides(model, request, prompts)
+    refuse(
+        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
+        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
+        "leave beams out, shorten the prompt, or ask for fewer new tokens",
+    )
+    needed = prompts.longest + request.max_new_tokens - 1
+    refuse(
+        config.positions == "learned" and needed > config.max_positions and not sliding,
+        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
+        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
+        'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',
+    )
+
+
+def check_options(model: Transformer, request: Request, ends: Ends) -> None:
+    """Raise `InputError` where the model cannot do what is asked, whatever the prompts are."""
     config, size = model.config, model.config.vocab_size
     refuse(
         config.head != "lm",
         f"this model's head is {config.head}: only a language model (head lm) generates",
     )
-    named = {"allowed": request.allowed or (), "banned": request.banned, "stop_ids": ends.stop_ids}
+    named = {
+        "allowed": request.allowed or (),
+        "banned": request.banned,
+        "banned_first": request.banned_first,
+        "banned_sequences": [token for ids in request.banned_sequences for token in ids],
+        "forced_first": () if request.forced_first is None else (request.forced_first,),
+        "forced_last": request.forced_last,
+        "stop_ids": ends.stop_ids,
+    }
     for name, tokens in named.items():
         refuse(
             any(not 0 <= token < size for token in tokens),
@@ -251,17 +328,6 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     refuse(
         not 0 <= request.alternatives <= size,
         f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
-    )
-    refuse(
-        not prompts.ids or not all(map(len, prompts.ids)),
-        "a prompt is empty: give one token at least, such as the beginning-of-text token",
-    )
-    needed = prompts.longest + request.max_new_tokens - 1
-    refuse(
-        config.positions == "learned" and needed > config.max_positions,
-        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
-        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
-        'tokens that fit with overflow="window"',
     )
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead.errors import refuse
+from clearhead.fast.parts import fingerprint, refresh
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
     LENGTH_ALONE,
@@ -26,9 +28,11 @@ from clearhead.generate.decode import (
     check_request,
     decode,
     prefill,
+    slides,
     turns_by_length,
 )
 from clearhead.generate.request import Request
+from clearhead.generate.sampling import NOT_NUMBERS, adjust_by
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.fixed_cache import FixedCache
@@ -37,6 +41,7 @@ from clearhead.model.transformer import Transformer
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
 AHEAD = 16  # greedy tokens made between two looks at them
+NOTHING = -1  # in place of a token: the logits are not numbers
 WORTH = 1024  # new tokens for which compiling pays by itself
 # Products with one row become fused reductions, which read weights faster than the library's matrix product.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
@@ -75,8 +80,9 @@ class CompiledStep:
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
         chosen = logits.argmax(-1, keepdim=True)
+        best = logits.gather(1, chosen)  # not a number where any logit is not
         self.logits.copy_(logits)
-        self.made.index_copy_(1, self.cache.index, chosen)
+        self.made.index_copy_(1, self.cache.index, torch.where(best.isnan(), NOTHING, chosen))
         self.ids.copy_(chosen)
 
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
@@ -177,7 +183,7 @@ def decode_compiled(
     step, source, most = None, prompts.source, request.max_new_tokens
     if request.compile and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
-    if cache is None:
+    if cache is None and not slides(model, request, prompts):
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
         step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:
@@ -187,7 +193,7 @@ def decode_compiled(
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
         return decode(model, request, prompts, ends, handover, step)
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = prefill(model, prompts.ids, handover, *prompts.sources).argmax(-1)
+    first = adjust_by(prefill(model, prompts.ids, handover, *prompts.sources), request).argmax(-1)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
     step.ids[handover.settle(step.cache), 0] = first
@@ -197,6 +203,7 @@ def decode_compiled(
             unread.append(OnHost(step.ahead(count)[: len(rows)]))
             launched += count
         for tokens in zip(*unread.pop(0).tolist()):
+            refuse(any(tokens[i] == NOTHING for i in running), NOT_NUMBERS)
             seen, reason = seen + 1, ends.reason()
             running = [i for i in running if ends.go_on(i, rows[i], tokens[i], seen, reason)]
     return rows
@@ -222,8 +229,8 @@ class OnHost:
 class Prefix:
     """The cache of a single row, and the tokens it has read; the next prompt begins where it differs."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, model: Transformer, weights: object = None) -> None:
+        self.model, self.weights = model, weights  # `weights`: their fingerprints
         self.cache = Cache()
         self.tokens: list[int] = []
 
@@ -240,11 +247,11 @@ class Prefix:
 
 
 class Engine:
-    """The fast copy of one model and what belongs to it, made when needed and again when weights change."""
+    """The fast copy of one model and what belongs to it, made when needed and kept up to date."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        self.state: object = None  # of the weights that the copy was made from
+        self.made_of: object = None  # the parts, parameters and options that the copy was made from
         self.copy: Transformer | None = None
         self.steps: Steps | None = None  # of the copy, compiled
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
@@ -253,15 +260,15 @@ class Engine:
         """Return the fast copy; the model itself while taps, hooks or a chosen kernel are set."""
         parts = list(self.model.modules())
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        hooked |= any("forward" in vars(part) for part in parts)
         chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
         if hooked or chosen or tap_for(self.model) is not SILENT:
             return self.model
-        state = [
-            (id(w), w.data_ptr(), w.dtype, w.device, -1 if w.is_inference() else w._version)
-            for w in self.model.parameters()
-        ]
-        if self.copy is None or self.state != state:
-            self.state, self.copy = state, prepared(self.model)
+        made_of = [_described(part) for part in parts]
+        if self.copy is None or self.made_of != made_of:
+            self.made_of, self.copy = made_of, prepared(self.model)
+        else:
+            refresh(self.copy)
         return self.copy
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
@@ -276,6 +283,23 @@ class Engine:
     def take_prefix(self, runner: Transformer) -> Prefix:
         """Take what the last request has read, if the model is still the same; no other call has it then."""
         prefix, self.prefix = self.prefix, None
-        if prefix is not None and prefix.model is runner and runner is not self.model:
+        weights = [fingerprint(weight) for weight in self.model.parameters()]
+        if prefix is not None and prefix.model is runner is not self.model and prefix.weights == weights:
             return prefix
-        return Prefix(runner)
+        return Prefix(runner, weights)
+
+
+def _described(part: nn.Module) -> list[object]:
+    """Return what of a part its copy has by value, and what it shares by identity."""
+    tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    options = (value for name, value in vars(part).items() if name[0] != "_" and name != "training")
+    return [
+        *(part, type(part)),
+        *((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors),
+        *(value if isinstance(value, int | float | str | None) else _by_value(value) for value in options),
+    ]
+
+
+def _by_value(value: object) -> object:
+    """Return a container spelled out, since it can be changed in place, and the identity of all else."""
+    return repr(value) if isinstance(value, tuple | list | dict | set) else id(value)

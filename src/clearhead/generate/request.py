@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from clearhead.errors import ConfigError, InputError, nearest, refuse
-from clearhead.typed import check_types
+from clearhead.typed import check_types, shaped
 
 MAX_NEW_TOKENS = 50
 POSITIVE = math.ulp(0.0)  # the smallest number above 0
@@ -24,6 +24,10 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "typical_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
     "repetition_penalty": (POSITIVE, math.inf, "must be above 0: 1 is off"),
     "no_repeat_ngram": (0, math.inf, FROM_0),
+    "no_repeat_source_ngram": (0, math.inf, FROM_0),
+    "min_new_tokens": (0, math.inf, FROM_0),
+    "min_length": (0, math.inf, FROM_0),
+    "seed": (-(2**63), 2**64 - 1, "does not fit into 64 bits: choose a number from 0 to 2**64 - 1"),
     "max_new_tokens": (1, math.inf, FROM_1),
     "num_beams": (1, math.inf, FROM_1),
     "num_return": (1, math.inf, FROM_1),
@@ -32,8 +36,10 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "lookup": (0, math.inf, FROM_0),
     "draft_tokens": (1, math.inf, FROM_1),
 }
-SEQUENCES = {"allowed", "banned", "stop", "stop_tokens"}  # fields that may be given as any sequence
+# Fields that may be given as any sequence.
+SEQUENCES = {"allowed", "banned", "banned_first", "banned_sequences", "forced_last", "stop", "stop_tokens"}
 WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup")  # what needs a text before its end
+SEARCH = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,13 @@ class Sampling:
     no_repeat_ngram: int = 0  # never write the same n tokens twice; 0: off
     allowed: tuple[int, ...] | None = None  # ids of the only tokens to choose from
     banned: tuple[int, ...] = ()  # ids of tokens that are never chosen
+    banned_first: tuple[int, ...] = ()  # ids of tokens that no text begins with
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of ids that are never completed
+    no_repeat_source_ngram: int = 0  # never write n tokens of the source, or of the prompt; 0: off
+    min_new_tokens: int = 0  # new tokens before a text may end
+    min_length: int = 0  # tokens of prompt and text before it may end; min_new_tokens goes before it
+    forced_first: int | None = None  # id of the first new token, after a prompt of one token
+    forced_last: tuple[int, ...] = ()  # ids of which one is written where a text has its full length
 
     def __post_init__(self) -> None:
         for name in SEQUENCES & vars(self).keys():
@@ -58,7 +71,8 @@ class Sampling:
             if isinstance(value, str):
                 object.__setattr__(self, name, (value,))
             elif value is not None:
-                object.__setattr__(self, name, tuple(value.tolist() if hasattr(value, "tolist") else value))
+                listed = value.tolist() if hasattr(value, "tolist") else list(value)
+                object.__setattr__(self, name, shaped(listed, tuple))
         try:
             check_types(self)
         except ConfigError as error:
@@ -66,6 +80,7 @@ class Sampling:
         for name, (least, most, allowed) in BOUNDS.items():
             value = getattr(self, name, least)
             refuse(not least <= value <= most, f"{name} {value} {allowed}")
+        refuse(() in self.banned_sequences, "banned_sequences has an empty one: give each one id at least")
         refuse(
             self.allowed is not None and set(self.allowed) <= set(self.banned),
             "allowed minus banned leaves no token to choose from",
@@ -74,13 +89,17 @@ class Sampling:
     @property
     def restricts(self) -> bool:
         """Return True where a row may be left without any token."""
-        return self.allowed is not None or bool(self.banned or self.no_repeat_ngram)
+        removed = (self.banned, self.banned_first, self.banned_sequences, self.forced_last, self.min_length)
+        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram, self.min_new_tokens)
+        return self.allowed is not None or self.forced_first is not None or any((*removed, *ngrams))
 
     @property
     def looks_back(self) -> bool:
         """Return True where a rule depends on the tokens so far."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram)
-        return self.repetition_penalty != 1 or any(penalties)
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram)
+        longer = any(len(ids) > 1 for ids in self.banned_sequences)
+        return longer or self.repetition_penalty != 1 or any((*penalties, *ngrams))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +114,12 @@ class Request(Sampling):
     early_stopping: bool | Literal["never"] = False  # of beams: end once enough are found; never: no loss
     num_beam_groups: int = 1  # of beams: groups, each kept from the tokens of those before it
     diversity_penalty: float = 0.0  # of groups: subtract for each beam of an earlier group with the token
+    renormalize: bool = False  # of beams: log-probabilities add up to 1 again after penalties and bans
     stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
     stop_tokens: tuple[int | str, ...] = ()  # further tokens that end the generation, by name or id
     seconds: float | None = None  # stop after this time
-    overflow: Literal["refuse", "window"] = "refuse"  # a prompt too long: refuse it, or keep its last tokens
+    # A text too long for the model: refuse it, cut its prompt (window), or read its last tokens (slide).
+    overflow: Literal["refuse", "window", "slide"] = "refuse"
     logprobs: bool = False  # report the log-probability of each new token
     alternatives: int = 0  # report so many of the best tokens at each step
     reuse: bool = False  # keep what is read: the next prompt is read from where it differs
@@ -108,8 +129,8 @@ class Request(Sampling):
 
     def __post_init__(self) -> None:
         refuse(
-            self.overflow not in ("refuse", "window"),
-            f'overflow "{self.overflow}" is not known: choose refuse or window',
+            self.overflow not in ("refuse", "window", "slide"),
+            f'overflow "{self.overflow}" is not known: choose slide, refuse or window',
         )
         super().__post_init__()
         refuse(
@@ -174,14 +195,22 @@ class RequestOptions(TypedDict, total=False):
     no_repeat_ngram: int
     allowed: Sequence[int] | None
     banned: Sequence[int]
+    banned_first: Sequence[int]
+    banned_sequences: Sequence[Sequence[int]]
+    no_repeat_source_ngram: int
+    min_new_tokens: int
+    min_length: int
+    forced_first: int | None
+    forced_last: Sequence[int]
     seed: int
     early_stopping: bool | Literal["never"]
     num_beam_groups: int
     diversity_penalty: float
+    renormalize: bool
     stop: str | Sequence[str]
     stop_tokens: Sequence[int | str]
     seconds: float | None
-    overflow: Literal["refuse", "window"]
+    overflow: Literal["refuse", "window", "slide"]
     logprobs: bool
     alternatives: int
     reuse: bool

@@ -1,8 +1,8 @@
 """Sampling: from logits to the next token, as pure functions applied in one fixed order.
 
     1  repetition, presence and frequency penalties      look back at the row's own tokens
-    2  no-repeat n-gram
-    3  allowed and banned tokens
+    2  no-repeat n-grams, banned sequences
+    3  least length, allowed, forced and banned tokens
     4  temperature                                        0 means greedy
     5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
 
@@ -12,43 +12,96 @@ best token.
 Shapes: B rows, V vocabulary, N tokens so far.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 from clearhead.generate.request import Sampling
 from clearhead.model.dtypes import precise, wide
 
 REMOVED = float("-inf")
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
+)
 GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
 
 
+class Standing(NamedTuple):
+    """How far rows are that go on together."""
+
+    written: int  # new tokens of each row
+    left: int  # new tokens that may still come, the next one included
+    prompts: Sequence[int]  # tokens of each row's prompt
+    stops: Collection[int] = ()  # ids that end a row
+
+
 def adjust(
-    logits: Tensor, options: Sampling, seen: Sequence[Sequence[int]] = (), prompt_lengths: Sequence[int] = ()
+    logits: Tensor,
+    options: Sampling,
+    seen: Sequence[Sequence[int]] = (),
+    prompt_lengths: Sequence[int] = (),
+    sources: Sequence[Sequence[int]] = (),
+    standing: Standing | None = None,
 ) -> Tensor:
     """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
     histories = [
-        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:])
-        for tokens, length in zip(seen, prompt_lengths)
+        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:], source)
+        for tokens, length, source in zip(seen, prompt_lengths, sources or [()] * len(seen))
     ]
-    return adjust_by(logits, options, histories)
+    return adjust_by(logits, options, histories, standing)
 
 
-def adjust_by(logits: Tensor, options: Sampling, histories: Sequence["History"] = ()) -> Tensor:
+def adjust_by(
+    logits: Tensor,
+    options: Sampling,
+    histories: Sequence["History"] = (),
+    standing: Standing | None = None,
+) -> Tensor:
     """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
         logits = logits.clone()
         for row, history in zip(logits, histories):
             history.penalise(row)
+    alone = [ids[0] for ids in options.banned_sequences if len(ids) == 1]
+    logits = without(logits, alone)
     if options.allowed is not None:
         logits = only(logits, options.allowed)
-    if options.banned:
-        logits = logits.index_fill(-1, torch.tensor(options.banned, device=logits.device), REMOVED)
-    if options.restricts and bool((logits.amax(-1) == REMOVED).any()):
-        raise InputError("no token is left to choose from: loosen allowed, banned or no_repeat_ngram")
+    if standing is not None:
+        logits = constrain(logits, options, standing)
+    logits = without(logits, options.banned)
+    worst = logits.amax(-1).min()  # not a number where any logit is not
+    refuse(bool(worst.isnan()), NOT_NUMBERS)
+    if options.restricts and bool(worst == REMOVED):
+        raise InputError(
+            "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
+            "min_new_tokens or no_repeat_ngram"
+        )
+    return logits
+
+
+def constrain(logits: Tensor, options: Sampling, standing: Standing) -> Tensor:
+    """Apply the rules about the beginning and the end of a text: [B, V] -> [B, V]."""
+    written, left, prompts, stops = standing
+    least = [options.min_new_tokens or options.min_length - length for length in prompts]
+    short = [row for row, count in enumerate(least) if written < count]
+    if short and stops:
+        logits = logits.clone()
+        logits[torch.tensor(short)[:, None], torch.tensor([*stops])] = REMOVED
+    alone = [length == 1 and options.forced_first is not None for length in prompts]
+    if written == 0 and any(alone) and options.forced_first is not None:
+        forced = only(torch.zeros_like(logits), [options.forced_first])
+        logits = torch.where(torch.tensor(alone, device=logits.device)[:, None], forced, logits)
+    if left == 1 and options.forced_last:
+        logits = only(torch.zeros_like(logits), options.forced_last)
+    first = [written == forced for forced in alone]  # what is forced comes before the beginning
+    if any(first) and options.banned_first:
+        begun = without(logits, options.banned_first)
+        logits = torch.where(torch.tensor(first, device=logits.device)[:, None], begun, logits)
     return logits
 
 
@@ -62,13 +115,22 @@ class History:
         vocabulary: int,
         device: torch.device,
         new: Sequence[int] = (),
+        source: Sequence[int] = (),
     ) -> None:
         self.options = options
         self.length = 0  # new tokens counted
         self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
         self.counts = torch.zeros(vocabulary, device=device)  # V: how often said
-        self.after: dict[tuple[int, ...], set[int]] = {}  # by n-1 tokens: what has come after them
-        self.tail: tuple[int, ...] = ()  # the last n-1 tokens
+        # What must not come after some tokens: tables of the row itself, of its source, of the request.
+        n = options.no_repeat_ngram
+        self.after: dict[tuple[int, ...], set[int]] = {}
+        self.tables = [({n - 1}, self.after)] if n else []
+        if options.no_repeat_source_ngram:
+            self.tables.append(_ngrams(tuple(source), options.no_repeat_source_ngram))
+        if options.banned_sequences:
+            self.tables.append(_endings(options.banned_sequences))
+        self.keeps = max((size for sizes, _ in self.tables for size in sizes), default=0)
+        self.tail: tuple[int, ...] = ()  # the last tokens, as many as a table looks at
         self._learn(prompt)
         self.follow(new)
 
@@ -81,10 +143,10 @@ class History:
 
     def _learn(self, tokens: Sequence[int]) -> Tensor:
         n = self.options.no_repeat_ngram
-        for token in tokens if n else ():
-            if len(self.tail) == n - 1:
-                self.after.setdefault(self.tail, set()).add(token)
-            self.tail = (*self.tail, token)[-(n - 1) :] if n > 1 else ()
+        for token in tokens if self.tables else ():
+            if n and len(self.tail) >= n - 1:
+                self.after.setdefault(self.tail[len(self.tail) - n + 1 :], set()).add(token)
+            self.tail = (*self.tail, token)[-self.keeps :] if self.keeps else ()
         index = torch.tensor(list(tokens), dtype=torch.long, device=self.present.device)
         self.present[index] = True
         return index
@@ -97,8 +159,33 @@ class History:
             logits.copy_(torch.where(self.present, weaker, logits))
         if options.presence_penalty or options.frequency_penalty:
             logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
-        if options.no_repeat_ngram and len(self.tail) == options.no_repeat_ngram - 1:
-            logits[list(self.after.get(self.tail, ()))] = REMOVED
+        for sizes, after in self.tables:
+            for size in sizes:
+                if size <= len(self.tail):
+                    logits[list(after.get(self.tail[len(self.tail) - size :], ()))] = REMOVED
+
+
+Table = tuple[set[int], dict[tuple[int, ...], set[int]]]  # lengths of its keys; what must not follow each
+
+
+@functools.lru_cache(maxsize=1024)
+def _ngrams(tokens: tuple[int, ...], n: int) -> Table:
+    """Return what follows each n - 1 tokens of a text."""
+    return _endings(tuple(tokens[start : start + n] for start in range(len(tokens) - n + 1)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _endings(sequences: tuple[tuple[int, ...], ...]) -> Table:
+    """Return the last token of each sequence by the tokens before it."""
+    after: dict[tuple[int, ...], set[int]] = {}
+    for *before, last in sequences:
+        after.setdefault(tuple(before), set()).add(last)
+    return set(map(len, after)), after
+
+
+def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Remove these tokens: [B, V] -> [B, V]."""
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), REMOVED) if tokens else logits
 
 
 def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:

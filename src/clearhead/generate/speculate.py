@@ -11,7 +11,6 @@ Rows take turns, each with a cache of its own, which forgets what was guessed wr
 Shapes: B rows, S source length, V vocabulary, N guesses.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -31,6 +30,7 @@ from clearhead.generate.decode import (
     check_request,
     prefill,
     report,
+    slides,
     turns_by_length,
 )
 from clearhead.generate.request import Request, Sampling
@@ -88,10 +88,10 @@ class Draft:
 
     def __init__(self, model: Transformer, count: int, sampling: Sampling, prompts: Prompts) -> None:
         self.model, self.count, self.sources = model, count, prompts.sources
-        # Penalties and n-grams need a history, and are left to the other model: any q gives the right result.
-        self.sampling = dataclasses.replace(
-            sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram=0
-        )
+        # Rules that look back are left to the other model: any q gives the right result.
+        drawing = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        limits = {name: getattr(sampling, name) for name in ("typical_p", "allowed", "banned")}
+        self.sampling = Sampling(**drawing, **limits)
         self.cache = Cache()
         self.length = 0  # tokens given at the last call
         self.guessed: list[int] = []  # and what it guessed
@@ -210,12 +210,11 @@ def speculate(
     """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     refuse(
-        turns_by_length(model),
-        "this model's rotary angles change with the length of what is read at once: "
-        "leave lookup and draft out",
+        turns_by_length(model) or slides(model, request, prompts),
+        "this model reads a text anew as it grows past a length: leave lookup and draft out",
     )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    chooser = Chooser(request, rows, prompts.seeds, model)
+    chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
     most, running = request.max_new_tokens, []
     for number, row in enumerate(rows):
         own = cache or Cache(min(len(row.prompt) + most, RESERVE))

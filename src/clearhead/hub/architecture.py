@@ -23,6 +23,8 @@ WITHOUT_EFFECT = (
 # transformers can build a base model without its pooler, and its config.json does not tell: ours does.
 POOLER_KEY = "has_pooler"
 WITHOUT_POOLER: Json = {"head": "none", "pooler": "none"}
+BOTH_KEY = "is_encoder_decoder"
+SECTION = "clearhead"  # of config.json: our own config, where no architecture expresses all of it
 
 # The largest values of some fields; of every other number it is MOST_WIDE.
 MOST = {
@@ -50,12 +52,16 @@ class Architecture:
     ignored: tuple[str, ...] = ()  # tensors that some files hold though they are not learned
     open: tuple[str, ...] = ()  # fields that the tensors of a file decide, and config.json does not state
     carried: tuple[str, ...] = ()  # tensors of other heads than the class's own: kept, and written back
+    tied: tuple[str, ...] = ()  # token tables that are one unless the file has others; the last is the output
+    aliases: Mapping[str, str] = field(default_factory=dict)  # {further name: key}; it goes before the key
 
     def read(self, theirs: Json) -> ModelConfig:
         """Return our config, from a config.json."""
+        renamed = {key: theirs[alias] for alias, key in self.aliases.items() if theirs.get(alias) is not None}
         try:
-            values = self._values(theirs)
+            values = self._values({**theirs, **renamed})
             check_sizes(values)
+            check_common(theirs, values.get("family", "decoder"))
             return ModelConfig(**values)
         except CheckpointError:
             raise
@@ -119,6 +125,23 @@ class Architecture:
             and not _alike(getattr(config, name), getattr(back, name))
         ]
 
+    def merge(self, config: ModelConfig, theirs: Json) -> ModelConfig:
+        """Return our config, as it stands beside a config.json, with what has changed there since.
+
+        Other tools keep our section and change their own fields: a field that no longer says what we wrote
+        is the file's, every other one ours.
+        """
+        refuse(
+            self.differences(config) is None,
+            f"config.json has a section of our own that is no {self.model_type}: remove it",
+        )
+        then, now = self.read(self.write(config) or {}), self.read(theirs)
+        names = (each.name for each in dataclasses.fields(ModelConfig))
+        changed = [name for name in names if not _alike(getattr(then, name), getattr(now, name))]
+        if not changed:
+            return config
+        return dataclasses.replace(config, **{name: getattr(now, name) for name in changed})
+
     def rules_for(self, config: ModelConfig) -> tuple[Rule, ...]:
         """Return the rules that apply to a model with this config, those of its head included."""
         rules = (*self.rules, *self.heads.get(config.head or "none", ()))
@@ -149,6 +172,19 @@ def check_sizes(values: Json) -> None:
         refuse(
             isinstance(value, int) and abs(value) > most,
             f"config.json makes {name} {str(value)[:24]}: {most:,} is the most",
+        )
+
+
+def check_common(theirs: Json, family: str) -> None:
+    """Refuse what a config.json of any architecture can state, and transformers heeds, and we do not."""
+    layers = theirs.get("per_layer_config")
+    refuse(layers, f"config.json has per_layer_config {str(layers)[:40]}: every layer must have one config")
+    stored = theirs.get("quantization_config")
+    refuse(stored, f"config.json has quantization_config {str(stored)[:40]}: weights must be floating point")
+    for key, families in (("is_causal", ("decoder", "encoder-decoder")), (BOTH_KEY, ("encoder-decoder",))):
+        refuse(
+            family in families and not theirs.get(key, True),
+            f"config.json has {key} {theirs.get(key)!r}: only true is supported for this architecture",
         )
 
 

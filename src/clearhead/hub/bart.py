@@ -94,6 +94,16 @@ BODY = (
     Rule("lm_head.weight", ("head.out.weight",)),
     Rule("final_logits_bias", ("head.out.bias",), reshaped(lambda config: (1, config.vocab_size))),
 )
+TIED = (
+    "model.shared.weight",
+    *(f"model.{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")),
+    "lm_head.weight",
+)
+ALIASES = {
+    "num_attention_heads": "encoder_attention_heads",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+}
 OLD = ("model.encoder.version", "model.decoder.version")
 
 
@@ -114,6 +124,8 @@ def bart(model_type: str, name: str, norm_position: str) -> Architecture:
         prefix="model.",
         ignored=OLD,
         open=("head_bias",),
+        tied=TIED,
+        aliases=ALIASES,
     )
 
 
@@ -147,6 +159,8 @@ M2M100 = Architecture(
     ),
     rules=(*TABLES, *BODY),
     ignored=(*OLD, "*.embed_positions.weights"),
+    tied=TIED,
+    aliases=ALIASES,
 )
 
 # Marian (Opus-MT): norms after each part, sinusoidal positions, some with two vocabularies.
@@ -181,4 +195,6 @@ MARIAN = Architecture(
     ),
     ignored=(*OLD, "*.embed_positions.weight"),
     open=("head_bias",),
+    tied=TIED,
+    aliases=ALIASES,
 )

@@ -202,6 +202,7 @@ DISTILBERT = Architecture(
         "span": SPAN,
     },
     ignored=("distilbert.embeddings.position_ids",),
+    aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 )
 
 # ALBERT: a narrow token table, projected up, and layers that share their weights in groups.

@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
-from clearhead.hub.architecture import POOLER_KEY, Architecture, check_sizes, is_among
+from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
 from clearhead.hub.files import read_json, refuse, write_json
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Rule, Shape, matches
-from clearhead.hub.weights import Entry, open_weights, write_weights
+from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
+from clearhead.hub.weights import Entry, cast, open_weights, write_weights
 from clearhead.model.transformer import Transformer
 
 READERS = 2  # threads; more would hold more copies at once than they gain
-SECTION = "clearhead"  # of config.json: our own config, where no architecture expresses all of it
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names
 
 
@@ -65,7 +65,9 @@ def describe(folder: Path) -> Description:
         raise CheckpointError(f'{folder / "config.json"} has no config in its "{SECTION}" section')
     check_sizes(stated)
     try:
-        return Description(theirs, ModelConfig.from_dict(stated), architecture.model_type)
+        config = ModelConfig.from_dict(stated)
+        config = config if architecture is OWN else architecture.merge(config, theirs)
+        return Description(theirs, config, architecture.model_type)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
 
@@ -115,10 +117,11 @@ def load_model(
 ) -> tuple[Transformer, Description]:
     """Return the model of a directory, on the CPU, and the description with what its weights add.
 
-    The dtype is that of the file unless `dtype` is given.
+    The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
     """
     description, model, sources = _fill(folder, description, open_weights(folder))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
 
     def read(source: tuple[Rule, Entry]) -> list[Tensor]:
         rule, entry = source
@@ -127,6 +130,7 @@ def load_model(
     # A converted tensor is a copy besides the file's pages.
     with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
         loaded = list(pool.map(read, sources))
+    used: set[int] = set()
     for (rule, entry), tensors in zip(sources, loaded):
         wrong = f"{folder}: tensor {rule.theirs} has"
         for name, tensor in zip(rule.ours, tensors):
@@ -139,7 +143,10 @@ def load_model(
                 f"{wrong} dtype {tensor.dtype}: weights must be floating point",
             )
             path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, nn.Parameter(tensor))
+            # A table that fills two parameters is two tables from now on.
+            own = tensor.clone() if id(entry) in used else tensor
+            setattr(model.get_submodule(path), last, nn.Parameter(own))
+        used.add(id(entry))
     model.tie()
     return model.eval(), description
 
@@ -156,7 +163,7 @@ def _read(
     except RuntimeError:  # it cannot be split into those shapes
         return [theirs]
     if dtype is not None:
-        ours = [tensor.to(dtype) for tensor in ours]
+        ours = [cast(tensor, dtype, rule.theirs) for tensor in ours]
     if rule.operation.copies or dtype not in (None, theirs.dtype):
         entry.release()
     return ours
@@ -172,20 +179,21 @@ def _fill(
     architecture, prefix = description.architecture, description.architecture.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
         entries = {prefix + name: entry for name, entry in entries.items()}
-    description = _as_stored(description, entries)
-    layers = description.config.layer_groups or description.config.n_layers
-    refuse(  # before so many layers are built
-        layers > len(entries),
-        f"{folder}: config.json says {layers} layers, and the weights are {len(entries)} tensors: "
-        "they do not belong together",
-    )
-    model = empty_model(description.config)
+    config, entries = as_stored(description.config, description.theirs, architecture, entries)
+    check_bounds(folder, config, entries)
+    model = empty_model(config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
     for rule in _matches(model, architecture):
         if rule.theirs in entries:
-            unused.discard(rule.theirs)  # a tied tensor that is written twice is read once
-            chosen.setdefault(rule.ours[0], rule)
+            unused.discard(rule.theirs)
+            first = chosen.setdefault(rule.ours[0], rule)  # a tied tensor that is written twice is read once
+            decided = rule.copy or rule.theirs in architecture.tied
+            refuse(
+                not decided and not equal(entries[first.theirs], entries[rule.theirs]),
+                f"{folder}: {first.theirs} and {rule.theirs} are one tensor to this architecture, "
+                "and the file holds two that differ",
+            )
     carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
     unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
     filled = {name for rule in chosen.values() for name in rule.ours}
@@ -202,33 +210,7 @@ def _fill(
             "the file is incomplete, or config.json is another model's"
         )
     sources = [(rule, entries[rule.theirs]) for rule in chosen.values()]
-    return dataclasses.replace(description, carried=carried), model, sources
-
-
-def _as_stored(description: Description, entries: dict[str, Entry]) -> Description:
-    """Return the description with what the file holds: a pooler, and an output layer, tied or not, its bias.
-
-    Some config.json say "tied" of weights that are not: two tensors that differ are two, whatever it says.
-    """
-    config, theirs, architecture = description.config, description.theirs, description.architecture
-    pooled = config.head == "embedding" and config.pooler != "none" and SECTION not in theirs
-    if pooled and not any(".pooler." in name for name in entries):
-        config = architecture.read({**theirs, POOLER_KEY: False})
-    if config.head in ("lm", "mlm"):
-        stored = {
-            rule.ours: entries[rule.theirs]
-            for rule in reversed(architecture.rules_for(config))
-            if rule.theirs in entries
-        }
-        source, target = (
-            stored.get((f"{stack}.embedding.front.tokens.weight",)) for stack in ("encoder", "decoder")
-        )
-        table, out = target or source, stored.get(("head.out.weight",))
-        if config.tie_embeddings and table and out and not torch.equal(table.read(), out.read()):
-            config = config.replace(tie_embeddings=False)
-        if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
-            config = config.replace(head_bias=False)
-    return dataclasses.replace(description, config=config)
+    return dataclasses.replace(description, config=config, carried=carried), model, sources
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:
@@ -317,9 +299,9 @@ def save_model(
     def make(name: str) -> Tensor:
         name = base + name
         if name in carried:
-            return carried[name].read().to(dtypes[name])
+            return cast(carried[name].read(), dtypes[name], name)
         rule = rules[name]
-        ours = [parameters[each].detach().to(dtypes[name]).cpu() for each in rule.ours]
+        ours = [cast(parameters[each].detach(), dtypes[name], name).cpu() for each in rule.ours]
         tensor = rule.operation.save(ours, model.config)[0]
         return tensor.clone() if rule.copy else tensor  # the format cannot give the same bytes two names
 

@@ -3,7 +3,7 @@
 from tokenizers import Encoding, Tokenizer
 
 from clearhead.errors import refuse
-from clearhead.hub.tokenizer import clean
+from clearhead.hub.tokenizer import clean, warn_if_cut
 
 
 def encoding_of(tokenizer: Tokenizer, text: str | list[str], special: bool = False) -> Encoding:
@@ -18,6 +18,7 @@ def framed(tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = 
     parts = [encoding_of(tokenizer, part) for part in ((text,) if pair is None else (text, pair))]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=pair is not None)
     lengths = [len(part) for part in parts]
+    warn_if_cut(sum(lengths) > max(room, 0), max_length)
     for _ in range(sum(lengths) - max(room, 0)):
         lengths[max(range(len(parts)), key=lengths.__getitem__)] -= 1
     for part, length in zip(parts, lengths):

@@ -184,57 +184,17 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
     return ConfigPart(read, write)
 
 
-def sliding_windows(
-    pattern: int | None = None,
-    default: int | None = None,
-    switch: str | None = None,
-    full_below: str | None = None,
-    below: int = 0,
-) -> ConfigPart:
-    """Return the part for sliding windows: one width, and the layers that have it.
+def _read_whole_heads(config_json: Json) -> Json:
+    stated, heads = config_json.get("head_dim"), config_json.get("num_attention_heads")
+    refuse(
+        stated and heads and stated != config_json["hidden_size"] // heads,
+        f"config.json has head_dim {stated}: only hidden_size / num_attention_heads is supported",
+    )
+    return {}
 
-    Args:
-        pattern: where config.json has no `layer_types`, every pattern-th layer is full; None: no layer is.
-        default: the width where config.json does not state it.
-        switch: a key that must be true for there to be any window.
-        full_below: a key with the number of first layers that are full.
-        below: that number where the key is absent.
-    """
 
-    def read(config_json: Json) -> Json:
-        width, layers = config_json.get("sliding_window", default), config_json["num_hidden_layers"]
-        if not width or (switch is not None and not config_json.get(switch, False)):
-            return {"window": None}
-        if config_json.get("layer_types") is not None:
-            slides = [kind == "sliding_attention" for kind in config_json["layer_types"]]
-        elif full_below is not None:
-            slides = [layer >= config_json.get(full_below, below) for layer in range(layers)]
-        elif pattern is not None:
-            every = config_json.get("sliding_window_pattern", pattern)
-            slides = [(layer + 1) % every != 0 for layer in range(layers)]
-        else:
-            slides = [True] * layers
-        if all(slides) or not any(slides):
-            return {"window": width if any(slides) else None}
-        return {"window": tuple(width if yes else None for yes in slides)}
-
-    def write(config: ModelConfig) -> Json:
-        assert config.decoder is not None
-        windows = config.decoder.windows
-        sliding = [layer for layer, window in enumerate(windows) if window is not None]
-        without = None if pattern is None else default
-        written: Json = {"sliding_window": windows[sliding[0]] if sliding else without}
-        if pattern is not None or switch is not None:
-            written["layer_types"] = [
-                "full_attention" if window is None else "sliding_attention" for window in windows
-            ]
-        if switch is not None:
-            written[switch] = bool(sliding)
-        if full_below is not None:
-            written[full_below] = sliding[0] if sliding else len(windows)
-        return written
-
-    return ConfigPart(read, write)
+# For architectures that have no key for the width of a head, of which transformers heeds one in places.
+WHOLE_HEADS = ConfigPart(_read_whole_heads, lambda config: {})
 
 
 def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:

@@ -1,7 +1,7 @@
 """GPT-2, GPT-NeoX with Pythia, and Falcon: decoders that store queries, keys and values as one tensor."""
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, LABELS, cases, field, fixed
+from clearhead.hub.fields import ACTIVATIONS, LABELS, WHOLE_HEADS, cases, field, fixed
 from clearhead.hub.llama import BLOCK, INV_FREQ, QKV, TOKENS, classes, heads, sizes
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import HEAD_GROUPS, JOINED_TRANSPOSED, TRANSPOSED, Rule, joined, same
@@ -60,6 +60,12 @@ GPT2 = Architecture(
     ),
     heads=heads(),
     ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 )
 
 # GPT-NeoX and Pythia: attention and feed-forward side by side, rotary positions in part of each head.
@@ -72,6 +78,7 @@ GPT_NEOX = Architecture(
     prefix="gpt_neox.",
     config=(
         *sizes(vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64),
+        WHOLE_HEADS,
         field("intermediate_size", "d_ff", 24576),
         field("hidden_act", "activation", "gelu", ACTIVATIONS),
         field("layer_norm_eps", "norm_eps", 1e-5),
@@ -80,8 +87,8 @@ GPT_NEOX = Architecture(
         field("attention_bias", "attention_out_bias", True),
         rope(
             fraction=0.25,
-            theta_keys=("rotary_emb_base", "rope_theta"),
-            fraction_keys=("rotary_pct", "partial_rotary_factor"),
+            theta_key="rotary_emb_base",
+            fraction_key="rotary_pct",
         ),
         cases(
             {"use_parallel_residual": True},
@@ -167,4 +174,5 @@ FALCON = Architecture(
     ),
     heads=heads(),
     ignored=(INV_FREQ,),
+    aliases={"n_embed": "hidden_size"},
 )

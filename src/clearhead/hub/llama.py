@@ -3,6 +3,8 @@
 Others build on its tables.
 """
 
+from collections.abc import Mapping
+
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
 from clearhead.hub.rope import rope
@@ -98,11 +100,19 @@ def llama_like(
     named: str | dict[str, Json],
     *config: ConfigPart,
     rules: tuple[Rule, ...] = RULES,
+    aliases: Mapping[str, str] | None = None,
 ) -> Architecture:
     """Return an architecture with Llama's tensors; `named` is how its classes begin, or the classes."""
     known = classes(named) if isinstance(named, str) else named
     return Architecture(
-        model_type, known, config, rules, heads(tagger="score"), prefix="model.", ignored=(INV_FREQ,)
+        model_type,
+        known,
+        config,
+        rules,
+        heads(tagger="score"),
+        prefix="model.",
+        ignored=(INV_FREQ,),
+        aliases=aliases or {},
     )
 
 

@@ -3,7 +3,16 @@
 Mistral, Mixtral, Qwen, Gemma, Phi, OLMo 2, StableLM, Granite and SmolLM 3.
 """
 
-from clearhead.hub.fields import ACTIVATIONS, ConfigPart, field, fixed, power, scaled, sliding_windows
+from clearhead.hub.fields import (
+    ACTIVATIONS,
+    WHOLE_HEADS,
+    ConfigPart,
+    field,
+    fixed,
+    power,
+    scaled,
+)
+from clearhead.hub.layers import rope_skips, sliding_windows
 from clearhead.hub.llama import (
     ACTIVATION,
     ATTENTION,
@@ -22,7 +31,7 @@ from clearhead.hub.llama import (
     shape,
     sizes,
 )
-from clearhead.hub.rope import rope, rope_skips, two_ropes
+from clearhead.hub.rope import rope, two_ropes
 from clearhead.hub.rules import EXPERTS, Rule, joined, same
 
 # Mistral: a window in every layer. Mixtral: the same with a mixture of experts for a feed-forward.
@@ -64,6 +73,7 @@ MIXTRAL = llama_like(
     field("num_local_experts", "n_experts", 8, least=1),
     field("num_experts_per_tok", "n_active_experts", 2),
     rules=(*EDGES, *NORMS, *ATTENTION, *SEPARATE_EXPERTS, *FUSED_EXPERTS),
+    aliases={"num_experts": "num_local_experts"},
 )
 
 # Qwen 2 and 2.5: biases on queries, keys and values, and a window in later layers. Qwen 3: a norm on them
@@ -169,8 +179,8 @@ GEMMA3 = llama_like(
     field("max_position_embeddings", "max_positions", 131072),
     fixed({"qk_norm": "head"}),
     two_ropes(base=1_000_000.0, local=10_000.0),
-    sliding_windows(pattern=6, default=4096),
-    field("attn_logit_softcapping", "attention_softcap", None),
+    sliding_windows(pattern=6, default=4096, pattern_key="sliding_window_pattern"),
+    fixed(only={"attn_logit_softcapping": None}),  # transformers reads it, and does not use it
     field("final_logit_softcapping", "logit_softcap", None),
     rules=(*EDGES, *SANDWICH, *ATTENTION, *QK_NORMS, *FEEDFORWARD),
 )
@@ -214,7 +224,7 @@ PHI3 = llama_like(
     *shape(d_ff=8192, eps=1e-5, vocab_size=32064, hidden_size=3072, max_position_embeddings=4096),
     ACTIVATION,
     *PHI_DROPOUTS,
-    rope(fraction=1.0),
+    rope(fraction=1.0, kinds=("longrope",), trained=4096),
     sliding_windows(),
     # By default these are rows of the released models' token table.
     fixed(written={"pad_token_id": None, "eos_token_id": None}),
@@ -259,6 +269,7 @@ STABLELM = llama_like(
     "StableLm",
     fixed({"gated": True, "bias": False, "norm_bias": True}),
     *sizes(vocab_size=50304, hidden_size=2560, max_position_embeddings=4096),
+    WHOLE_HEADS,
     field("intermediate_size", "d_ff", 6912),
     ACTIVATION,
     field("num_key_value_heads", "n_kv_heads", 32),
@@ -288,6 +299,8 @@ GRANITE = llama_like(
 
 # SmolLM 3: layers, every fourth, that do not rotate.
 
+SMOLLM3_SKIPS = rope_skips("no_rope_layers", "no_rope_layer_interval", 4)
+
 SMOLLM3 = llama_like(
     "smollm3",
     "SmolLM3",
@@ -302,10 +315,10 @@ SMOLLM3 = llama_like(
     ),
     ACTIVATION,
     rope(base=2_000_000.0),
-    rope_skips("no_rope_layers", "no_rope_layer_interval", 4),
+    SMOLLM3_SKIPS,
     *ATTENTION_BIAS,
     FEEDFORWARD_BIAS,
-    sliding_windows(switch="use_sliding_window"),
+    sliding_windows(switch="use_sliding_window", skips=SMOLLM3_SKIPS),
     # By default these are rows of the released models' token table.
     fixed(written={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),
 )

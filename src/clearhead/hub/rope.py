@@ -36,36 +36,48 @@ KEYS_BY_KIND = {
 def rope(
     base: float = 10_000.0,
     fraction: float | None = None,
-    theta_keys: tuple[str, ...] = ("rope_theta", "rotary_emb_base"),
-    fraction_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct"),
+    theta_key: str = "rope_theta",
+    fraction_key: str = "partial_rotary_factor",
+    kinds: tuple[str, ...] = tuple(KEYS_BY_KIND),
+    trained: int | None = None,
 ) -> ConfigPart:
-    """Return the part for base, partial rotation and scaling, in old keys or new (rope_parameters).
+    """Return the part for base, partial rotation and scaling, in old keys (rope_scaling) or new.
 
-    `fraction` is the part of each head that rotates, where the key is absent. None: whole heads rotate, and
-    there is no key.
+    Args:
+        base: the base where config.json does not state it.
+        fraction: the part of each head that rotates, where the key is absent. None: whole heads rotate, and
+            there is no key.
+        theta_key: the key of the base outside rope_parameters.
+        fraction_key: the key of the fraction outside rope_parameters.
+        kinds: scalings that this architecture has.
+        trained: the length before scaling, where config.json does not state it; None: the context's.
     """
 
     def read(theirs: Json) -> Json:
-        stated = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-        part = float(_first(stated, theirs, fraction_keys, 1.0 if fraction is None else fraction))
+        stated = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+        usual = 1.0 if fraction is None else fraction
+        part = stated.get("partial_rotary_factor", theirs.get(fraction_key, usual))
+        part = 1.0 if part is None else float(part)
         refuse(
             fraction is None and part != 1,
-            f"config.json has {fraction_keys[0]} {part}: this architecture rotates whole heads",
+            f"config.json has {fraction_key} {part}: this architecture rotates whole heads",
         )
         return {
-            "rope_base": float(_first(stated, theirs, theta_keys, base)),
+            "rope_base": _base(stated, theirs, theta_key, base),
             "rope_fraction": part,
-            "rope_scaling": read_scaling(stated, theirs),
+            "rope_scaling": read_scaling(stated, theirs, kinds, trained),
         }
 
     def write(config: ModelConfig) -> Json:
         parameters = write_scaling(config, config.rope_base, config.rope_scaling)
         # Old readers know the first key, new ones the second.
-        written = {theta_keys[0]: config.rope_base, "rope_parameters": parameters}
+        written = {theta_key: config.rope_base, "rope_parameters": parameters}
         if fraction is not None:
-            written[fraction_keys[0]] = parameters["partial_rotary_factor"] = config.rope_fraction
+            written[fraction_key] = parameters["partial_rotary_factor"] = config.rope_fraction
         if config.rope_scaling is not None:
             written["rope_scaling"] = parameters
+            if trained is not None:
+                written[TRAINED] = parameters[TRAINED]
         return written
 
     return ConfigPart(read, write)
@@ -75,13 +87,14 @@ def two_ropes(base: float, local: float) -> ConfigPart:
     """Return the part for layers with a window that rotate by a base of their own, without scaling."""
 
     def read(theirs: Json) -> Json:
-        stated = theirs.get("rope_parameters") or {}
-        full = stated.get("full_attention") or theirs.get("rope_scaling") or {}
+        stated = theirs.get("rope_parameters") or {"full_attention": {"rope_type": "default"}}
+        full = {**(stated.get("full_attention") or {}), **(theirs.get("rope_scaling") or {})}
         near = stated.get("sliding_attention") or {}
-        old = {"rope_theta": theirs.get("rope_local_base_freq")}
-        theta = float(_first(full, theirs, ("rope_theta",), base))
-        near_theta = float(_first(near, old, ("rope_theta",), local))
+        theta = _base(full, theirs, "rope_theta", base)
+        near_theta = _base(near, theirs, "rope_local_base_freq", local)
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
+        part = full.get("partial_rotary_factor", 1), near.get("partial_rotary_factor", 1)
+        refuse(part != (1, 1), f"config.json has partial_rotary_factor {part}: only 1 is supported here")
         alike = (theta, scaling) == (near_theta, near_scaling)
         refuse(
             not alike and near_scaling is not None,
@@ -106,31 +119,30 @@ def two_ropes(base: float, local: float) -> ConfigPart:
     return ConfigPart(read, write)
 
 
-def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
-    """Return the part for layers that do not rotate: a list with 0 for each of them, or every n-th layer."""
+def read_scaling(
+    stated: Json,
+    theirs: Json,
+    kinds: tuple[str, ...] = tuple(KEYS_BY_KIND),
+    usual: int | None = None,
+) -> RopeScaling | None:
+    """Return the scaling a config states, of one of the `kinds`; None for plain rotary positions.
 
-    def read(theirs: Json) -> Json:
-        every, layers = theirs.get(interval_key) or interval, theirs["num_hidden_layers"]
-        rotates = theirs.get(key) or [(layer + 1) % every for layer in range(layers)]
-        return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[:layers]) if not yes)}
-
-    def write(config: ModelConfig) -> Json:
-        return {key: [int(layer not in config.rope_skips) for layer in range(config.n_layers)]}
-
-    return ConfigPart(read, write)
-
-
-def read_scaling(stated: Json, theirs: Json) -> RopeScaling | None:
-    """Return the scaling a config states; None for plain rotary positions."""
+    `usual` is the trained length where config.json does not state it; None: what `stated` says.
+    """
     named = stated.get("rope_type", stated.get("type", "default"))
     if named in ("default", None):
         return None
     kind: Any = "longrope" if named == "su" else named
     refuse(
-        kind not in KEYS_BY_KIND,
-        f'config.json has rope_type "{kind}": supported are {", ".join(("default", *KEYS_BY_KIND))}',
+        kind not in kinds,
+        f'config.json has rope_type "{kind}": supported are {", ".join(("default", *kinds))}',
     )
-    merged = stated if theirs.get(TRAINED) is None else {**stated, TRAINED: theirs[TRAINED]}
+    trained = theirs.get(TRAINED, usual)
+    refuse(
+        isinstance(trained, int) and trained < 1,
+        f"config.json has {TRAINED} {trained}: it must be 1 at least",
+    )
+    merged = stated if trained is None else {**stated, TRAINED: trained}
     given = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
     values: Json = {
         SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value
@@ -153,6 +165,6 @@ def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None)
     return values
 
 
-def _first(stated: Json, theirs: Json, keys: tuple[str, ...], default: float) -> Any:
-    found = (place[key] for place in (stated, theirs) for key in keys if place.get(key) is not None)
-    return next(found, default)
+def _base(stated: Json, theirs: Json, key: str, default: float) -> float:
+    found = (value for value in (stated.get("rope_theta"), theirs.get(key)) if value is not None)
+    return float(next(found, default))

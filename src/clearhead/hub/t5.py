@@ -2,11 +2,17 @@
 
 from clearhead.config import ModelConfig
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ConfigPart, Json, cases, field, fixed, scaled
+from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, fixed, scaled
+from clearhead.hub.files import refuse
 from clearhead.hub.rules import Rule, same
 
 PARTS = {"q": "q", "k": "k", "v": "v", "o": "out"}
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu_tanh", "gelu_new": "gelu_tanh", "silu": "silu", "swish": "silu"}
+ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 
 
 def classes(name: str) -> dict[str, Json]:
@@ -58,17 +64,33 @@ SHAPE: tuple[ConfigPart, ...] = (
     field("tie_word_embeddings", "tie_embeddings", True),
     fixed(written={"decoder_start_token_id": 0}),
 )
-# "gelu" is the tanh formula behind a gate, and the exact one without.
-ACTIVATION_CASES = (
-    *(
-        ({"feed_forward_proj": f"gated-{word}"}, {"activation": name, "gated": True})
-        for word, name in ACTIVATIONS.items()
-    ),
-    *(
-        ({"feed_forward_proj": word}, {"activation": name, "gated": False})
-        for word, name in {**ACTIVATIONS, "gelu": "gelu"}.items()
-    ),
-)
+
+
+def feedforward(default: str) -> ConfigPart:
+    """Return the part for the activation and its gate; `default` is feed_forward_proj where it is absent.
+
+    Newer files state the two beside feed_forward_proj, and these decide.
+    """
+
+    def read(theirs: Json) -> Json:
+        stated = theirs.get("feed_forward_proj") or default
+        gate, _, word = str(stated).rpartition("-")
+        refuse(
+            gate not in ("", "gated"),
+            f'config.json has feed_forward_proj "{stated}": it must be an activation, or gated-ACTIVATION',
+        )
+        # "gelu" is the tanh formula behind a gate, and the exact one without.
+        usual = {"dense_act_fn": "gelu_new" if stated == "gated-gelu" else word}
+        activation = field("dense_act_fn", "activation", names=ACTIVATIONS).read({**usual, **theirs})
+        return {**activation, "gated": bool(theirs.get("is_gated_act", gate == "gated"))}
+
+    def write(config: ModelConfig) -> Json:
+        word = next(word for word, name in ACTIVATIONS.items() if name == config.activation)
+        short = "gelu" if config.gated and word == "gelu_new" else word
+        stated = {"dense_act_fn": word, "is_gated_act": config.gated}
+        return {"feed_forward_proj": f"gated-{short}" if config.gated else short, **stated}
+
+    return ConfigPart(read, write)
 
 
 def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
@@ -105,10 +127,13 @@ def block(stack: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
     )
 
 
+SOURCE, TARGET = (f"{stack}.embedding.front.tokens.weight" for stack in ("encoder", "decoder"))
+TIED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 RULES = (
-    Rule("shared.weight", ("encoder.embedding.front.tokens.weight",)),
-    Rule("encoder.embed_tokens.weight", ("encoder.embedding.front.tokens.weight",)),
-    Rule("decoder.embed_tokens.weight", ("decoder.embedding.front.tokens.weight",)),
+    Rule("shared.weight", (SOURCE,), when={"share_embeddings": True}),
+    Rule("encoder.embed_tokens.weight", (SOURCE,)),
+    Rule("decoder.embed_tokens.weight", (TARGET,)),
+    Rule("shared.weight", (SOURCE,), copy=True),  # every file must have it, read or not
     *block("encoder", ("SelfAttention",)),
     *block("decoder", ("SelfAttention", "EncDecAttention")),
     Rule("lm_head.weight", ("head.out.weight",)),
@@ -120,18 +145,24 @@ T5 = Architecture(
     classes=classes("T5"),
     config=(
         *SHAPE,
-        cases({"feed_forward_proj": "relu"}, *ACTIVATION_CASES),
+        feedforward("relu"),
         scaled(
             "scale_decoder_outputs", "logit_scale", -0.5, width="d_model", otherwise="tie_word_embeddings"
         ),
     ),
     rules=RULES,
     ignored=IGNORED,
+    open=("share_embeddings",),
+    tied=TIED,
+    aliases=ALIASES,
 )
 MT5 = Architecture(
     model_type="mt5",
     classes=classes("MT5"),
-    config=(*SHAPE, cases({"feed_forward_proj": "gated-gelu"}, *ACTIVATION_CASES)),
+    config=(*SHAPE, feedforward("gated-gelu")),
     rules=RULES,
     ignored=IGNORED,
+    open=("share_embeddings",),
+    tied=TIED,
+    aliases=ALIASES,
 )

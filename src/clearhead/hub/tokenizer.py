@@ -3,6 +3,7 @@
 `tokenizer.json` is taken as it stands. Older directories hold a vocabulary alone: see `vocabularies`.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def special_ids(
         known = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
         # Roles that no file names go by the usual spelling.
         usual = [f"[{role.upper()}]", f"<{role}>"] if role in ("pad", "unk", "cls", "sep", "mask") else []
-        stated = (known, generation.get(key), config.get(key), *(marked.get(text) for text in usual))
+        # Forced tokens are rules, and generation_config.json, where there is one, has all of them.
+        older = {} if generation and role.startswith("forced") else config
+        stated = (known, generation.get(key), older.get(key), *(marked.get(text) for text in usual))
         found = [index for value in stated for index in _ids(value)]
         if found:
             special[role] = found[0]
@@ -150,6 +153,13 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def warn_if_cut(cut: bool, max_length: int) -> None:
+    """Warn that a text is cut; Python shows a warning of the same words once."""
+    if cut:
+        most = f"the {max_length:,} tokens that the model takes"
+        warnings.warn(f"a text is longer than {most}: only its beginning is read", stacklevel=2)
+
+
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
     """Return the ids of each text with its special tokens, truncated to `max_length`."""
     cleaned = [clean(text) for text in texts]
@@ -158,6 +168,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = 
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
     found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
+    warn_if_cut(max(map(len, found), default=0) > room, max_length)
     for encoding in found:
         encoding.truncate(room)
     return [tokenizer.post_process(encoding).ids for encoding in found]

@@ -4,7 +4,7 @@ Its patch projection is stored as a convolution.
 """
 
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, LABELS, field, fixed, patches
+from clearhead.hub.fields import ACTIVATIONS, LABELS, WHOLE_HEADS, field, fixed, patches
 from clearhead.hub.rules import Rule, reshaped, same
 
 BLOCK, THEIRS = "encoder.blocks.{i}", "vit.encoder.layer.{i}"
@@ -36,6 +36,7 @@ VIT = Architecture(
         ),
         fixed(only={"pooler_act": "tanh"}),
         patches(image=224, patch=16),
+        WHOLE_HEADS,
         field("num_channels", "n_channels", 3),
         field("hidden_size", "d_model", 768),
         field("num_hidden_layers", "n_layers", 12),

@@ -214,6 +214,19 @@ def open_pickle(path: Path) -> dict[str, Entry]:
     }
 
 
+def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor in another dtype; refuse numbers that are too large for it."""
+    new = tensor.to(dtype)
+    narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and new.isinf().any() and not tensor.isinf().any():
+        raise CheckpointError(
+            f"{name} has a number as large as {float(tensor.abs().max()):.3g}, and "
+            f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:.3g}: "
+            "choose bfloat16 or float32"
+        )
+    return new
+
+
 # Writing ----------------------------------------------------------------------------------------------------
 
 

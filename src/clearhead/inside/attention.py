@@ -16,7 +16,7 @@ Shapes: H heads, T queries, S keys.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,41 +27,19 @@ from torch import Tensor
 
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
-from clearhead.inside.attention_maps import (
-    AttentionMaps,
-    Axis,
-    HeadPattern,
-    LayerMap,
-    Link,
-    Rollout,
-    query_entropy,
-)
-from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import AttentionName, attentions
+from clearhead.inside import inputs, names
+from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
-
-__all__ = [
-    "AttentionMaps",
-    "Axis",
-    "HeadPattern",
-    "LayerMap",
-    "Link",
-    "Rollout",
-    "attention",
-    "maps_of",
-    "query_entropy",
-    "read_maps",
-]
 
 BUDGET = 512 * 512  # cells of one head's pattern
 INDEX = "maps.json"
 
 
 def attention(
-    m: AnyModel,
-    given: Given,
-    target: Target = None,
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    target: inputs.Target = None,
     pair: str | None = None,
     kinds: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
@@ -81,11 +59,11 @@ def attention(
             over a cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
         to: a new or empty folder that patterns are streamed to, a file each; the result maps them from there.
     """
-    return maps_of(prepare(m, given, target, pair), kinds, layers, budget, to)
+    return maps_of(inputs.prepare(m, given, target, pair), kinds, layers, budget, to)
 
 
 def maps_of(
-    prepared: Prepared,
+    prepared: inputs.Prepared,
     kinds: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     budget: int | None = BUDGET,
@@ -98,39 +76,48 @@ def maps_of(
     folder = _new_folder(Path(to)) if to is not None else None
     found: list[LayerMap] = []
 
-    def keep(x: Tensor, name: AttentionName) -> Tensor:
-        each = _layer_map(x, name, *axes[name.kind])
-        found.append(each if folder is None else _written(each, folder))
+    def keep(x: Tensor, name: names.AttentionName) -> Tensor:
+        whole, (queries, keys) = x.detach()[0].float(), axes[name.kind]
+        if max(queries.size, keys.size) == 1:
+            cells, entropies = whole.cpu().numpy(), None
+        else:
+            # Copied out of torch's memory: small tensors between large ones would keep their blocks taken.
+            cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
+            entropies = query_entropy(whole).cpu().numpy()
+        each = LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
+        if folder is None:
+            found.append(each)
+        else:
+            _write_arrays(each, folder)
         return x
 
-    handlers: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{each.part}.pattern": partial(keep, name=each) for each in chosen
-    }
-    with torch.no_grad(), edit(prepared.model, handlers):
+    with (
+        torch.no_grad(),
+        edit(prepared.model, {f"{each.part}.pattern": partial(keep, name=each) for each in chosen}),
+    ):
         prepared.run(logits="none")
-    if folder is not None:
-        rows = [
-            {
-                "kind": each.kind,
-                "layer": each.layer,
-                "queries": each.queries.to_dict(),
-                "keys": each.keys.to_dict(),
-            }
-            for each in found
-        ]
-        (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
-    return AttentionMaps(tuple(found))
+    if folder is None:
+        return AttentionMaps(tuple(found))
+    rows = [
+        {"kind": each.kind, "layer": each.layer}
+        | {name: axis.to_dict() for name, axis in zip(("queries", "keys"), axes[each.kind])}
+        for each in chosen
+    ]
+    (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
+    return read_maps(folder)
 
 
 def read_maps(folder: str | Path) -> AttentionMaps:
     """Return patterns that were streamed to a folder, mapped from its files."""
-    folder = Path(folder)
-    maps = []
+    folder, maps = Path(folder), []
     for entry in read_json(folder / INDEX)["maps"]:
-        axes = (
+        queries, keys = (
             Axis(tuple(entry[side]["labels"]), entry[side]["tokens_per_cell"]) for side in ("queries", "keys")
         )
-        maps.append(_mapped(folder, entry["kind"], entry["layer"], *axes))
+        name = f"{entry['kind']}.{entry['layer']}"
+        pattern, entropies = np.load(folder / f"{name}.npy", mmap_mode="r"), folder / f"{name}.entropies.npy"
+        own = np.load(entropies, mmap_mode="r") if entropies.exists() else None
+        maps.append(LayerMap(entry["kind"], entry["layer"], pattern, queries, keys, own))
     return AttentionMaps(tuple(maps))
 
 
@@ -142,27 +129,17 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
     H, T, S = pattern.shape
     columns = nnf.pad(pattern, (0, -S % keys)).view(H, T, -1, keys).sum(-1)
     rows = nnf.pad(columns, (0, 0, 0, -T % queries)).view(H, -1, queries, columns.shape[-1]).sum(2)
-    counts = torch.full((rows.shape[1], 1), float(queries), device=pattern.device)
-    counts[-1] -= -T % queries
+    counts = torch.tensor(
+        [[min(queries, T - first)] for first in range(0, T, queries)], device=pattern.device
+    )
     return rows / counts
-
-
-def _layer_map(x: Tensor, name: AttentionName, queries: Axis, keys: Axis) -> LayerMap:
-    """Return one row's pattern [1, H, T, S] as data; in cells where the axes say so."""
-    whole = x.detach()[0].float()
-    if max(queries.size, keys.size) == 1:
-        return LayerMap(name.kind, name.layer, whole.cpu().numpy(), queries, keys)
-    entropies = query_entropy(whole).cpu().numpy()
-    # Copied out of torch's memory: small tensors between large ones that come and go would keep blocks taken.
-    cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
-    return LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
 
 
 def _chosen(
     model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None
-) -> list[AttentionName]:
+) -> list[names.AttentionName]:
     """Return each attention to record."""
-    known = attentions(model.config)
+    known = names.attentions(model.config)
     there = tuple(dict.fromkeys(each.kind for each in known))
     kinds = (kinds,) if isinstance(kinds, str) else there if kinds is None else kinds
     for kind in kinds:
@@ -179,13 +156,13 @@ def _chosen(
     return found
 
 
-def _axes(prepared: Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:
+def _axes(prepared: inputs.Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:
     """Return queries and keys of one kind, in cells that keep a pattern within the budget."""
     queries = prepared.tokens_of("encoder." if kind == "encoder" else "").labels
     keys = prepared.tokens_of("" if kind == "self" else "encoder.").labels
-    if budget is None or len(queries) * len(keys) <= budget:
-        return Axis(queries), Axis(keys)
-    side = math.isqrt(budget)
+    side = max(len(queries), len(keys))
+    if budget is not None and len(queries) * len(keys) > budget:
+        side = math.isqrt(budget)
     return Axis.over(queries, math.ceil(len(queries) / side)), Axis.over(keys, math.ceil(len(keys) / side))
 
 
@@ -200,21 +177,10 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _written(each: LayerMap, folder: Path) -> LayerMap:
-    """Return the same with its arrays on disk."""
-    arrays = {"": each.pattern, ".entropies": each.recorded_entropies}
+def _write_arrays(each: LayerMap, folder: Path) -> None:
     try:
-        for ending, array in arrays.items():
-            if array is not None:
-                np.save(folder / f"{each.kind}.{each.layer}{ending}.npy", array)
+        np.save(folder / f"{each.kind}.{each.layer}.npy", each.pattern)
+        if each.recorded_entropies is not None:
+            np.save(folder / f"{each.kind}.{each.layer}.entropies.npy", each.recorded_entropies)
     except OSError as error:
         raise InputError(f"patterns cannot be written to {folder}: {error.strerror or error}") from None
-    return _mapped(folder, each.kind, each.layer, each.queries, each.keys)
-
-
-def _mapped(folder: Path, kind: str, layer: int, queries: Axis, keys: Axis) -> LayerMap:
-    """Return one attention, mapped from its files."""
-    pattern = np.load(folder / f"{kind}.{layer}.npy", mmap_mode="r")
-    entropies = folder / f"{kind}.{layer}.entropies.npy"
-    own = np.load(entropies, mmap_mode="r") if entropies.exists() else None
-    return LayerMap(kind, layer, pattern, queries, keys, own)

@@ -6,14 +6,12 @@ per key, and each row sums to 1. Long inputs come in cells of several tokens; `A
 Shapes: L layers, H heads, T queries, S keys, N tokens of a stack (T of them unless aggregated).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -46,15 +44,14 @@ class Axis(Result):
     size: int = 1  # tokens per cell
 
     @classmethod
-    def over(cls, labels: Sequence[str], size: int) -> Axis:
+    def over(cls, labels: Sequence[str], size: int) -> Self:
         """Return cells of so many tokens each; a label has the first and last place and the first token."""
         if size == 1:
             return cls(tuple(labels))
-        firsts = range(0, len(labels), size)
-        lasts = [min(first + size, len(labels)) - 1 for first in firsts]
+        cells = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
         names = (
             f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
-            for first, last in zip(firsts, lasts)
+            for first, last in cells
         )
         return cls(tuple(names), size)
 
@@ -93,8 +90,9 @@ class HeadPattern(Result):
         choice = (self.pattern > 0).sum(-1) > 1
         rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
         query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
-        names = self.queries.labels[query], self.keys.labels[key]
-        return Link(query, key, *names, float(self.pattern[query, key]))
+        return Link(
+            query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key])
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return plain JSON values, in few numbers."""
@@ -151,17 +149,14 @@ class LayerMap(Result):
 class Rollout(Result):
     """What each place is made of after each layer, if attention alone moved anything."""
 
-    json_names = ("kind", "tokens", "flow")
-
     kind: str
-    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
     tokens: Axis
+    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
 
     @property
     def last(self) -> Array:
         """[T, T] after the last layer."""
-        final: Array = self.flow[-1]
-        return final
+        return np.asarray(self.flow[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,10 +188,10 @@ class AttentionMaps(Result):
     def layer(self, number: int, kind: str = "self") -> LayerMap:
         """Return one layer, all heads."""
         known = {each.layer: each for each in self.of(kind)}
-        if number not in known:
-            raise InputError(
-                f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}"
-            )
+        refuse(
+            number not in known,
+            f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}",
+        )
         return known[number]
 
     def head(self, name: str) -> HeadPattern:
@@ -207,12 +202,11 @@ class AttentionMaps(Result):
             for number in range(len(each.pattern))
         }
         wanted = name.strip().removeprefix("self.")
-        if wanted not in known:
-            some = ", ".join(list(known)[:3])
-            raise InputError(
-                f'head "{name}" was not recorded{nearest(wanted, known)}: '
-                f"heads are called layer.head, such as {some}"
-            )
+        refuse(
+            wanted not in known,
+            f'head "{name}" was not recorded{nearest(wanted, known)}: '
+            f"heads are called layer.head, such as {', '.join(list(known)[:3])}",
+        )
         found, number = known[wanted]
         return found.heads()[number]
 
@@ -222,8 +216,7 @@ class AttentionMaps(Result):
 
     def entropy(self, kind: str = "self") -> Array:
         """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
-        rows = [[head.entropy for head in each.heads()] for each in self.of(kind)]
-        return filled(rows).astype(np.float32)
+        return filled([[head.entropy for head in each.heads()] for each in self.of(kind)]).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
         """Return the attention rollout of one stack.
@@ -248,7 +241,7 @@ class AttentionMaps(Result):
             sums = mixed.sum(-1, keepdims=True)
             flow = np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0) @ flow
             flows.append(flow)
-        return Rollout(kind, np.stack(flows).astype(np.float32), layers[0].queries)
+        return Rollout(kind, layers[0].queries, np.stack(flows).astype(np.float32))
 
     def save(self, path: str | Path) -> Path:
         """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""
@@ -259,25 +252,23 @@ class AttentionMaps(Result):
             if path.suffix.lower() == ".json":
                 part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
             else:
+                arrays: dict[str, Any] = {
+                    f"{each.kind}.{each.layer}.{name}": array
+                    for each in self.maps
+                    for name, array in (
+                        ("pattern", each.pattern),
+                        ("entropies", each.entropies()),
+                        ("queries", np.array(each.queries.labels)),
+                        ("keys", np.array(each.keys.labels)),
+                    )
+                }
                 with part.open("wb") as file:
-                    np.savez(file, **self._arrays())
+                    np.savez(file, aggregated=np.array(self.aggregated), **arrays)
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
         return path
-
-    def _arrays(self) -> dict[str, Any]:
-        arrays: dict[str, Any] = {"aggregated": np.array(self.aggregated)}
-        for each in self.maps:
-            own = {
-                "pattern": each.pattern,
-                "entropies": each.entropies(),
-                "queries": np.array(each.queries.labels),
-                "keys": np.array(each.keys.labels),
-            }
-            arrays |= {f"{each.kind}.{each.layer}.{name}": array for name, array in own.items()}
-        return arrays
 
 
 def checked_ending(path: str | Path) -> Path:

@@ -211,8 +211,8 @@ def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     start = m.start_ids
     if target is None:
         most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
-        made: Any = m.generate(list(source.ids), most)
-        ids = [*start, *made.ids]
+        made: Any = m.generate(list(source.ids), most, num_beams=1)
+        ids = [*start[:1], *made.ids]
     elif isinstance(target, str):
         ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
     else:

@@ -1,36 +1,50 @@
-"""The logit lens: what the model would say if it stopped after each layer.
-
-The state after a layer goes through the final norm, whose statistics are taken anew, and through the head, as
-if the layer were the last. For the last layer that is the model's own answer, bit for bit.
+"""What the model would say after each layer, and what each part adds to what it says.
 
     seen = lens(m, "Once upon a time")
     seen.layers, seen.columns                        # L + 1 layers, T tokens
     seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
+    found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
+    found.largest(5), found.total, found.logit       # total = logit
 
-Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, N choices (the
-vocabulary, or the classes), K the best of them. Only K of the N choices are kept, layer by layer.
+The logit lens takes the state after a layer through the final norm, whose statistics are taken anew, and
+through the head, as if the layer were the last. For the last layer that is the model's own answer, bit for
+bit.
+
+A logit is a sum over direct contributions. Every part adds a vector to the residual stream, and the head
+reads the sum through norms. With each norm on the way held at its actual size (see `frozen`) each head,
+feed-forward and embedding adds one number to a token's logit, and biases get numbers of their own. What a
+part does by way of later parts is not direct and is not counted for it.
+
+Shapes: T tokens, C columns (T, or 1 for a classifier, or 2 for spans), L layers, D model, H heads, E head
+width, R rows (tokens) that the head reads, N choices (the vocabulary, or the classes), K the best of them.
+Only K of the N choices are kept, layer by layer.
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.errors import refuse
-from clearhead.inside.choices import Choices, choices_of
-from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, prepare
-from clearhead.inside.names import states
-from clearhead.inside.results import Result, entropy_bits
-from clearhead.model.dtypes import wide
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.inside import inputs, names, results
+from clearhead.inside.choices import Choices, choices_of, find_column
+from clearhead.inside.frozen import exact, freeze, read_back, read_span
+from clearhead.model import dtypes, masks
+from clearhead.model.attention import Attention
+from clearhead.model.heads import LanguageHead
+from clearhead.model.taps import Recording
+from clearhead.model.transformer import Output, Transformer, evaluating
 
 ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 
 @dataclass(frozen=True)
-class Lens(Result):
+class Lens(results.Result):
     """What the model would say after each layer. Ranks count from 1; what is unknown has rank 0 and NaN."""
 
     layers: tuple[str, ...]  # L + 1: "embedding", "block 0", ...
@@ -51,24 +65,29 @@ class Lens(Result):
     true_ranks: Tensor  # [L + 1, C]
 
 
-def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = None, top: int = 5) -> Lens:
+def lens(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    target: inputs.Target = None,
+    pair: str | None = None,
+    top: int = 5,
+) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
     `top` says how many of the best choices are kept for each layer and column.
     """
-    prepared = prepare(m, given, target, pair)
+    prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
-    model, taps = prepared.model, lens_taps(prepared.model)
+    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
     output, seen = prepared.record(*taps)
     last = choices.scores(output.required_logits)[0]  # C N
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
     read = []
     for tap in taps:
-        scores = choices.scores(stopped_at(model, seen[tap]))[0]
-        for start in range(0, len(scores), ROWS):
-            some = slice(start, start + ROWS)
-            read.append(_measure(scores[some], last[some], chosen[some], true[some], min(top, choices.count)))
+        scores = choices.scores(stopped_at(prepared.model, seen[tap]))[0]
+        pieces = zip(*(torch.split(x, ROWS) for x in (scores, last, chosen, true)))
+        read += [_measure(min(top, choices.count), *piece) for piece in pieces]
     whole = {name: torch.cat([some[name] for some in read]).cpu() for name in read[0]}
     found = {name: x.view(len(taps), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
@@ -86,40 +105,33 @@ def lens(m: AnyModel, given: Given, target: Target = None, pair: str | None = No
     )
 
 
-def lens_taps(model: Transformer) -> list[str]:
-    """Return the names of the states that the lens reads: the embedding's, and each block's."""
-    return states(model.main.spec)
-
-
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
     """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
-    norm = model.main.norm
     with torch.no_grad(), evaluating(model):
-        logits: Tensor = model.head(norm(state) if norm is not None else state, None)
+        logits: Tensor = model.head(state if model.main.norm is None else model.main.norm(state), None)
         return logits
 
 
-def _true(prepared: Prepared, choices: Choices) -> Tensor:
+def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
     """Return the token that each column should say, [C]; -1 where it is not known."""
-    unknown = torch.full((len(choices.columns),), -1, device=prepared.main.device)
+    unknown, ids = torch.full((len(choices.columns),), -1, device=prepared.main.device), prepared.main[0]
     if choices.kind != "token":
         return unknown
-    ids = prepared.main[0]
     if prepared.m.config.head == "lm":
         return torch.cat([ids[1:], unknown[:1]])
     return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
 
 
-def _measure(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: int) -> dict[str, Tensor]:
+def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
     """Return what is kept of some columns of one layer's scores [C, N]."""
-    scores, final = wide(scores), wide(last).log_softmax(-1)
+    scores, final = dtypes.wide(scores), dtypes.wide(last).log_softmax(-1)
     logs = scores.log_softmax(-1)  # C N
     best = scores.topk(top, -1).indices
     divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
     found = {
         "top": best,
         "top_probabilities": logs.gather(-1, best).exp().float(),
-        "entropy": entropy_bits(logs.exp()).float(),
+        "entropy": results.entropy_bits(logs.exp()).float(),
         "divergence": (divergence / math.log(2)).float(),
     }
     for name, wanted in (("chosen", chosen), ("true", true)):
@@ -129,3 +141,190 @@ def _measure(scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor, top: in
         found[f"{name}_probabilities"] = torch.where(known, probability, math.nan).float()
         found[f"{name}_ranks"] = torch.where(known, rank, 0)
     return found
+
+
+# Direct contributions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part and what it adds."""
+
+    name: str  # "3.2" for a head, "feedforward 3", "token embedding", ...
+    kind: str  # self or cross: a head; feedforward, embedding, bias
+    value: float = 0.0
+    layer: int | None = None
+    head: int | None = None
+
+
+@dataclass(frozen=True)
+class Contributions(results.Result):
+    """A logit as a sum."""
+
+    columns: tuple[str, ...]  # as in `choices`: the tokens, mostly
+    column: int  # where it is read
+    choice: str  # whose logit it is
+    against: str | None  # less whose logit
+    terms: tuple[Term, ...]  # in the order of the forward pass
+    logit: float  # what the model says; before the soft cap where it has one
+    capped: float | None  # what it says behind that cap
+    total: float  # the sum of all terms: `logit`, except for rounding
+
+    def largest(self, count: int) -> list[Term]:
+        """Return the largest terms, of either sign."""
+        return sorted(self.terms, key=lambda term: -abs(term.value))[:count]
+
+    def heads(self, kind: str = "self") -> Tensor:
+        """Return heads as a table [L, H], kind self or cross; NaN where a layer has fewer."""
+        heads = [term for term in self.terms if term.kind == kind]
+        layers = [[term.value for term in own] for _, own in groupby(heads, key=lambda term: term.layer)]
+        return torch.from_numpy(results.filled(layers)).float()
+
+
+def contributions(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+) -> Contributions:
+    """Return what each part adds to one logit; see `prepare` for what may be given.
+
+    Args:
+        m: what `load` gave, or a bare model.
+        given: text, token ids, or an image.
+        token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
+            "4:token", for spans. None: what the model says there.
+        position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
+        target: what the decoder of an encoder-decoder has written.
+        against: subtract the logit of this one.
+        pair: the second text of a pair.
+    """
+    prepared = inputs.prepare(m, given, target, pair)
+    choices = choices_of(prepared)
+    column = find_column(position, choices.columns)
+    output, seen = prepared.record("blocks.*.z", "blocks.*.feedforward.out")
+    best = int(choices.scores(output.required_logits)[0, column].argmax())
+    choice = best if token is None else choices.find(token)
+    other = None if against is None else choices.find(against)
+    refuse(
+        other == choice,
+        f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
+    )
+
+    def difference(scores: Tensor) -> float:
+        return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
+
+    logit, capped = difference(choices.scores(output.required_logits)[0, column]), None
+    head = prepared.model.head
+    if isinstance(head, LanguageHead) and head.softcap is not None:
+        uncapped = copy.copy(head)
+        uncapped.softcap = None
+        with torch.no_grad():
+            scores = uncapped(output.hidden[:, column : column + 1], None)[0, 0]
+        logit, capped = difference(scores), logit
+    terms = tuple(_terms(prepared, choices, output, seen, column, choice, other))
+    return Contributions(
+        columns=choices.columns,
+        column=column,
+        choice=choices.name(choice),
+        against=None if other is None else choices.name(other),
+        terms=terms,
+        logit=logit,
+        capped=capped,
+        total=math.fsum(term.value for term in terms),
+    )
+
+
+def _terms(
+    prepared: inputs.Prepared,
+    choices: Choices,
+    output: Output,
+    seen: Recording,
+    column: int,
+    choice: int,
+    other: int | None,
+) -> list[Term]:
+    """Return every term in the order of the forward pass; biases that add nothing are left out.
+
+    The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
+    term is that vector times the logit's gradient with respect to it.
+    """
+    stack, head = prepared.model.main, prepared.model.head
+    if choices.kind == "place":
+        read = read_span(head, column, choice, other)
+    else:
+        read = read_back(head, exact(output.hidden[0]), column, choice, other)
+    added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
+
+    def add(vector: Tensor, *terms: Term) -> Tensor:
+        added.append((terms, vector.clone().requires_grad_()))
+        return added[-1][1]
+
+    def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
+        frozen = freeze(norm, x.detach())
+        if isinstance(frozen.bias, Tensor):
+            frozen = replace(frozen, bias=add(frozen.bias, Term(name, "bias", layer=layer)))
+        return frozen.forward(x)
+
+    def attended(layer: int, part: str, attention: Attention) -> Tensor:
+        kind = "self" if part == "attention" else "cross"
+        heads = names.AttentionName(kind, layer, attention.n_heads).heads
+        terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
+        z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
+        weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
+        y = torch.einsum("hre,dhe->rd", z, weight)
+        if attention.out.bias is None:
+            return y
+        return y + add(exact(attention.out.bias), Term(f"{part} bias {layer}", "bias", layer=layer))
+
+    with torch.enable_grad():
+        vectors = {name: exact(y[0])[read.rows] for name, y in _embeddings(prepared).items()}  # R D
+        x = torch.stack([add(y, Term(name, "embedding")) for name, y in vectors.items()]).sum(0)
+        x = normed(stack.embedding.norm, x, "embedding bias")
+        project = stack.embedding.project
+        if project is not None:
+            x = x @ exact(project.weight).T
+            if project.bias is not None:
+                x = x + add(exact(project.bias), Term("embedding bias", "bias"))
+        for layer, block in enumerate(stack.layers()):
+            for part, attention, residual in (
+                ("attention", block.attention, block.attention_residual),
+                ("cross", block.cross, block.cross_residual),
+                ("feedforward", None, block.feedforward_residual),
+            ):
+                if residual is not None:
+                    if attention is None:
+                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+                        y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
+                    else:
+                        y = attended(layer, part, attention)
+                    bias = f"{part} norm bias {layer}"
+                    y = normed(residual.inside, y, bias, layer)
+                    x = normed(residual.after, x + residual.scale * y, bias, layer)
+        logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
+    values = defaultdict[Term, float](float)
+    for (terms, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
+        for term, value in zip(terms, (slope * vector.detach()).reshape(len(terms), -1).sum(1).tolist()):
+            values[term] += value
+    values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
+    return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
+
+
+def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
+    """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
+    stack = prepared.model.main
+    with torch.no_grad():
+        front = stack.embedding.front(prepared.main)
+        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
+        if stack.embedding.types is not None:
+            first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
+            found["segment embedding"] = stack.embedding.types(
+                first if prepared.types is None else prepared.types
+            )
+        where = stack.positions.embed(
+            masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
+        )
+    return found if where is None else found | {"position embedding": where}

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from clearhead.config import StackSpec
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import nearest, refuse
+from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, prepare
-from clearhead.inside.names import attentions
-from clearhead.inside.results import Result
 from clearhead.model.taps import edit
 from clearhead.model.transformer import evaluating
 
@@ -44,7 +42,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class PatchMap(Result):
+class PatchMap(results.Result):
     """What came back, for one part of one stack."""
 
     part: str  # residual, attention, cross, feedforward, or heads, cross heads
@@ -60,7 +58,7 @@ class PatchMap(Result):
 
 
 @dataclass(frozen=True)
-class Patching(Result):
+class Patching(results.Result):
     """Two runs, and what each patch brings back."""
 
     clean: tuple[str, ...]  # what they read: the tokens; the source, where there is one
@@ -74,18 +72,18 @@ class Patching(Result):
     note: str = ""  # how the answers were chosen, where that needs saying
 
 
-Table = tuple[PatchMap, list[list[Site | None]]]  # a map without values, and the site of each of its cells
+Sites = list[list[Site | None]]  # of each cell of a map
 
 
 def patch(
-    m: AnyModel,
-    clean: Given,
-    corrupt: Given,
+    m: inputs.AnyModel,
+    clean: inputs.Given,
+    corrupt: inputs.Given,
     answer: str | int | None = None,
     wrong: str | int | None = None,
     parts: Sequence[str] = ("residual", "attention", "feedforward"),
     position: int = -1,
-    target: Target = None,
+    target: inputs.Target = None,
 ) -> Patching:
     """Patch every layer and token, or head, of the corrupt run, one at a time.
 
@@ -108,20 +106,19 @@ def patch(
     first, second = _prepare_both(m, clean, corrupt, target)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
-    specs = second.m.config.stacks
-    tables = [table for spec in specs for table in _tables(second, spec, parts)]
+    tables = [table for spec in second.m.config.stacks for table in _tables(first, second, spec, parts)]
     taps = {site.tap for _, sites in tables for row in sites for site in row if site is not None}
     _, seen = first.record(*taps)
     scores = [patched_scores(run, {}, [()], column)[0] for run in (first, second)]  # N
     good, bad, note = _answers(choices, scores[0], scores[1], answer, wrong)
     top, bottom = (float(one[good] - one[bad]) for one in scores)
-    if abs(top - bottom) < SAME:
-        raise InputError(
-            f'"{choices.name(good)}" leads "{choices.name(bad)}" by {top:.4f} in both runs: '
-            "there is nothing to bring back; choose another answer, or prompts that differ"
-        )
+    refuse(
+        abs(top - bottom) < SAME,
+        f'"{choices.name(good)}" leads "{choices.name(bad)}" by {top:.4f} in both runs: '
+        "there is nothing to bring back; choose another answer, or prompts that differ",
+    )
 
-    def measure(sites: list[list[Site | None]]) -> Tensor:
+    def measure(sites: Sites) -> Tensor:
         filled = [site for row in sites for site in row if site is not None]
         scores = patched_scores(second, seen, [(site,) for site in filled], column)  # B N
         values = iter(((scores[:, good] - scores[:, bad] - bottom) / (top - bottom)).tolist())
@@ -135,18 +132,13 @@ def patch(
         wrong=choices.name(bad),
         clean_difference=top,
         corrupt_difference=bottom,
-        maps=tuple(
-            replace(
-                table, columns=table.columns or _labels(first, second, table.stack), values=measure(sites)
-            )
-            for table, sites in tables
-        ),
+        maps=tuple(replace(table, values=measure(sites)) for table, sites in tables),
         note=note,
     )
 
 
 def patched_scores(
-    corrupt: Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
+    corrupt: inputs.Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
 ) -> Tensor:
     """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
@@ -157,13 +149,15 @@ def patched_scores(
     count, found = max(1, TOKENS_AT_ONCE // length), []
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
-        places: dict[str, list[tuple[int, Site]]] = {}
-        for row, sites in enumerate(some):
-            for site in sites:
-                places.setdefault(site.tap, []).append((row, site))
-        changes = {tap: partial(_put, clean=clean[tap], places=where) for tap, where in places.items()}
-        given = {"ids": corrupt.main, **corrupt.given}
-        repeated = {name: x.expand(len(some), *x.shape[1:]) for name, x in given.items()}
+        places = [(row, site) for row, sites in enumerate(some) for site in sites]
+        changes = {
+            tap: partial(_put, clean=clean[tap], places=[place for place in places if place[1].tap == tap])
+            for tap in {site.tap for _, site in places}
+        }
+        repeated = {
+            name: x.expand(len(some), *x.shape[1:])
+            for name, x in {"ids": corrupt.main, **corrupt.given}.items()
+        }
         with torch.no_grad(), evaluating(corrupt.model), edit(corrupt.model, changes):
             hidden = corrupt.model(**repeated, logits="none").hidden
             found.append(choices.column_scores(hidden, column).float())
@@ -181,71 +175,80 @@ def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
     return x
 
 
-def _prepare_both(m: AnyModel, clean: Given, corrupt: Given, target: Target) -> tuple[Prepared, Prepared]:
+def _prepare_both(
+    m: inputs.AnyModel, clean: inputs.Given, corrupt: inputs.Given, target: inputs.Target
+) -> tuple[inputs.Prepared, inputs.Prepared]:
     """Return both prompts as inputs of one length; targets that the model writes end where they differ."""
-    first, second = prepare(m, clean, target), prepare(m, corrupt, target)
+    first, second = inputs.prepare(m, clean, target), inputs.prepare(m, corrupt, target)
     ours, theirs = first.first_tokens, second.first_tokens
-    if len(ours) != len(theirs):
-        start = _apart(ours.labels, theirs.labels)
-        raise InputError(
-            f"the prompts have {len(ours)} and {len(theirs)} tokens, and differ from token {start} on "
-            f"({_few(ours, start)} / {_few(theirs, start)}): "
-            "patching goes token by token, so give prompts of equal length"
-        )
+    start = _apart(ours.labels, theirs.labels)
+    refuse(
+        len(ours) != len(theirs),
+        f"the prompts have {len(ours)} and {len(theirs)} tokens, and differ from token {start} on "
+        f"({_few(ours, start)} / {_few(theirs, start)}): "
+        "patching goes token by token, so give prompts of equal length",
+    )
     if first.source is not None and target is None:
         written, other = first.tokens.ids, second.tokens.ids
         count = _apart(written, other)
         if count == len(written) == len(other):
             count -= 1  # so that there is something left to say
         alike = written[: max(1, count)]
-        first, second = prepare(m, clean, alike), prepare(m, corrupt, alike)
+        first, second = inputs.prepare(m, clean, alike), inputs.prepare(m, corrupt, alike)
     return first, second
 
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
     """Return the first place where two sequences differ, or the end of the shorter one."""
-    differ = (place for place, (one, other) in enumerate(zip(ours, theirs)) if one != other)
-    return next(differ, min(len(ours), len(theirs)))
+    pairs = enumerate(zip(ours, theirs))
+    return next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
-def _few(tokens: InputTokens, start: int) -> str:
+def _few(tokens: inputs.InputTokens, start: int) -> str:
     """Return some tokens for a message."""
-    some = tokens.labels[start : start + 8]
-    return " ".join(some if len(tokens) <= start + 8 else (*some, "..."))
+    more = ("...",) if len(tokens) > start + 8 else ()
+    return " ".join((*tokens.labels[start : start + 8], *more))
 
 
-def _tables(prepared: Prepared, spec: StackSpec, parts: Sequence[str]) -> Iterator[Table]:
-    """Yield the empty map of each part of a stack, and its sites."""
+def _tables(
+    first: inputs.Prepared, second: inputs.Prepared, spec: StackSpec, parts: Sequence[str]
+) -> Iterator[tuple[PatchMap, Sites]]:
+    """Yield the map of each part of a stack, without values, and its sites."""
     stack = ""
-    if prepared.source is not None:
+    if second.source is not None:
         stack = "encoder" if spec.prefix else "decoder"
-    layers, tokens = tuple(map(str, range(spec.n_layers))), range(len(prepared.tokens_of(spec.prefix)))
-    empty = PatchMap("", stack, layers, (), torch.empty(0))
-
-    def sites(taps: Sequence[str]) -> list[list[Site | None]]:
-        return [[Site(f"{spec.prefix}blocks.{tap}", token) for token in tokens] for tap in taps]
-
+    pairs = zip(first.tokens_of(spec.prefix).labels, second.tokens_of(spec.prefix).labels)
+    tokens = tuple(one if one == other else f"{one}/{other}" for one, other in pairs)
+    layers = tuple(map(str, range(spec.n_layers)))
+    taps = {
+        "residual": [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"],
+        "attention": [f"{layer}.attention.out" for layer in layers],
+        "cross": [f"{layer}.cross.out" for layer in layers],
+        "feedforward": [f"{layer}.feedforward.out" for layer in layers],
+    }
+    empty = PatchMap("", stack, layers, tokens, torch.empty(0))
     for part in parts:
-        if part == "residual":
-            taps = [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"]
-            yield replace(empty, part=part, rows=(*layers, "end")), sites(taps)
-        elif part == "heads":
+        if part == "heads":
             own = "encoder" if spec.prefix else "self"
             for kind in (own, "cross") if spec.cross else (own,):
-                found = attentions(prepared.m.config, kind)
+                found = names.attentions(first.m.config, kind)
                 heads = range(max(one.n_heads for one in found))
-                name, columns = "cross heads" if kind == "cross" else part, tuple(map(str, heads))
+                name = "cross heads" if kind == "cross" else part
                 yield (
-                    replace(empty, part=name, columns=columns),
+                    replace(empty, part=name, columns=tuple(map(str, heads))),
                     [
                         [Site(f"{one.part}.z", head=head) if head < one.n_heads else None for head in heads]
                         for one in found
                     ],
                 )
         else:
-            for module in (part, "cross") if part == "attention" and spec.cross else (part,):
-                taps = [f"{layer}.{module}.out" for layer in layers]
-                yield replace(empty, part=module), sites(taps)
+            for name in (part, "cross") if part == "attention" and spec.cross else (part,):
+                sites: Sites = [
+                    [Site(f"{spec.prefix}blocks.{tap}", token) for token in range(len(tokens))]
+                    for tap in taps[name]
+                ]
+                rows = (*layers, "end") if name == "residual" else layers
+                yield replace(empty, part=name, rows=rows), sites
 
 
 def _answers(
@@ -256,15 +259,7 @@ def _answers(
     bad = int(corrupt.argmax()) if wrong is None else choices.find(wrong)
     if bad != good:
         return good, bad, ""
-    if wrong is not None:
-        raise InputError(f'"{choices.name(good)}" is both the answer and the wrong one: name two')
+    refuse(wrong is not None, f'"{choices.name(good)}" is both the answer and the wrong one: name two')
     refuse(corrupt.numel() < 2, "this head has one choice alone: patching compares two")
     bad = int(corrupt.index_fill(0, torch.tensor([good]), -math.inf).argmax())
     return good, bad, f'both runs say "{choices.name(good)}": compared with the runner-up of the corrupt run'
-
-
-def _labels(first: Prepared, second: Prepared, stack: str) -> tuple[str, ...]:
-    """Return the tokens of a stack, both prompts' where they differ."""
-    prefix = "encoder." if stack == "encoder" else ""
-    pairs = zip(first.tokens_of(prefix).labels, second.tokens_of(prefix).labels)
-    return tuple(one if one == other else f"{one}/{other}" for one, other in pairs)

@@ -9,6 +9,8 @@ Shapes: B batch, S source length, T target length.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -28,16 +30,15 @@ VOCABULARY = [*map(str, range(N_SYMBOLS)), "<", ">", "+"]
 class Toy:
     """A toy task: how sources [B, S] are drawn, and what should come out, [B, T] (or [B] for one label)."""
 
-    name: str
     source: Callable[[int, torch.Generator], Tensor]
     target: Callable[[Tensor], Tensor]
     labels: int = 0  # 0: sequence to sequence
 
 
-def _digits(n: int, generator: torch.Generator) -> Tensor:
-    """Draw 3 to 6 digits."""
-    length = int(torch.randint(3, 7, (), generator=generator))
-    return torch.randint(N_SYMBOLS, (n, length), generator=generator)
+def _drawn(n: int, generator: torch.Generator, symbols: int, lengths: range) -> Tensor:
+    """Draw rows of symbols, of one of these lengths."""
+    length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
+    return torch.randint(symbols, (n, length), generator=generator)
 
 
 def _sums(n: int, generator: torch.Generator) -> Tensor:
@@ -49,36 +50,21 @@ def _sums(n: int, generator: torch.Generator) -> Tensor:
 
 def _added(source: Tensor) -> Tensor:
     places = torch.tensor([1, 10, 100])
-    total = (source[:, :2] + source[:, 3:]) @ places[:2]
-    return total[:, None] // places % 10
+    return (source[:, :2] + source[:, 3:]) @ places[:2, None] // places % 10
 
 
-def _bits(n: int, generator: torch.Generator) -> Tensor:
-    """Draw 11 to 19 bits, an odd number of them."""
-    half = int(torch.randint(5, 10, (), generator=generator))
-    return torch.randint(2, (n, 2 * half + 1), generator=generator)
-
-
+_digits = partial(_drawn, symbols=N_SYMBOLS, lengths=range(3, 7))
 TASKS = {
-    toy.name: toy
-    for toy in (
-        Toy("copy", _digits, lambda source: source),
-        Toy("reverse", _digits, lambda source: source.flip(1)),
-        Toy("sort", _digits, lambda source: source.sort(1).values),
-        Toy("add", _sums, _added),
-        Toy("majority", _bits, lambda source: (2 * source.sum(1) > source.shape[1]).long(), labels=2),
-    )
+    "copy": Toy(_digits, lambda source: source),
+    "reverse": Toy(_digits, lambda source: source.flip(1)),
+    "sort": Toy(_digits, lambda source: source.sort(1).values),
+    "add": Toy(_sums, _added),
+    "majority": Toy(
+        partial(_drawn, symbols=2, lengths=range(11, 20, 2)),
+        lambda source: (2 * source.sum(1) > source.shape[1]).long(),
+        labels=2,
+    ),
 }
-
-
-def task_named(name: str) -> Toy:
-    """Return the toy task of this name."""
-    refuse(
-        name not in TASKS,
-        f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}',
-        ConfigError,
-    )
-    return TASKS[name]
 
 
 def draw(task: Toy, n: int, generator: torch.Generator, held_out: bool) -> tuple[Tensor, Tensor]:
@@ -86,16 +72,24 @@ def draw(task: Toy, n: int, generator: torch.Generator, held_out: bool) -> tuple
     source = task.source(n * 12 if held_out else n + n // 4, generator)
     powers = torch.tensor([pow(31, place, 1_000_003) for place in range(source.shape[1])])
     chosen = ((source + 1) * powers).sum(1) % 1_000_003 % 10 == 0
-    keep = chosen if held_out else ~chosen
-    source = source[keep][:n]
+    source = source[chosen == held_out][:n]
     return source, task.target(source)
 
 
-def toy_config(task: Toy, family: Family) -> ModelConfig:
+def toy_config(name: str, family: Family) -> ModelConfig:
     """Return the config of a model just large enough for the task."""
-    if (family == "encoder") != bool(task.labels):
-        fitting = "encoder" if task.labels else "decoder or encoder-decoder"
-        raise ConfigError(f"the toy task {task.name} is for family {fitting}, not {family}")
+    refuse(
+        name not in TASKS,
+        f'no toy task is called "{name}"{nearest(name, TASKS)}: choose from {", ".join(TASKS)}',
+        ConfigError,
+    )
+    labels = TASKS[name].labels
+    fitting = "encoder" if labels else "decoder or encoder-decoder"
+    refuse(
+        (family == "encoder") != bool(labels),
+        f"the toy task {name} is for family {fitting}, not {family}",
+        ConfigError,
+    )
     return ModelConfig(
         family=family,
         vocab_size=len(VOCABULARY),
@@ -106,8 +100,8 @@ def toy_config(task: Toy, family: Family) -> ModelConfig:
         d_ff=128,
         activation="relu",
         init="xavier",
-        n_classes=task.labels,
-        pooling="mean" if task.labels else None,
+        n_classes=labels,
+        pooling="mean" if labels else None,
     )
 
 
@@ -116,10 +110,8 @@ def loss_of(model: Transformer, task: Toy, source: Tensor, target: Tensor) -> Te
     if task.labels:
         return nnf.cross_entropy(model(source).logits, target)
     fed, wanted = frame(target)
-    if model.encoder is not None:
-        logits = model(fed, source=source).logits
-    else:
-        logits = model(torch.cat([source, fed], dim=1)).logits[:, source.shape[1] :]
+    prompt, more = _asked(model, source, fed)
+    logits = model(prompt, **more).logits[:, -fed.shape[1] :]
     return nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
@@ -129,30 +121,32 @@ def frame(target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([edge, target], dim=1), torch.cat([target, torch.full_like(edge, END)], dim=1)
 
 
+def _asked(model: Transformer, source: Tensor, fed: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the ids a model reads: the question, then `fed`; the encoder of two reads the question."""
+    return (torch.cat([source, fed], dim=1), {}) if model.encoder is None else (fed, {"source": source})
+
+
 def answer(model: Transformer, task: Toy, source: Tensor, length: int) -> Tensor:
     """Return the model's answer: labels [B], or ids [B, length] with `>` at the end."""
     if task.labels:
-        with torch.inference_mode():
-            out: Output = model(source)
-            return out.required_logits.argmax(-1)
-    begin = torch.full((source.shape[0], 1), BEGIN)
-    if model.encoder is not None:
-        return greedy(model, begin, length, source=source)
-    return greedy(model, torch.cat([source, begin], dim=1), length)
+        out: Output = model(source)
+        return out.required_logits.argmax(-1)
+    prompt, more = _asked(model, source, torch.full((source.shape[0], 1), BEGIN))
+    return greedy(model, prompt, length, **more)
 
 
+@torch.no_grad()
 def accuracy(
     model: Transformer, task: Toy, generator: torch.Generator, batches: int = 8, n: int = 64
 ) -> float:
     """Return the share of held-out inputs answered exactly."""
     model.eval()
-    right, total = 0, 0
+    hits = []
     for _ in range(batches):
         source, target = draw(task, n, generator, held_out=True)
         wanted = target if task.labels else frame(target)[1]
-        hits = (answer(model, task, source, wanted.shape[-1]) == wanted).view(len(wanted), -1).all(1)
-        right, total = right + int(hits.sum()), total + len(hits)
-    return right / max(total, 1)
+        hits.append((answer(model, task, source, wanted.shape[-1]) == wanted).view(len(wanted), -1).all(1))
+    return float(torch.cat(hits).float().mean())
 
 
 @dataclass(frozen=True)
@@ -183,9 +177,8 @@ def learn(
     enough: float = 0.998,
 ) -> Learned:
     """Train from scratch until `enough` of the held-out inputs come out exactly, or `steps` are done."""
-    task = task_named(name)
     torch.manual_seed(seed)
-    model = Transformer(toy_config(task, family))
+    model, task = Transformer(toy_config(name, family)), TASKS[name]
     examples, trial = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True

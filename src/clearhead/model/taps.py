@@ -18,24 +18,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
 from clearhead.errors import nearest, refuse
 
 ATTENTION_TAPS = ("q", "k", "v", "scores", "pattern", "z", "out")
 FEEDFORWARD_TAPS = ("pre", "post", "out")
-
-
-class Described(Protocol):
-    """A model with a config."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The config of the model."""
+WRAPPED = ("_orig_mod", "module", "model")  # where torch.compile, data parallelism and `Model` keep a model
 
 
 class Tap:
@@ -61,6 +54,21 @@ class Tap:
 
 
 SILENT = Tap()
+
+
+def unwrapped(model: object) -> Any:
+    """Return the Transformer in what `load` gives, in a wrapper such as `torch.compile`'s, or itself."""
+    found, within = model, [model]
+    while within:
+        found = within[0]
+        inner = (getattr(found, name, None) for name in WRAPPED)
+        within = [part for part in inner if part is not None]
+    refuse(
+        not isinstance(found, nn.Module) or not isinstance(getattr(found, "config", None), ModelConfig),
+        f"{type(model).__name__} is not a model of clearhead: give what ch.load returns, its .model, "
+        "or a wrapper of that",
+    )
+    return found
 
 
 class Listener(NamedTuple):
@@ -142,25 +150,36 @@ class Recording(dict[str, Tensor]):
 
 
 @contextmanager
-def record(model: Described, *patterns: str, detach: bool = True) -> Iterator[Recording]:
-    """Record the activations whose names match (`*` matches anything); `detach=False` keeps their graph."""
-    seen = Recording()
+def record(model: object, *patterns: str, detach: bool = True) -> Iterator[Recording]:
+    """Record the activations whose names match (`*` matches anything); `detach=False` keeps their graph.
+
+    `model` is what `load` returns, a Transformer, or a wrapper of one. Of several forward passes, such as
+    those of `generate`, `seen[name]` is the last and `seen.calls(name)` has all.
+    """
+    seen, listened = Recording(), unwrapped(model)
 
     def keep(name: str, x: Tensor) -> Tensor:
         seen.add(name, x.detach().clone() if detach else x)
         return x
 
-    names = [name for pattern in patterns for name in matching(model.config, pattern)]
-    with listening(Listener(model, dict.fromkeys(names, keep))):
+    names = [name for pattern in patterns for name in matching(listened.config, pattern)]
+    with listening(Listener(listened, dict.fromkeys(names, keep))):
         yield seen
 
 
 @contextmanager
-def edit(model: Described, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Replace each activation `x` whose name matches by `fn(x)`, of the same shape and dtype."""
+def edit(model: object, changes: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+    """Replace each activation `x` whose name matches by `fn(x)`, of the same shape and dtype.
 
-    def change(fn: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+    Where `fn` returns None, `x` stays, as with PyTorch's hooks. `model` is as in `record`.
+    """
+    listened = unwrapped(model)
+
+    def change(fn: Callable[[Tensor], Tensor | None], name: str, x: Tensor) -> Tensor:
         y = fn(x)
+        if y is None:
+            return x
+        refuse(not isinstance(y, Tensor), f"edit of {name} gave {type(y).__name__}: return a tensor, or None")
         got, wanted = f"{y.dtype} {tuple(y.shape)}", f"{x.dtype} {tuple(x.shape)}"
         refuse(got != wanted, f"edit of {name} gave {got} for {wanted}: shape and dtype must stay")
         return y
@@ -168,9 +187,9 @@ def edit(model: Described, changes: Mapping[str, Callable[[Tensor], Tensor]]) ->
     handlers = {
         name: functools.partial(change, fn)
         for pattern, fn in changes.items()
-        for name in matching(model.config, pattern)
+        for name in matching(listened.config, pattern)
     }
-    with listening(Listener(model, handlers)):
+    with listening(Listener(listened, handlers)):
         yield
 
 
@@ -220,15 +239,17 @@ def matching(config: ModelConfig, pattern: str) -> list[str]:
     names = tap_names(config)
     found = fnmatch.filter(names, pattern)
     near = "" if found else nearest(pattern, names)
-    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(config) lists them all')
+    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(model) lists them all')
     return found
 
 
-def tap_names(config: ModelConfig) -> list[str]:
+def tap_names(model: object) -> list[str]:
     """Return every activation name of a model, in the order of the forward pass.
 
-    A stack that feeds another has the prefix `encoder.`; the stack that feeds the head has none.
+    `model` is what `load` returns, a `Transformer`, a wrapper of it, or a config. A stack that feeds another
+    has the prefix `encoder.`; the stack that feeds the head has none.
     """
+    config = model if isinstance(model, ModelConfig) else unwrapped(model).config
     experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
     inner = ["router", *experts, "out"] if experts else FEEDFORWARD_TAPS
     after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]

@@ -20,7 +20,7 @@ from clearhead.model.cache import Cache
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.stack import Memory, Stack, stack_steps
 from clearhead.model.steps import Pass, Step
-from clearhead.model.taps import Tap, tap_for
+from clearhead.model.taps import Tap, tap_for, unwrapped
 
 
 @dataclass
@@ -37,6 +37,10 @@ class Output:
         if self.logits is None:
             raise InputError('this pass was run with logits="none": run it with logits="all" or "last"')
         return self.logits
+
+
+# So that torch.export, vmap and the like see the tensors in it.
+torch.utils._pytree.register_dataclass(Output)
 
 
 class Transformer(nn.Module):
@@ -209,13 +213,14 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     return _with(list(model.modules()), "training", False)
 
 
-def attending(model: nn.Module, kernel: str) -> AbstractContextManager[None]:
+def attending(model: object, kernel: str) -> AbstractContextManager[None]:
     """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
     refuse(
         kernel not in attend.KERNELS,
         f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',
     )
-    return _with([part for part in model.modules() if isinstance(part, Attention)], "kernel", kernel)
+    parts = unwrapped(model).modules()
+    return _with([part for part in parts if isinstance(part, Attention)], "kernel", kernel)
 
 
 def initialise(model: Transformer, config: ModelConfig) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.inside.contributions import Contributions
-from clearhead.inside.lens import Lens
+from clearhead.inside.lens import Contributions, Lens
 from clearhead.inside.patch import Patching, PatchMap
 from clearhead.plot import canvas
 from clearhead.plot.canvas import Axes, Figure

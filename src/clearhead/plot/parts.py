@@ -9,8 +9,8 @@ from clearhead.inside.heads import MIXED, HeadRoles
 from clearhead.inside.heads.roles import ROLES
 from clearhead.inside.heads.syntax import Syntax
 from clearhead.inside.memories import Memories, Neuron
-from clearhead.inside.parts.ablate import HeadTable
-from clearhead.inside.parts.effect import Effect
+from clearhead.inside.parts.ablate import Effect
+from clearhead.inside.parts.importance import HeadTable
 from clearhead.inside.parts.prune import PruneCurve
 from clearhead.plot import canvas
 from clearhead.plot.canvas import BLUE, RED, SEQUENTIAL, Axes, Figure, new, plain, single
@@ -204,7 +204,7 @@ def draw_effect(found: Effect, title: str) -> Figure:
     figure, axes = single(
         width=6.5,
         height=max(2.2, 0.36 * len(found.top) + 1.4),
-        title=f"{title} (KL {found.kl:.3g} nats)",
+        title=f"{title} (KL {found.kl:.3g} bits)",
         x_name="probability",
         grid="x",
     )

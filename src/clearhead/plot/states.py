@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from clearhead.inside.geometry import Nearest, Projection, SameWord
-from clearhead.inside.position_maps import PositionMap
+from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
 from clearhead.inside.probe import Probes
 from clearhead.plot.canvas import BLUE, Figure, bars, heatmap, plain, single
 

@@ -6,7 +6,8 @@ Shapes: B rows, S source length, T length, V vocabulary.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate import beam, engine, speculate
-from clearhead.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.generate.decode import Continuation, Ends, Prompts, check_options, decode
+from clearhead.generate.own import with_own
 from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
 from clearhead.model.checks import check_stack_input
@@ -63,9 +65,14 @@ NO_HOOKS = Hooks()
 
 
 def generate(
-    m: Bundle, prompts: Sequence[Prompt], request: Request, hooks: Hooks = NO_HOOKS
+    m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
 ) -> list[list[Generation]]:
-    """Continue each prompt, or, with an encoder, answer it: its `request.num_return` best results."""
+    """Continue each prompt, or, with an encoder, answer it: its `num_return` best results.
+
+    `options` are fields of a request; where they say nothing, the model's own rules hold.
+    """
+    hooked = hooks != NO_HOOKS
+    request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
     stop_ids = _stop_ids(m, request.stop_tokens)
@@ -77,6 +84,7 @@ def generate(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
+    _warn_of_length(m, texts, request)
     draft = hooks.draft
     refuse(
         draft is not None
@@ -86,6 +94,9 @@ def generate(
     )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
+    check_options(m.model, request, ends)
+    if not texts:
+        return []
     with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
@@ -191,20 +202,35 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
     refuse(not all(texts), "a prompt is empty: give one token at least")
     device = next(m.model.parameters()).device
     mask = real_tokens(texts, device) if len({*map(len, texts)}) > 1 else None
-    return Prompts([m.start_ids] * len(texts), padded(texts, device=device), mask)
+    start = m.start_ids[:1]  # what else is forced is written
+    return Prompts([start] * len(texts), padded(texts, device=device), mask)
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
     if request.overflow == "refuse":
         return prompt
-    room = m.max_length - (request.max_new_tokens - 1 if m.config.family == "decoder" else 0)
+    beside = request.overflow == "window" and m.config.family == "decoder"
+    room = m.max_length - (request.max_new_tokens - 1 if beside else 0)
     refuse(
         room < 1,
         f"{request.max_new_tokens} new tokens leave no room for a prompt: "
         f"the model reads {m.max_length} at most",
     )
     return prompt[-room:]
+
+
+def _warn_of_length(m: Bundle, texts: list[list[int]], request: Request) -> None:
+    """Warn, once in a process, of texts that may grow longer than those the model was trained on."""
+    known, longest = m.config.max_positions, max(map(len, texts), default=0) + request.max_new_tokens - 1
+    if m.config.family != "decoder" or longest <= known:
+        return
+    if request.overflow == "slide":
+        message = f"texts may pass the model's {known} positions: past them, it reads the last {known} tokens"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    elif m.config.positions == "rope":
+        message = f"texts may pass the {known} tokens of the model's training: past them, expect worse"
+        warnings.warn(f'{message}; overflow="slide" reads the last {known}', RuntimeWarning, stacklevel=2)
 
 
 def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
@@ -236,25 +262,29 @@ def translate(
         f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: {fitting(m)}",
     )
     stated, given = m.generation, {name: value for name, value in options.items() if value is not None}
-    room = min(LONGEST, m.config.max_positions - len(m.start_ids))
-    usual = {
-        "max_new_tokens": stated.get("max_new_tokens") or max(1, (stated.get("max_length") or room + 1) - 1),
-        "num_beams": 1 if given.get("temperature") else stated.get("num_beams") or BEAMS,
-        "length_penalty": stated.get("length_penalty") or 1.0,
-    }
-    return generate(m, texts, make_request(usual | given), hooks)
+    room = m.config.max_positions - len(m.start_ids)
+    limit = stated.get("max_new_tokens") or (stated.get("max_length") or min(LONGEST, room) + 1) - 1
+    usual = {"max_new_tokens": max(1, min(limit, room) if m.config.positions == "learned" else limit)}
+    if "num_beams" not in m.own_options and not given.get("temperature"):
+        usual["num_beams"] = BEAMS
+    return generate(m, texts, usual | given, hooks)
+
+
+def check_scores(m: Bundle) -> None:
+    """Refuse a model that scores no text."""
+    refuse(
+        m.config.head != "lm",
+        f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
+    )
 
 
 @torch.inference_mode()
 def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | None = None) -> Score:
     """Return the log-probability of each token given those before it; see `Model.score`."""
+    check_scores(m)
     both = m.config.family == "encoder-decoder"
     refuse(both and source is None, "score needs a source for this encoder-decoder")
     refuse(source is not None and not both, "score takes a source only with an encoder")
-    refuse(
-        m.config.head != "lm",
-        f"this model's head is {m.config.head}: only a language model (head lm) scores a text",
-    )
     ids, first, forced = m.prompt_ids(text), m.start_ids[:1], m.start_ids[1:]
     if forced and ids[:1] != forced:
         ids = [*forced, *ids]  # what every answer begins with is part of it

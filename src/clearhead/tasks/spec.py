@@ -27,7 +27,16 @@ USES: dict[HeadName, tuple[str, ...]] = {
     "embedding": (),
     "none": (),
 }
+LONGEST = 80  # letters of an input in a sample, whose prediction is never cut
 Answers = Sequence[Sequence[Any]]  # of each row: its class, the tags of its words, the ends of a span
+
+
+def sampled(given: str, said: object, wanted: object) -> str:
+    """Return a sample on one line: what was given, cut where it is long, what was said, what is right."""
+    shown, right = (
+        text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…" for text in (given, str(wanted))
+    )
+    return f"{shown} -> {said}  ({right})"
 
 
 @dataclass(frozen=True)

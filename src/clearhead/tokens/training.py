@@ -84,7 +84,9 @@ def choose(plan: TokensPlan, specials: SpecialTokens, size: int) -> tuple[Tokens
     return replace(plan, kind=kind, vocab_size=vocab_size), note
 
 
-def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTokens, size: int) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], plan: TokensPlan, specials: SpecialTokens, size: int, clamp: bool = False
+) -> Tokenizer:
     """Train the tokenizer that a plan asks for.
 
     Args:
@@ -94,6 +96,7 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
             smaller.
         specials: the special tokens, and the template around a text.
         size: bytes of the texts, about.
+        clamp: take as many tokens as the texts have, where fewer than a vocab_size that was asked for.
 
     The result needs nothing but its tokenizer.json, and is the same for the same texts.
     """
@@ -109,7 +112,7 @@ def train_tokenizer(texts: Iterable[str], plan: TokensPlan, specials: SpecialTok
     tokenizer = _framed(KINDS[chosen.kind](order), special, specials)
     reached = tokenizer.get_vocab_size()
     refuse(
-        asked and chosen.vocab_size is not None and reached < chosen.vocab_size,
+        asked and not clamp and chosen.vocab_size is not None and reached < chosen.vocab_size,
         f"vocab_size {chosen.vocab_size} is more than the data allows: "
         f"kind {chosen.kind} finds {reached} tokens "
         f"in it, special ones included: set it to {reached} or less, or leave it out"

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from clearhead.api import Model, load
+from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import LEARNING, cost
@@ -26,7 +27,6 @@ from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
-from clearhead.training.machine import best_device
 from clearhead.typed import hints_of, shaped
 
 ImageSize = tuple[int, int, int]  # height, width, channels

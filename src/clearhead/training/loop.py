@@ -53,6 +53,7 @@ class TrainingRun:
     attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
     ema: weights.Ema | None = None
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
+    example: Any = None  # what `tries.first_example` returned
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
     compiled: Transformer | None = None  # a twin of the model that is compiled, with the same parts
@@ -186,7 +187,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
     tensors = optimizer_tensors(run.optimizer, run.model)
     if run.ema is not None:
-        tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state().items()}
+        tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
     with run.usable() as usable:
@@ -195,7 +196,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
     best = [step for step in run.best_steps(len(state.validations)) if step in steps]
     if best:
         point(run.folder, BEST, best[0])
-    forget(run.folder, {*steps[-plan.keep_last :], *averaged_steps(run), *best[: plan.keep_best]})
+    forget(run.folder, steps[-plan.keep_last :], {*averaged_steps(run), *best[: plan.keep_best]})
 
 
 def averaged_steps(run: TrainingRun) -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError, refuse
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.state import State
@@ -117,27 +116,6 @@ def _seconds(matrix: torch.Tensor) -> float:
     start = time.perf_counter()
     matrix @ matrix
     return time.perf_counter() - start
-
-
-def best_device(name: str = "auto") -> torch.device:
-    """Return the device called `name`; "auto": a GPU if there is one, else Apple's, else the CPU."""
-    present = {
-        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "mps": int(torch.backends.mps.is_available()),
-        "cpu": 1,
-    }
-    if name == "auto":
-        return torch.device(next(kind for kind, count in present.items() if count))
-    here = ", ".join(kind for kind, count in present.items() if count)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f'device "{name}" is not known: choose auto or one of {here}') from None
-    refuse(
-        (device.index or 0) >= present.get(device.type, 0),
-        f'device "{name}" is not on this machine: choose auto or one of {here}',
-    )
-    return device
 
 
 def pays(task: TaskSpec, data: DataPlan, plan: TrainPlan, device: torch.device) -> bool:

@@ -151,6 +151,10 @@ def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
         return plan.lr * max(step, 0) / warmup
     begin = max(warmup, steps - round(plan.decay * steps)) if plan.schedule == "wsd" else warmup
     progress = min(max(step - begin, 0) / max(steps - begin, 1), 1.0)  # 0: the fall begins; 1: the last step
-    heights = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}
-    height = heights.get(plan.schedule, 1 - progress)
-    return plan.lr * (plan.floor + (1 - plan.floor) * height)
+    heights = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return plan.lr * (plan.floor + (1 - plan.floor) * heights[plan.schedule])

@@ -1,20 +1,20 @@
-"""A run made ready, new or from a checkpoint: recipe, data, tokenizer, model, batches, optimizer."""
+"""A new run made ready: recipe, data, tokenizer, model, batches, optimizer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from clearhead.api import Model, load
+from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded, even
+from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.errors import CheckpointError, TrainingError, refuse
+from clearhead.errors import refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
@@ -22,17 +22,19 @@ from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.presets import PRESETS
-from clearhead.recipe import BASE, Recipe, TrainPlan, read_recipe
+from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import best_device, choose_precision, narrow, pays, quick_attention
-from clearhead.training.state import CACHE, load_checkpoint, restore_optimizer
+from clearhead.training.machine import choose_precision, narrow, pays, quick_attention
+from clearhead.training.state import CACHE
+from clearhead.training.tries import first_example
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
+APART = 50  # steps between validations, at least, where the recipe does not say
 SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
@@ -60,55 +62,10 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
         on_event(Note(f"warm-up of {recipe.train.warmup} steps: {asked} would be the whole run"))
     write_text(folder / RECIPE, recipe.to_toml())
     write_text(folder / FINGERPRINT, corpus.fingerprint)
-    return _assemble(recipe, task, corpus, loaded, batches, folder, on_event)
+    return assemble(recipe, task, corpus, loaded, batches, folder, on_event)
 
 
-def restore(folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
-    """Prepare a run again as it was at a checkpoint."""
-    recipe = read_recipe(folder / RECIPE)
-    corpus, name = open_examples(recipe.data)
-    task = table.task_named(name)
-    fingerprint = folder / FINGERPRINT
-    refuse(
-        fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
-        f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
-        TrainingError,
-    )
-    loaded = load(checkpoint, dtype=torch.float32)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)  # told before
-    run = _assemble(recipe, task, corpus, loaded, batches, folder, on_event)
-    tensors, run.state = load_checkpoint(checkpoint)
-    _check_unchanged(run, tensors)
-    run.model.load_state_dict(_named(tensors, "weights/"), strict=False)
-    restore_optimizer(run.optimizer, run.model, tensors)
-    if run.ema is not None:
-        run.ema.restore(_named(tensors, "ema/"))
-    on_event(Note(f"resuming from step {run.state.step}"))
-    return run
-
-
-def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
-    """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
-    saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
-    moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
-    fits = {
-        "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
-        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
-        "metric": all(run.metric in row for row in run.state.validations),
-    }
-    for key, fitting in fits.items():
-        refuse(
-            not fitting,
-            f"train.{key} has changed since {run.folder} began: put it back in {RECIPE}, or begin a new run",
-            CheckpointError,
-        )
-
-
-def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
-
-
-def _assemble(
+def assemble(
     recipe: Recipe,
     task: spec.TaskSpec,
     corpus: Corpus,
@@ -152,6 +109,7 @@ def _assemble(
         attention=quick_attention(task, recipe.data, device),
         ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
+        example=first_example(corpus),
         flops_per_token=0.0
         if task.tokens is None
         else cost(loaded.config, length=loaded.max_length).flops.training_per_token,
@@ -202,7 +160,10 @@ def find_tokenizer(
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     on_event(Note(sentence))
     assert chosen.kind is not None
-    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size)
+    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size, clamp=True)
+    reached = tokenizer.get_vocab_size()
+    if plan.vocab_size is not None and reached < plan.vocab_size:
+        on_event(Note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has"))
     named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
     if task.usual is spec.ENCODER_DECODER:
@@ -276,7 +237,7 @@ def settled(
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
     plan = recipe.train
     steps = _steps(plan, train)
-    every = plan.validate_every or max(1, steps // 20)
+    every = plan.validate_every or max(min(APART, steps), steps // 20)
     recipe = recipe.replace(
         "train",
         steps=steps,

@@ -2,21 +2,26 @@
 
 import glob
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from clearhead.api import Model, load
 from clearhead.data import corpora, files
+from clearhead.data.given import Given, given_or_paths
 from clearhead.data.plan import DataPlan
-from clearhead.errors import CheckpointError, refuse
+from clearhead.errors import refuse
 from clearhead.evaluation.examples import validate
 from clearhead.hub.files import write_text
 from clearhead.recipe import BASE, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
 from clearhead.training import loop, prepare, weights
+from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
-from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, new_folder, newest, resumable
+from clearhead.training.folder import new_folder, resumed_folder
+from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.training.tries import command_to_try
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,11 @@ class Trained:
     step: int
     metrics: dict[str, float]  # of the best validation, and its step
     reason: Reason
+    command: str = ""  # `clearhead` and this uses the model on an example from the data
 
 
 def train(
-    data: str | Path | Sequence[str | Path] = (),
+    data: Any = (),
     *,
     recipe: str | Path | Recipe | None = None,
     out: str | Path | None = None,
@@ -44,12 +50,15 @@ def train(
     """Train a model from files and write it to a folder, as `clearhead train` does.
 
     Args:
-        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names.
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names. Or rows
+            in memory, which are written into the folder of the run: a list or any iterable of texts,
+            dictionaries or tuples, a dictionary of columns, a frame of pandas or polars, an Arrow table, a
+            data set of Hugging Face `datasets`.
         recipe: a recipe, its name, or its file; None: chosen by the data.
         out: the folder to write; None: `runs/` and the name of the data.
         settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as `train.steps=2000`.
-        resume: the folder of a run to continue, by its own recipe: `data`, `recipe` and `settings` must be
-            left out.
+        resume: the folder of a run to continue, by its own recipe. `settings` may make it longer, finished or
+            not: `{"train.steps": 4000}`; everything else must be left out.
         overwrite: remove an earlier run in `out`.
         on_event: called with every event of the run.
         stop: called after each step; True saves and ends the run, which can be resumed later.
@@ -57,21 +66,43 @@ def train(
     settings = settings if isinstance(settings, Mapping) else list(settings)
     if resume is not None:
         refuse(
-            data or recipe is not None or settings or out is not None or overwrite,
+            given_or_paths(data) != () or recipe is not None or out is not None or overwrite,
             "resume continues with the run's own recipe and folder: "
-            "leave data, recipe, settings, out and overwrite out",
+            "leave data, recipe, out and overwrite out",
         )
-        return _resume(Path(resume), on_event, stop)
+        with resumed_folder(Path(resume), on_event) as folder:
+            return _resume(folder, on_event, stop, settings)
+    plan, folder, given = planned(data, recipe, out, settings)
+    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
+    with new_folder(folder, overwrite, [Path(path) for path in needed if path is not None], on_event) as keep:
+        return _start(with_rows(plan, given, folder, on_event), folder, on_event, stop, keep)
+
+
+def planned(
+    data: Any, recipe: str | Path | Recipe | None, out: str | Path | None, settings: Settings
+) -> tuple[Recipe, Path, Given | None]:
+    """Return the recipe of a new run, its paths absolute, the folder to write, and rows in memory, if any.
+
+    See `train` for the arguments.
+    """
     plan = read_recipe(recipe, settings)
     table.shape_of(plan.data.task)  # refuses a task that does not exist
-    paths = [data] if isinstance(data, str | Path) else list(data)
-    if paths:
-        plan = plan.replace("data", paths=tuple(map(str, paths)))
+    given = given_or_paths(data)
+    if not isinstance(given, Given) and given:
+        plan = plan.replace("data", paths=given)
     folder = Path(out) if out is not None else Path("runs") / run_name(plan.data)
-    plan = with_absolute_paths(plan)
-    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
-    with new_folder(folder, overwrite, [Path(path) for path in needed if path is not None]) as keep:
-        return _start(plan, folder, on_event, stop, keep)
+    return with_absolute_paths(plan), folder, given if isinstance(given, Given) else None
+
+
+def with_rows(plan: Recipe, given: Given | None, folder: Path, on_event: OnEvent) -> Recipe:
+    """Write rows in memory, if any, into the folder, and return the recipe that reads them there."""
+    if given is None:
+        return plan
+    for line in given.notes:
+        on_event(Note(line))
+    if plan.data.format or plan.data.pattern:
+        on_event(Note("data.format and data.pattern are for files: rows in memory need none"))
+    return plan.replace("data", format=None, pattern=None, **given.write(folder))
 
 
 def _start(
@@ -115,18 +146,13 @@ def _pretrain(
     return _start(recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
 
 
-def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
-    refuse(
-        not (folder / files.RECIPE).is_file() or not resumable(folder),
-        f"{folder} holds no run that can be resumed: it needs {files.RECIPE} and a checkpoint",
-        CheckpointError,
-    )
-    checkpoint = newest(folder)
+def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool], settings: Settings = ()) -> Trained:
+    checkpoint, recipe = newest(folder), continued.changed_recipe(folder, settings)
     if checkpoint is None:  # it ended in its first stage
-        return _start(read_recipe(folder / files.RECIPE), folder, on_event, stop)
+        return _start(recipe, folder, on_event, stop)
     for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    return _finish(prepare.restore(folder, checkpoint, on_event), on_event, stop)
+    return _finish(continued.restore(recipe, folder, checkpoint, on_event), on_event, stop)
 
 
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
@@ -149,7 +175,8 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
         if reason != "stopped":
             chosen.save(run.folder)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
-    return Trained(chosen, run.folder, state.step, metrics, reason)
+    use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
+    return Trained(chosen, run.folder, state.step, metrics, reason, use)
 
 
 def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:

@@ -1,23 +1,19 @@
-"""What a run keeps on disk: its folder, and checkpoints that open anywhere as a model.
+"""What a run keeps on disk: checkpoints that open anywhere as a model.
 
 `checkpoints/step-N/` holds the model as it would be used (averaged and merged, where that is asked for),
 `training.safetensors` (optimizer, averages, and the weights in training where they differ) and
 `training.json` (counters). `last` and `best` are links to the newest and the best checkpoint. Checkpoints and
 links are written under another name and renamed, so a run that is killed at any moment leaves the last
-checkpoint whole.
+checkpoint whole. One that is kept only because it is the best, or for an average, keeps the model alone.
 """
 
 import json
 import math
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
-from shlex import quote
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from clearhead.api import Model
-from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import read_json, whole_folder
 
@@ -33,11 +28,6 @@ TENSORS, COUNTERS = "training.safetensors", "training.json"
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 CACHE = "data"  # the folder of encoded examples
 PRETRAIN = "pretrain"  # the folder of the first stage, where there are two
-OWN = (  # what a run writes
-    *(RECIPE, CACHE, PRETRAIN, CHECKPOINTS, BEST, LAST, "log.jsonl", "loss.png", "tensorboard", ".*"),
-    *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
-)
-CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 
 
 @dataclass
@@ -111,10 +101,15 @@ def point(folder: Path, name: str, step: int) -> None:
         raise CheckpointError(f"cannot write {folder / name}: {error.strerror}") from None
 
 
-def forget(folder: Path, keep: set[int]) -> None:
-    """Remove the checkpoints of all other steps."""
-    for step in set(saved_steps(folder)) - keep:
-        _remove(folder / CHECKPOINTS / f"step-{step}")
+def forget(folder: Path, resume: Iterable[int], keep: Iterable[int]) -> None:
+    """Keep the checkpoints of some steps to resume from, of others the model alone, and no other."""
+    for step in set(saved_steps(folder)).difference(resume):
+        place = folder / CHECKPOINTS / f"step-{step}"
+        if step in keep:
+            (place / COUNTERS).unlink(missing_ok=True)
+            (place / TENSORS).unlink(missing_ok=True)
+        else:
+            _remove(place)
 
 
 def _remove(folder: Path) -> None:
@@ -155,87 +150,3 @@ def restore_optimizer(
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
         device = None if on_cpu else parameters[owner].device
         optimizer.state[parameters[owner]][key] = tensors[name].clone().to(device=device)
-
-
-# The folder ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def new_folder(folder: Path, overwrite: bool, needed: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
-    """Create the folder of a new run.
-
-    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the
-    files `needed`. The function that is yielded keeps the new run; an error before it is called restores what
-    was there.
-    """
-    folder = folder.resolve()
-    _check(folder, overwrite, needed)
-    created = [place for place in (folder, *folder.parents) if not place.exists()]
-    before: Path | None = None  # where an earlier run waits
-    try:
-        if folder.is_dir() and any(folder.iterdir()):
-            before = Path(tempfile.mkdtemp(prefix=f".{folder.name}.before-", dir=folder.parent))
-            os.replace(folder, before)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
-    with ExitStack() as undo:
-        undo.callback(_put_back, folder, before, created)
-
-        def keep() -> None:
-            undo.pop_all()
-            if before is not None:
-                shutil.rmtree(before, ignore_errors=True)
-
-        yield keep
-
-
-def _put_back(folder: Path, before: Path | None, created: list[Path]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        if before is not None:
-            os.replace(before, folder)
-        elif not created:
-            folder.mkdir(exist_ok=True)
-        for place in created[1:]:
-            place.rmdir()
-
-
-def resumable(folder: Path) -> bool:
-    """Return True if the folder holds a run with a checkpoint."""
-    return newest(folder) is not None or newest(folder / PRETRAIN) is not None
-
-
-def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
-    refuse(
-        folder.exists() and not folder.is_dir(),
-        f"{folder} is a file: name a folder to write to",
-        CheckpointError,
-    )
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    refuse(
-        not (folder / RECIPE).exists(),
-        f"{folder} is not empty and holds no run: name another folder with --out",
-        CheckpointError,
-    )
-    refuse(
-        not overwrite and resumable(folder),
-        f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, "
-        "or add --overwrite or another --out",
-        CheckpointError,
-    )
-    refuse(
-        not overwrite,
-        f"{folder} holds a run that never began: add --overwrite, or name another --out",
-        CheckpointError,
-    )
-    inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
-    refuse(inside is not None, f"{inside} lies in {folder}, which would be overwritten: name another --out")
-    for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            refuse(
-                not any(fnmatch(path.name, pattern) for pattern in own),
-                f"{path} is no part of a run, and would be lost: move it away, or name another --out",
-                CheckpointError,
-            )

@@ -51,12 +51,15 @@ class Ema:
         finally:
             model.load_state_dict(own, strict=False)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the average as tensors, for a checkpoint."""
-        return {"updates": torch.tensor(self.updates), **self.weights}
+    def state(self, whole: bool = True) -> dict[str, Tensor]:
+        """Return the average as tensors, for a checkpoint; not `whole`: where its model has the weights."""
+        return {"updates": torch.tensor(self.updates), **(self.weights if whole else {})}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Set the average to what `state` returned."""
+        """Set the average to what `state` returned; where that has no weights, keep those it began with."""
+        self.updates = int(state.get("updates", 0))
+        if state.keys() == {"updates"}:
+            return
         differing = sorted(state.keys() ^ {"updates", *self.weights})
         refuse(
             differing,
@@ -64,7 +67,6 @@ class Ema:
             "the recipe was changed",
             CheckpointError,
         )
-        self.updates = int(state["updates"])
         for name, weight in self.weights.items():
             weight.copy_(state[name])
 

@@ -86,7 +86,7 @@ export const ablateSection = {
         const widest = Math.max(...made.rows.map((entry) => Math.max(entry.before, entry.after)), 1e-12);
         return replace(
           answer,
-          el("p", {}, `Off: ${made.ablated.join(", ")}. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} nats`), " (KL divergence)."),
+          el("p", {}, `Off: ${made.ablated.join(", ")}. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
           el("div", { class: "wide" }, el("table", { id: "ablate-table" }, el("thead", {}, el("tr", {}, ["choice", "before", "after", "change"].map((name, place) => el("th", { class: place ? "number" : null }, name)), el("th", {}, el("span", { class: "hidden-words" }, "bars")))), el("tbody", {}, made.rows.map((entry) => ablateRow(entry, widest))))),
         );
       } catch (error) {

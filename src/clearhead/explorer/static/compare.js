@@ -81,11 +81,11 @@ export const compareSection = {
         let table = el("p", { class: "soft" }, "Vectors have no distribution to compare.");
         if (one && other && one.probabilities.length === other.probabilities.length) {
           const ids = [...new Set([...one.order.slice(0, 8), ...other.order.slice(0, 8)])];
-          const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log(p / Math.max(other.probabilities[i], 1e-300)) : sum), 0);
+          const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log2(p / Math.max(other.probabilities[i], 1e-300)) : sum), 0);
           table = el(
             "div",
             { class: "wide" },
-            el("p", {}, "KL divergence of B from A: ", el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} nats`)),
+            el("p", {}, "KL divergence of B from A: ", el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} bits`)),
             el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "difference"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map((id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || other.names.get(id) || `id ${id}`), el("td", { class: "number", "data-value": one.probabilities[id] }, percent(one.probabilities[id])), el("td", { class: "number", "data-value": other.probabilities[id] }, percent(other.probabilities[id])), el("td", { class: "number" }, `${other.probabilities[id] < one.probabilities[id] ? "−" : "+"}${percent(Math.abs(other.probabilities[id] - one.probabilities[id]))}`))))),
           );
         } else if (one && other) table = el("p", { class: "soft" }, "The two models choose among different things: their distributions cannot be laid side by side.");

@@ -20,6 +20,7 @@ from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.independent import formula_rows, reference_rows
 from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
 from clearhead.inside.checks.training import training_rows
+from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer, evaluating
 
 __all__ = ["Check", "check", "checks_for"]
@@ -36,13 +37,13 @@ def check(
     """Run the suite on a model where it is: on a GPU, a row that compares with the CPU comes along.
 
     Args:
-        m: what `load` gave, or a bare model; it is left as it was.
+        m: what `load` gave, a bare model, or a wrapper of one; it is left as it was.
         reference: compare with transformers too, for a model loaded from its directory.
         compile: compare with torch.compile's model too; that takes a quarter of a minute and more.
         large: do not leave out, for a model of more than 500 million parameters, the rows that copy it.
         on_row: told each row before it is run, and what came of it.
     """
-    model = m.model if isinstance(m, Model) else m
+    model: Transformer = unwrapped(m)
     dtype = next(model.parameters()).dtype
     refuse(
         dtype not in TOLERANCE,

@@ -17,8 +17,8 @@ from clearhead.api import Model, load
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
-from clearhead.inside.lens import lens_taps, stopped_at
-from clearhead.inside.names import AttentionHead, attentions
+from clearhead.inside.lens import stopped_at
+from clearhead.inside.names import AttentionHead, attentions, states
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
 from clearhead.model.cache import Cache, WindowCache
@@ -250,7 +250,7 @@ def _pruned(inputs: Inputs, heads: list[AttentionHead]) -> float:
 
 
 def _lens(inputs: Inputs) -> float:
-    last = lens_taps(inputs.model)[-1]
+    last = states(inputs.model.main.spec)[-1]
     with record(inputs.model, last) as seen:
         logits = inputs.run()
     return gap(stopped_at(inputs.model, seen[last]), logits)

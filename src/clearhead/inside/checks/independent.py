@@ -235,9 +235,8 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
             "input_ids": source,
             "decoder_input_ids": prompt,
             "decoder_start_token_id": int(prompt),
-            "forced_bos_token_id": None,
-            "forced_eos_token_id": None,
         }
+    their_model.generation_config = type(their_model.generation_config)()  # no rules of the model's own
     theirs = their_model.generate(
         max_new_tokens=tokens, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0, **read
     )[:, prompt.shape[1] :]

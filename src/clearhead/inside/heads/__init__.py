@@ -10,19 +10,18 @@ uniform head would give elsewhere; a head with no such role is "mixed".
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from clearhead.errors import InputError, nearest, refuse
-from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, targets
-from clearhead.inside.heads.rows import repeated_rows, rows, samples
-from clearhead.inside.inputs import AnyModel, as_model
+from clearhead.errors import nearest, refuse
+from clearhead.inside import inputs, results
+from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, repeated_rows, rows, samples, targets
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Floats, Result, filled
 
 MIXED = "mixed"
 CLEAR = 0.4  # of the attention that a uniform head gives elsewhere: from here on a role is named
@@ -30,19 +29,18 @@ EVEN = 0.9  # of the largest entropy: from here on a head is uniform
 
 
 @dataclass(frozen=True)
-class HeadRoles(Result):
+class HeadRoles(results.Result):
     """The scores of every head; N heads."""
 
     heads: tuple[AttentionHead, ...]
-    scores: dict[str, Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
-    baselines: dict[str, Floats]  # by role: [N], what a uniform head would score
-    entropy: Floats  # [N], bits, the mean over queries
+    scores: dict[str, results.Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
+    baselines: dict[str, results.Floats]  # by role: [N], what a uniform head would score
+    entropy: results.Floats  # [N], bits, the mean over queries
     distances: tuple[int, ...]  # of the role `position`: key minus query, N of them
-    roles: tuple[str, ...]  # the name of what each head does
     texts: int  # rows that were looked at
     tokens: int
 
-    def lift(self, role: str) -> Floats:
+    def lift(self, role: str) -> results.Floats:
         """Return how far each head is from uniform, [N]: 0 uniform, 1 all attention on the role's keys."""
         refuse(
             role not in self.scores,
@@ -53,19 +51,29 @@ class HeadRoles(Result):
             return score
         return np.asarray((score - baseline) / np.maximum(1 - baseline, 1e-6), dtype=np.float32)
 
-    def clear(self, role: str) -> NDArray[np.bool_]:
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """The role of each head: induction if clear, else the clearest narrow role, a wide one, or mixed.
+
+        Induction comes first since a head with nothing to match rests somewhere, mostly on the first token.
+        """
+        names = [MIXED] * len(self.heads)
+        for group in (WIDE, NARROW, ("induction",)):  # the later one overrules
+            lifts = np.stack([np.where(self.clear(role), self.lift(role), -1.0) for role in group])  # roles N
+            for at in np.flatnonzero(lifts.max(0) >= 0):
+                names[at] = group[int(lifts[:, at].argmax())]
+        return tuple(names)
+
+    def clear(self, role: str) -> results.Array:
         """Return whether the role is clearly above its baseline, [N]."""
-        least = EVEN if role == "uniform" else CLEAR
-        return np.nan_to_num(self.lift(role), nan=-1.0) >= least
+        return np.nan_to_num(self.lift(role), nan=-1.0) >= (EVEN if role == "uniform" else CLEAR)
 
     def named(self, role: str) -> list[AttentionHead]:
         """Return the heads that clearly play a role, best first, whether or not they are named after it."""
         if role == MIXED:
             return [head for head, own in zip(self.heads, self.roles) if own == MIXED]
-        clear, lift = self.clear(role), self.lift(role)
-        return [
-            self.heads[at] for at in np.argsort(-np.nan_to_num(lift, nan=-1.0), kind="stable") if clear[at]
-        ]
+        best = np.argsort(-np.nan_to_num(self.lift(role), nan=-1.0), kind="stable")
+        return [self.heads[at] for at in best if self.clear(role)[at]]
 
     def role(self, head: str | AttentionHead) -> str:
         """Return what one head does."""
@@ -76,17 +84,17 @@ class HeadRoles(Result):
         )
         return names[str(head)]
 
-    def grid(self, role: str, kind: str = "self") -> Floats:
+    def grid(self, role: str, kind: str = "self") -> results.Floats:
         """Return a role's scores [L, H]; NaN where a layer has fewer heads, or the role cannot be."""
         self.lift(role)
-        layers: dict[int, list[float]] = {}
-        for head, score in zip(self.heads, self.scores[role]):
-            if head.kind == kind:
-                layers.setdefault(head.layer, []).append(score)
-        if not layers:
-            kinds = dict.fromkeys(head.kind for head in self.heads)
-            raise InputError(f"this model has no {kind}-attention: it has {', '.join(kinds)}")
-        return filled(list(layers.values())).astype(np.float32)
+        own = [(head.layer, score) for head, score in zip(self.heads, self.scores[role]) if head.kind == kind]
+        refuse(
+            not own,
+            f"this model has no {kind}-attention: "
+            f"it has {', '.join(dict.fromkeys(head.kind for head in self.heads))}",
+        )
+        layers = [[score for _, score in layer] for _, layer in groupby(own, key=lambda pair: pair[0])]
+        return results.filled(layers).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: a row for each head; a score that cannot be is null."""
@@ -94,16 +102,21 @@ class HeadRoles(Result):
         def number(value: Any) -> float | None:
             return None if np.isnan(value) else round(float(value), 6)
 
-        table = []
-        for at, head in enumerate(self.heads):
-            own = {role: number(self.scores[role][at]) for role in ROLES}
-            base = {role: number(self.baselines[role][at]) for role in ROLES}
-            row = {"head": str(head), "role": self.roles[at], "scores": own, "baselines": base}
-            table.append(row | {"entropy": number(self.entropy[at]), "distance": self.distances[at]})
+        table = [
+            {
+                "head": str(head),
+                "role": self.roles[at],
+                "scores": {role: number(self.scores[role][at]) for role in ROLES},
+                "baselines": {role: number(self.baselines[role][at]) for role in ROLES},
+                "entropy": number(self.entropy[at]),
+                "distance": self.distances[at],
+            }
+            for at, head in enumerate(self.heads)
+        ]
         return {"texts": self.texts, "tokens": self.tokens, "heads": table}
 
 
-def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
+def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
     """Measure every role on every head.
 
     Args:
@@ -112,7 +125,7 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
             random tokens for a model without a tokenizer, random pixels for a model of patches.
         seed: of what is random: those rows, and the repeated sequences that show induction.
     """
-    m = as_model(m)
+    m = inputs.as_model(m)
     config, given = m.config, rows(m, texts, seed)
     every = [tokens for row in given for tokens in (row.tokens, row.source_tokens) if tokens is not None]
     counts = Counter(token for tokens in every for token in tokens.ids)
@@ -132,34 +145,19 @@ def head_roles(m: AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -
                 wanted = torch.zeros_like(sample.allowed)
                 wanted[after + length - 1, after] = True
                 tallies[sample.name].add("induction", sample, wanted)
-    named = {"self": (-1, 0, 1), "encoder": (-1, 0, 1), "cross": ()}
-    distances = torch.cat([tally.settle_distance(named[name.kind]) for name, tally in tallies.items()])
-    scores, baselines = {}, {}
-    for role in ROLES:
-        sides = zip(*(tally.score(role) for tally in tallies.values()))
-        scores[role], baselines[role] = (torch.cat(side).numpy().astype(np.float32) for side in sides)
-    entropy = torch.cat([tally.entropy / max(tally.looking, 1) for tally in tallies.values()])
-    found = HeadRoles(
+    distances = torch.cat(
+        [tally.settle_distance(() if name.kind == "cross" else (-1, 0, 1)) for name, tally in tallies.items()]
+    )
+    tables = {  # 2 N: scores and baselines
+        role: torch.cat([tally.score(role) for tally in tallies.values()], 1).numpy()
+        for role in (*ROLES, "entropy")
+    }
+    return HeadRoles(
         heads=tuple(all_heads(config)),
-        scores=scores,
-        baselines=baselines,
-        entropy=entropy.numpy().astype(np.float32),
+        scores={role: tables[role][0] for role in ROLES},
+        baselines={role: tables[role][1] for role in ROLES},
+        entropy=tables["entropy"][0],
         distances=tuple(distances.tolist()),
-        roles=(),
         texts=len(given),
         tokens=sum(len(row.tokens) for row in given),
     )
-    return replace(found, roles=_names(found))
-
-
-def _names(found: HeadRoles) -> tuple[str, ...]:
-    """Return the role of each head: induction if clear, else the clearest narrow role, a wide one, or mixed.
-
-    Induction comes first since a head with nothing to match rests somewhere, mostly on the first token.
-    """
-    names = [MIXED] * len(found.heads)
-    for group in (WIDE, NARROW, ("induction",)):  # the later one overrules
-        lifts = np.stack([np.where(found.clear(role), found.lift(role), -1.0) for role in group])  # roles N
-        for at in np.flatnonzero(lifts.max(0) >= 0):
-            names[at] = group[int(lifts[:, at].argmax())]
-    return tuple(names)

@@ -1,4 +1,13 @@
-"""Heads ranked by how well they agree with a given alignment: which stretch of a text belongs to which.
+"""Which tokens belong together: the words of a text among its tokens, and heads that follow an alignment.
+
+    read = align(m, ["Do", "n't", "go"], "Don't go")              # .words: token positions of each word
+    between = word_attention(pattern, *word_matrices([read.words], len(read)))  # [1, T, T] -> [1, W, W]
+    agreement(m, read_alignments(Path("pairs.jsonl"))).ranking()  # heads, best first
+
+Characters decide. A word and a token belong together where their stretches of the text overlap, so that any
+tokenizer will do: a word may have several tokens, several words may share one, and a word may have none.
+
+A given alignment says which stretch of a text belongs to which, a line each:
 
     {"text": "The cat that I saw ran", "pairs": [[[4, 7], [19, 22]]]}        one stack, or the encoder of two
     {"source": "Ein Hund", "target": "A dog", "pairs": [[[4, 8], [2, 5]]]}   cross-attention, source first
@@ -8,31 +17,113 @@ For each pair and head: does the strongest link from one stretch, among tokens t
 it, go into the other, and how much attention goes there? Cross-attention is asked twice, as a target token
 has two queries: the one that writes it, from the token before, and the one that reads it.
 
-Shapes: H heads, N heads that are ranked, T queries, S keys.
+Shapes: B batch, H heads, N heads that are ranked, T tokens or queries, S keys, W words.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.data.files import missing, read_lines
-from clearhead.data.treebank import Span
+from clearhead.data import files, treebank
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
-from clearhead.inside.heads.words import positions
-from clearhead.inside.inputs import AnyModel, InputTokens, Prepared, as_model, prepare, prepare_first
+from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Result, on_cpu
+from clearhead.tokens.labels import labels
 
-WITHIN = ("first to second", "second to first")
-ACROSS = ("written", "read")
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class WordTokens(inputs.InputTokens):
+    """The words of a text among its tokens."""
+
+    # W: positions of each word's tokens; none for a word cut off or not spelled.
+    words: tuple[tuple[int, ...], ...] = ()
+    types: tuple[int, ...] = ()  # T: segments
+
+
+def align(
+    m: Model | Tokenizer,
+    words: Sequence[str] | treebank.Sentence,
+    text: str | None = None,
+    spans: Sequence[treebank.Span] | None = None,
+    max_length: int | None = None,
+) -> WordTokens:
+    """Return the tokens of each word of a sentence.
+
+    Args:
+        m: a loaded model, or a tokenizer alone. A model that goes on with its text does not read what ends
+            it.
+        words: the words in order, or a sentence of a treebank, which knows its text and spans.
+        text: what they are words of; None: the words with a space between each two.
+        spans: the characters of each word; None: the words are looked for in the text, one after the other.
+        max_length: tokens that are kept; None: what the model can read.
+    """
+    if isinstance(words, treebank.Sentence):
+        return align(m, [word.form for word in words.words], words.text, words.spans or None, max_length)
+    text = " ".join(words) if text is None else text
+    spans = treebank.locate(words, text) if spans is None else spans
+    if spans is None:
+        raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
+    refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
+    tokenizer = m.text_tokenizer if isinstance(m, Model) else m
+    encoding = framed(tokenizer, max_length or (m.max_length if isinstance(m, Model) else UNLIMITED), text)
+    ids, count, special = encoding.ids, len(encoding.ids), tuple(map(bool, encoding.special_tokens_mask))
+    ended = isinstance(m, Model) and m.config.family == "decoder" and count > 1 and ids[-1] in m.stops
+    if ended and special[-1]:
+        count -= 1
+    read = WordTokens(
+        labels(tokenizer, ids[:count]),
+        tuple(ids[:count]),
+        tuple(encoding.offsets[:count]),
+        text,
+        special[:count],
+    )
+    return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
+
+
+def positions(words: Sequence[treebank.Span], tokens: Sequence[treebank.Span]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
+    return tuple(
+        tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
+        for start, end in words
+    )
+
+
+def word_matrices(rows: Sequence[Sequence[Sequence[int]]], length: int) -> tuple[Tensor, Tensor]:
+    """Return `sum_of` [B, T, W], ones at the tokens of each word, and `mean_of` [B, W, T]; its rows sum to 1.
+
+    Words that rows of a batch do not have, and words without tokens, are zeros.
+    """
+    width = max((len(row) for row in rows), default=0)
+    sum_of = torch.zeros(len(rows), length, width)
+    for number, row in enumerate(rows):
+        for word, tokens in enumerate(row):
+            sum_of[number, list(tokens), word] = 1.0
+    mean_of = sum_of.transpose(1, 2)
+    return sum_of, mean_of / mean_of.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def word_attention(pattern: Tensor, sum_of: Tensor, mean_of: Tensor) -> Tensor:
+    """Return attention between words: to a word the sum over its tokens, from a word their mean (Clark et al.
+    2019).
+
+    pattern [..., T, T], sum_of [..., T, W] of the words looked at, mean_of [..., W, T] of those that look
+    -> [..., W, W].
+    """
+    return mean_of @ pattern @ sum_of
+
+
+# Heads that follow an alignment -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,27 +131,27 @@ class Aligned:
     """Stretches that belong together: of one text, or of a source and its target."""
 
     text: str
-    pairs: tuple[tuple[Span, Span], ...]
+    pairs: tuple[tuple[treebank.Span, treebank.Span], ...]
     target: str | None = None
     unit: Literal["characters", "tokens"] = "characters"
 
 
 @dataclass(frozen=True)
-class Agreement(Result):
+class Agreement(results.Result):
     """How well each head agrees; shares from 0 to 1."""
 
     heads: tuple[AttentionHead, ...]
-    directions: tuple[str, str]  # WITHIN or ACROSS
-    accuracy: NDArray[np.float64]  # [2, N]: how often the strongest link goes into the other stretch
-    mass: NDArray[np.float64]  # [2, N]: the attention that goes there
-    chance: NDArray[np.float64]  # [2]: how often a random link would
+    directions: tuple[str, str]  # first to second and back; for cross-attention written, read
+    accuracy: results.Array  # [2, N]: how often the strongest link goes into the other stretch
+    mass: results.Array  # [2, N]: the attention that goes there
+    chance: results.Array  # [2]: how often a random link would
     pairs: int
     skipped: int  # pairs with a stretch that has no token
 
     def ranking(self) -> list[dict[str, Any]]:
         """Return heads, best first, each with its better direction."""
         better = np.where(self.accuracy[1] > self.accuracy[0], 1, 0)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "head": str(head),
                 "direction": self.directions[better[at]],
@@ -70,7 +161,7 @@ class Agreement(Result):
             }
             for at, head in enumerate(self.heads)
         ]
-        return sorted(rows, key=lambda row: (-float(str(row["accuracy"])), -float(str(row["attention"]))))
+        return sorted(rows, key=lambda row: (-row["accuracy"], -row["attention"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -80,16 +171,17 @@ class Agreement(Result):
 def read_alignments(path: Path) -> list[Aligned]:
     """Read a JSONL file of aligned texts; see the module for its lines."""
     if not path.exists():
-        raise missing(path)
+        raise files.missing(path)
     found = []
-    for number, line in read_lines(path):
+    for number, line in files.read_lines(path):
         if line.strip():
             try:
                 found.append(_aligned(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
                 form = 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
-                reason = error if isinstance(error, InputError) else form
-                raise InputError(f"{path}, line {number}: {reason}") from None
+                raise InputError(
+                    f"{path}, line {number}: {error if isinstance(error, InputError) else form}"
+                ) from None
     refuse(not found, f"{path} is empty: there is no alignment in it")
     return found
 
@@ -113,9 +205,9 @@ def _aligned(line: dict[str, Any]) -> Aligned:
     return Aligned(text, pairs, target, unit)
 
 
-def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
+def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
     """Judge heads by alignments: of cross-attention where there is a target, else of the first stack."""
-    m = as_model(m)
+    m = inputs.as_model(m)
     examples = list(examples)
     across = {example.target is not None for example in examples}
     refuse(not any(example.pairs for example in examples), "there is no pair to judge by: give at least one")
@@ -130,17 +222,18 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
     heads = tuple(all_heads(m.config, kind))
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
-    chance, counted, skipped = torch.zeros(2), 0, 0
+    chance, counted = torch.zeros(2), 0
     for example in examples:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
-        pattern = torch.cat([on_cpu(seen[name][0]) for name in names])  # N T S
-        for pair in example.pairs:
-            one, other = _tokens(pair[0], first, example.unit), _tokens(pair[1], second, example.unit)
-            if not one or not other:
-                skipped += 1
-                continue
-            counted += 1
+        pattern = torch.cat([results.on_cpu(seen[name][0]) for name in names])  # N T S
+        found = [
+            (_tokens(one, first, example.unit), _tokens(other, second, example.unit))
+            for one, other in example.pairs
+        ]
+        known = [pair for pair in found if all(pair)]
+        counted += len(known)
+        for one, other in known:
             looks = [(other, one, -1), (other, one, 0)] if cross else [(one, other, 0), (other, one, 0)]
             for direction, (queries, keys, shift) in enumerate(looks):
                 candidates = ~torch.tensor(first.special)
@@ -154,30 +247,41 @@ def agreement(m: AnyModel, examples: Iterable[Aligned]) -> Agreement:
                 chance[direction] += len(keys) / float(candidates.sum())
     refuse(not counted, "no stretch of the alignments has a token: check their spans")
     accuracy, attention, random = ((x / counted).double().numpy() for x in (hits, mass, chance))
-    return Agreement(heads, ACROSS if cross else WITHIN, accuracy, attention, random, counted, skipped)
+    return Agreement(
+        heads=heads,
+        directions=("written", "read") if cross else ("first to second", "second to first"),
+        accuracy=accuracy,
+        mass=attention,
+        chance=random,
+        pairs=counted,
+        skipped=sum(len(example.pairs) for example in examples) - counted,
+    )
 
 
-def _read(m: Model, example: Aligned) -> tuple[Prepared, InputTokens, InputTokens]:
+def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputTokens, inputs.InputTokens]:
     """Return the inputs, the tokens of the first text and of the second."""
     if example.target is None:
-        prepared = prepare_first(m, example.text)
+        prepared = inputs.prepare_first(m, example.text)
         return prepared, prepared.first_tokens, prepared.first_tokens
     encoding = framed(m.text_tokenizer, m.max_length, example.target)
     start = m.start_ids
-    kept = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
-    kept = kept[: m.config.max_positions - len(start)]
-    prepared = prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
-    spans = (*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept))
-    special = (*(True for _ in start), *(False for _ in kept))
-    return prepared, prepared.first_tokens, replace(prepared.tokens, spans=spans, special=special)
+    own = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
+    kept = own[: m.config.max_positions - len(start)]
+    prepared = inputs.prepare(m, example.text, target=[*start, *(encoding.ids[place] for place in kept)])
+    second = replace(
+        prepared.tokens,
+        spans=(*((0, 0) for _ in start), *(encoding.offsets[place] for place in kept)),
+        special=(*(True for _ in start), *(False for _ in kept)),
+    )
+    return prepared, prepared.first_tokens, second
 
 
-def _tokens(span: Span, tokens: InputTokens, unit: str) -> list[int]:
+def _tokens(span: treebank.Span, tokens: inputs.InputTokens, unit: str) -> list[int]:
     """Return the positions of the tokens in a span."""
-    if unit == "tokens":
-        if span[1] > len(tokens):
-            raise InputError(
-                f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text"
-            )
-        return list(range(*span))
-    return list(positions([span], tokens.text_spans)[0])
+    if unit == "characters":
+        return list(positions([span], tokens.text_spans)[0])
+    refuse(
+        span[1] > len(tokens),
+        f"the span [{span[0]}, {span[1]}] goes beyond the {len(tokens)} tokens of its text",
+    )
+    return list(range(*span))

@@ -12,24 +12,22 @@ other.
 Shapes: B batch, H heads, N heads of the model, T tokens, W words, A arcs, R relations.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.data.treebank import Sentence
 from clearhead.errors import nearest, refuse
-from clearhead.inside.heads.words import WordTokens, align, word_attention, word_matrices
-from clearhead.inside.inputs import device_of, recorded
+from clearhead.inside import inputs, results
+from clearhead.inside.heads.alignments import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.names import AttentionHead, all_heads, attentions
-from clearhead.inside.results import Result, plain
 from clearhead.model.transformer import Transformer
 
 DIRECTIONS = ("to governor", "to dependent")
@@ -37,12 +35,8 @@ CELLS = 300_000  # of one head's patterns in a batch
 
 
 @dataclass(frozen=True)
-class Relation(Result):
+class Relation(results.Result):
     """One row of the table; shares from 0 to 1."""
-
-    json_names = (
-        "name", "arcs", "distance", "baseline", "head", "direction", "accuracy", "held_out", "gain",
-    )  # fmt: skip
 
     name: str
     arcs: int
@@ -51,30 +45,26 @@ class Relation(Result):
     head: str
     direction: str
     accuracy: float
-    held_out: float
-
-    @property
-    def gain(self) -> float:
-        """What the head finds beyond the baseline."""
-        return self.accuracy - self.baseline
+    held_out: float  # of the head chosen on the other half; NaN where one half has no arc
+    gain: float  # what the head finds beyond the baseline
 
 
 @dataclass(frozen=True)
-class Syntax(Result):
+class Syntax(results.Result):
     """How often each head is right about each relation."""
 
     heads: tuple[AttentionHead, ...]
     relations: tuple[str, ...]  # most frequent first
-    arcs: NDArray[np.int64]  # [2, R]: in either half of the sentences
-    right: NDArray[np.int64]  # [2, 2, N, R]: halves, DIRECTIONS, heads
+    arcs: results.Array  # [2, R]: in either half of the sentences
+    right: results.Array  # [2, 2, N, R]: halves, DIRECTIONS, heads
     distances: tuple[int, ...]  # R
-    baselines: NDArray[np.float64]  # R
+    baselines: results.Array  # R
     sentences: int
     words: int
     lost: int  # words without a token, or beyond the last token that is read: their arcs count as missed
 
     @property
-    def accuracy(self) -> NDArray[np.float64]:
+    def accuracy(self) -> results.Array:
         """[2, N, R]: for either direction, how often each head is right."""
         return np.asarray(self.right.sum(0) / self.arcs.sum(0))
 
@@ -86,26 +76,21 @@ class Syntax(Result):
             f"there are {', '.join(self.relations)}",
         )
         at = self.relations.index(relation)
-        accuracy = self.accuracy[:, :, at]
+        accuracy, arcs = self.accuracy[:, :, at], int(self.arcs[:, at].sum())
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
+        right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
+        found = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
         return Relation(
             name=relation,
-            arcs=int(self.arcs[:, at].sum()),
+            arcs=arcs,
             distance=self.distances[at],
             baseline=float(self.baselines[at]),
             head=str(self.heads[head]),
             direction=DIRECTIONS[direction],
             accuracy=float(accuracy.max()),
-            held_out=self._held_out(at),
+            held_out=found / arcs if self.arcs[:, at].all() else float("nan"),
+            gain=float(accuracy.max() - self.baselines[at]),
         )
-
-    def _held_out(self, at: int) -> float:
-        """Return the accuracy of the head chosen on the other half; NaN where one half has no arc."""
-        if not self.arcs[:, at].all():
-            return float("nan")
-        right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
-        hits = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
-        return hits / int(self.arcs[:, at].sum())
 
     def table(self, least: int = 1) -> list[Relation]:
         """Return a row for each relation that has this many arcs, most frequent first."""
@@ -113,8 +98,12 @@ class Syntax(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        counts = {"sentences": self.sentences, "words": self.words, "lost": self.lost}
-        return counts | {"relations": plain(self.table())}
+        return {
+            "sentences": self.sentences,
+            "words": self.words,
+            "lost": self.lost,
+            "relations": results.plain(self.table()),
+        }
 
 
 def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
@@ -129,18 +118,18 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         "there is no arc to judge by: give sentences of two words or more",
     )
     counted, distances, baselines = _fixed_distance(sentences)
-    number = {name: at for at, name in enumerate(counted)}
     kind = "encoder" if m.config.family == "encoder-decoder" else "self"
     heads = tuple(all_heads(m.config, kind))
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
     read = [at for at, one in enumerate(aligned) if one.ids]
-    lengths = [len(aligned[at].ids) for at in read]
-    for group in by_length(lengths, lambda count, longest: count * longest**2 <= CELLS):
+    for group in by_length(
+        [len(aligned[at].ids) for at in read], lambda count, longest: count * longest**2 <= CELLS
+    ):
         batch = [read[place] for place in group]
         rows = [
-            (row, own, word.head - 1, number[word.relation], at % 2)
+            (row, own, word.head - 1, counted.index(word.relation), at % 2)
             for row, at in enumerate(batch)
             for own, word in enumerate(sentences[at].words)
             if word.head
@@ -152,10 +141,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         links = strongest_links(m, [aligned[at] for at in batch], kind)  # B N W
         for direction, (source, goal) in enumerate(((dependent, governor), (governor, dependent))):
             hits = (links[row, :, source] == goal[:, None]).long()  # A N
-            flat = torch.zeros(2 * len(counted), len(heads), dtype=torch.long).index_add_(
-                0, half * len(counted) + relation, hits
-            )
-            right[:, direction] += flat.view(2, len(counted), len(heads)).transpose(1, 2)
+            right[:, direction].transpose(1, 2).index_put_((half, relation), hits, accumulate=True)
     return Syntax(
         heads=heads,
         relations=tuple(counted),
@@ -169,17 +155,22 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     )
 
 
-def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], NDArray[np.float64]]:
+def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], results.Array]:
     """Return relations by frequency, the commonest distance of each (governor - dependent), and its share."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
-    for sentence in sentences:
-        for own, word in enumerate(sentence.words, 1):
-            if word.head:
-                found[word.relation][word.head - own] += 1
-    names = sorted(found, key=lambda name: (-found[name].total(), name))
-    common = [min(found[name].items(), key=lambda item: (-item[1], abs(item[0]), item[0])) for name in names]
-    shares = np.array([count / found[name].total() for name, (_, count) in zip(names, common)])
-    return names, tuple(distance for distance, _ in common), shares
+    found = Counter(
+        (word.relation, word.head - own)
+        for sentence in sentences
+        for own, word in enumerate(sentence.words, 1)
+        if word.head
+    )
+    totals = Counter(relation for relation, _ in found.elements())
+    names = sorted(totals, key=lambda name: (-totals[name], name))
+    common = [  # of each relation: how often, negative, and the distance
+        min((-count, abs(distance), distance) for (own, distance), count in found.items() if own == name)
+        for name in names
+    ]
+    shares = np.array([-count / totals[name] for name, (count, _, _) in zip(names, common)])
+    return names, tuple(distance for _, _, distance in common), shares
 
 
 def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -> Tensor:
@@ -187,21 +178,21 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
 
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
-    device = device_of(m.model)
+    device = inputs.device_of(m.model)
     sentences = [one.ids for one in batch]
     ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
     names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
-        seen = recorded(m.model, names, start, source=ids, source_mask=mask)
+        seen = inputs.recorded(m.model, names, start, source=ids, source_mask=mask)
     else:
-        seen = recorded(m.model, names, ids, mask=mask)
+        seen = inputs.recorded(m.model, names, ids, mask=mask)
     matrices = word_matrices([one.words for one in batch], ids.shape[1])
     sum_of, mean_of = (x.to(device)[:, None] for x in matrices)  # B 1 T W, B 1 W T
     itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=device)
     found = []
     for name in names:
         between = word_attention(seen[name].float(), sum_of, mean_of).masked_fill(itself, 0.0)  # B H W W
-        most, where = between.max(-1) if between.shape[-1] else (between.sum(-1), between.sum(-1).long())
+        most, where = between.max(-1)
         found.append(where.masked_fill(most <= 0, -1))
     return torch.cat(found, 1).cpu()

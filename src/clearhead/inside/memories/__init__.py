@@ -21,24 +21,27 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import nearest, refuse
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.memories.neurons import (
+    AROUND,
+    NOTHING,
+    WINDOW,
+    Given,
     OutputLayer,
     Shelf,
+    batches,
     directions,
     empty_shelves,
-    extremes,
     output_layer,
     parse_neuron,
     read_batch,
-    token_id,
 )
-from clearhead.inside.memories.passages import AROUND, NOTHING, WINDOW, Given, batches
 from clearhead.inside.results import Result, plain
 from clearhead.tokens.labels import label
 
 Order = Literal["agreement", "activation"]
+NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
 DEPTH = 10  # promoted tokens among which the answer must be; of a small vocabulary one in twenty
 
 
@@ -90,17 +93,22 @@ class Memories(Result):
     top: int
     depth: int
     tokens: int  # read, both stacks together
-    head: OutputLayer | None = field(repr=False)
+    head: OutputLayer = field(repr=False)
     note: str  # how to read what neurons promote, or why there is nothing to read
 
     def neuron(self, name: str) -> Neuron:
         """Return one neuron by its name."""
-        place, unit = parse_neuron(self.m, name)
-        for shelf in self.shelves:
-            rows = (shelf.units == unit).nonzero()
-            if (shelf.kind, shelf.layer, shelf.expert) == place and len(rows):
-                return self._neuron(shelf, int(rows[0]))
-        raise InputError(f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out')
+        own, unit = parse_neuron(self.m, name)
+        found = [
+            self._neuron(shelf, int(row))
+            for shelf in self.shelves
+            if shelf.own == own
+            for row in (shelf.units == unit).nonzero()
+        ]
+        refuse(
+            not found, f'neuron "{name}" was not looked at: name its layer, or leave layer and neurons out'
+        )
+        return found[0]
 
     def ranked(self, by: Order | None = None, count: int | None = 10) -> list[Neuron]:
         """Return the first neurons by agreement beyond chance, or by highest activation.
@@ -112,11 +120,18 @@ class Memories(Result):
             by == "agreement" and not self.agrees, f"no agreement is known ({self.note}): sort by activation"
         )
         places = [(shelf, row) for shelf in self.shelves for row in range(len(shelf.units))]
-        activations = torch.cat([shelf.activations[:, 0] for shelf in self.shelves])
-        order = activations.argsort(descending=True, stable=True)
+        order = torch.cat([shelf.activations[:, 0] for shelf in self.shelves]).argsort(
+            descending=True, stable=True
+        )
         if by == "agreement":
-            gains = torch.cat([_gain(shelf) for shelf in self.shelves])[order]
-            order = order[gains.argsort(descending=True, stable=True)]
+            # Agreement beyond chance; -inf where it is not known.
+            gains = [
+                torch.full((len(shelf.units),), -torch.inf)
+                if shelf.agreement is None or shelf.chance is None
+                else shelf.agreement - shelf.chance
+                for shelf in self.shelves
+            ]
+            order = order[torch.cat(gains)[order].argsort(descending=True, stable=True)]
         return [self._neuron(*places[place]) for place in order[:count].tolist()]
 
     @property
@@ -124,21 +139,16 @@ class Memories(Result):
         """Is any neuron's agreement known?"""
         return any(shelf.agreement is not None for shelf in self.shelves)
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes that neurons promote; none for a vocabulary."""
-        return self.head.names if self.head is not None else ()
-
     def search(self, token: str | int, count: int = 10) -> Found:
         """Return the neurons that promote a token or class most, and those it fires most often."""
         number = self._number(token)
         promoting: list[tuple[str, float]] = []
         fired: list[tuple[str, float, float]] = []
         for shelf in self.shelves:
-            if shelf.written is not None and self.head is not None:
+            if shelf.written is not None and self.head.weight is not None:
                 best = (shelf.written @ self.head.weight[number]).topk(min(count, len(shelf.units)))
                 promoting += [(shelf.name(int(row)), float(score)) for score, row in zip(*best)]
-            if not self.classes:
+            if not self.head.names:
                 best = (
                     (shelf.notes[:, :, AROUND] == number).float().mean(1).topk(min(count, len(shelf.units)))
                 )
@@ -156,19 +166,18 @@ class Memories(Result):
         return super().to_dict() | {"neurons": plain(self.ranked(by, count))}
 
     def _number(self, token: str | int) -> int:
-        names = self.classes
+        names = self.head.names
         if not names:
             return token_id(self.m, token)
-        if token not in names and token not in range(len(names)):
-            raise InputError(
-                f'no class is called "{token}"{nearest(str(token), names)}: '
-                f"classes are {', '.join(names[:10])}"
-            )
+        refuse(
+            token not in names and token not in range(len(names)),
+            f'no class is called "{token}"{nearest(str(token), names)}: classes are {", ".join(names[:10])}',
+        )
         return names.index(token) if isinstance(token, str) else token
 
     def _label(self, number: int) -> str:
         """Return a token or a class as people read it."""
-        return self.classes[number] if self.classes else label(self.m.tokenizer, number)
+        return self.head.names[number] if self.head.names else label(self.m.tokenizer, number)
 
     def _neuron(self, shelf: Shelf, row: int) -> Neuron:
         contexts = tuple(
@@ -186,13 +195,6 @@ class Memories(Result):
             agreement=None if shelf.agreement is None else float(shelf.agreement[row]),
             chance=None if shelf.chance is None else float(shelf.chance[row]),
         )
-
-
-def _gain(shelf: Shelf) -> Tensor:
-    """Return agreement beyond chance; -inf where it is not known."""
-    if shelf.agreement is None or shelf.chance is None:
-        return torch.full((len(shelf.units),), -torch.inf)
-    return shelf.agreement - shelf.chance
 
 
 def memories(
@@ -216,34 +218,33 @@ def memories(
     """
     m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more")
-    shelves = empty_shelves(m, layer, neurons, top)
-    try:
-        head, note = output_layer(m), ""
-    except InputError as error:
-        head, note = None, str(error)
-    vocabulary = m.config.vocab_size if head is not None and not head.names else 0
-    counts, tokens = torch.zeros(vocabulary, dtype=torch.long), 0
+    shelves, head, tokens = empty_shelves(m, layer, neurons, top), output_layer(m), 0
+    vocabulary = m.config.vocab_size if head.weight is not None and not head.names else 0
+    depth = min(DEPTH, max(1, vocabulary // 20)) if vocabulary else 0
+    counts = torch.zeros(vocabulary, dtype=torch.long)
     for batch in batches(m, texts, limit):
         read_batch(m, batch, shelves)
-        tokens += sum(passage.size for passage in batch.passages)
+        tokens += sum(passage.size for passage in batch)
         if vocabulary:
-            answers = torch.tensor([answer for passage in batch.passages for answer in passage.answers])
+            answers = torch.tensor([answer for passage in batch for answer in passage.answers])
             counts += answers[answers != NOTHING].bincount(minlength=vocabulary)
-    depth = min(DEPTH, max(1, vocabulary // 20)) if vocabulary else 0
-    if head is not None:
-        for shelf in shelves:
-            if shelf.kind != "encoder":
-                _judge(m, shelf, head, depth, counts / counts.sum().clamp(min=1))
-        reached = any(shelf.promoted is not None for shelf in shelves)
-        only = "" if reached else "the encoder speaks to cross-attention, not to the head; "
-        note = only + head.note
-    return Memories(m, tuple(shelves), top, depth, tokens, head, note)
+    only = "the encoder speaks to cross-attention, not to the head; " if head.weight is not None else ""
+    for shelf in shelves:
+        if head.weight is not None and not shelf.stack:
+            _judge(m, shelf, head.weight, depth, counts / counts.sum().clamp(min=1))
+            only = ""
+    return Memories(m, tuple(shelves), top, depth, tokens, head, only + head.note)
 
 
-def _judge(m: Model, shelf: Shelf, head: OutputLayer, depth: int, frequency: Tensor) -> None:
+def _judge(m: Model, shelf: Shelf, weight: Tensor, depth: int, frequency: Tensor) -> None:
     """Add to a shelf what its neurons promote, and how far that agrees with what fires them."""
-    shelf.written = directions(m, shelf.kind, shelf.layer, shelf.expert)[shelf.units]
-    promoted = extremes(shelf.written, head.weight, max(shelf.top, depth))
+    shelf.written = directions(m, shelf)
+    count, parts = min(max(shelf.top, depth), len(weight)), []
+    for some in torch.split(shelf.written, NEURONS):
+        scores = some @ weight.T  # N V
+        high, low = scores.topk(count), scores.topk(count, largest=False)
+        parts.append((high.indices, high.values, low.indices, low.values))
+    promoted = [torch.cat(column) for column in zip(*parts)]
     shelf.promoted = tuple(part[:, : shelf.top] for part in promoted)
     if depth:
         best = promoted[0][:, :depth]
@@ -266,11 +267,40 @@ def _context(m: Model, value: float, note: list[int]) -> Context:
     if token.strip(" "):  # the space before a word belongs to what comes before
         before, token = before + " " * (len(token) - len(token.lstrip(" "))), token.lstrip(" ")
     after = whole[len(upto) :] if whole.startswith(upto) else _text(m, right)
-    following = None if answer == NOTHING else label(m.tokenizer, answer)
-    return Context(before, token, after, value, following, text, place)
+    return Context(
+        before=before,
+        token=token,
+        after=after,
+        activation=value,
+        answer=None if answer == NOTHING else label(m.tokenizer, answer),
+        text=text,
+        place=place,
+    )
 
 
 def _text(m: Model, ids: list[int]) -> str:
     if m.tokenizer is None:
         return "".join(f" {token}" for token in ids)
     return str(m.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def token_id(m: Model, token: str | int) -> int:
+    """Return a token of the vocabulary by its number, its name, or a text that is this one token."""
+    size = m.config.vocab_size
+    if isinstance(token, int):
+        refuse(not 0 <= token < size, f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
+        return token
+    tokenizer = m.text_tokenizer
+    named: int | None = tokenizer.token_to_id(token)
+    if named is not None:
+        return named
+    whole, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
+    known = [
+        int(one.ids[0]) for one in (whole, spaced) if len(one.ids) == 1 and one.ids[0] != m.special.get("unk")
+    ]
+    refuse(
+        not known,
+        f'"{token}" is no token of the vocabulary but {len(whole.tokens)} ({" ".join(whole.tokens[:8])}): '
+        "name one of them",
+    )
+    return known[0]

@@ -3,52 +3,167 @@
 A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the
 stack before the head's.
 
-What fires a neuron is kept as its highest activations, in memory that does not grow with the corpus. What it
-promotes is the straight way from what it writes to the scores of the head. A neuron adds its column of `down`
-to the residual stream, as often as it fires. On its way to the head that vector passes norms and perhaps
-linear layers; what attention and later feed-forwards make of it is left out. Of a norm the linear part is
-kept: the mean is subtracted (layernorm) and the weight multiplied. Left out are the size by which a norm
-divides, which depends on the text, and the activation in a masked model's head. So the scores rank the tokens
-that a neuron promotes, and do not say by how much.
+A corpus is read as passages, stretches of a text that the model reads at once. The answer at a place is what
+the head is there to say: the next token, or, for a masked model, the token itself. What fires a neuron is
+kept as its highest activations, with a note on each place: memory does not grow with the corpus.
 
-Shapes: N neurons of one feed-forward, K contexts kept, T tokens of a batch, P promoted tokens, D model, V
-tokens of the vocabulary or classes.
+What a neuron promotes is the straight way from what it writes to the scores of the head. It adds its column
+of `down` to the residual stream, as often as it fires. On its way to the head that vector passes norms and
+perhaps linear layers; what attention and later feed-forwards make of it is left out. Of a norm the linear
+part is kept: the mean is subtracted (layernorm) and the weight multiplied. Left out are the size by which a
+norm divides, which depends on the text, and the activation in a masked model's head. So the scores rank the
+tokens that a neuron promotes, and do not say by how much.
+
+Shapes: N neurons of one feed-forward, K contexts kept, B batch, T tokens, W tokens of a window, P promoted
+tokens, D model, V tokens of the vocabulary or classes.
 """
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.api import Model
+from clearhead.batches.padding import padded, real_tokens
+from clearhead.config import StackSpec
 from clearhead.errors import InputError, refuse
-from clearhead.inside.inputs import recorded
-from clearhead.inside.memories.passages import NOTE, NOTHING, PassageBatch
-from clearhead.inside.names import AttentionName, layer_names
-from clearhead.inside.results import on_cpu
-from clearhead.model.feedforward import Experts, FeedForward
+from clearhead.hub import encodings, pixels
+from clearhead.inside import frozen, inputs, results
+from clearhead.inside.names import layer_names
+from clearhead.model.feedforward import Experts
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
-from clearhead.model.norms import LayerNorm
 from clearhead.model.stack import Stack
 
-_NAME = re.compile(r"(?:(self|encoder)\.)?(\d+)\.(?:(\d+)\.)?(\d+)")
-Place = tuple[str, int, int | None]  # kind, layer and expert of a feed-forward
-NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
+Given = str | Sequence[int] | tuple[str, str] | pixels.Image
+LONGEST = 512  # tokens of a passage, though the model may take more
+BATCH = 4096  # tokens of a batch, padding included
+AROUND = 12  # tokens that are kept on each side of a place
+WINDOW = 2 * AROUND + 1
+NOTE = WINDOW + 3  # a window of ids, then the answer, the number of the text, the place in it
+NOTHING = -1  # in a note: no token, no answer
+
+
+# Passages of a corpus ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A stretch of one text that the model reads at once."""
+
+    prepared: inputs.Prepared
+    number: int  # of the text
+    start: int  # of the passage in its text, in tokens
+    answers: tuple[int, ...]  # one per token of the stack that feeds the head; NOTHING: not known
+
+    @property
+    def size(self) -> int:
+        """Tokens of both stacks."""
+        return len(self.prepared.tokens) + len(self.prepared.source_tokens or ())
+
+    def notes(self, stack: str) -> Tensor:
+        """Return a note on each token of a stack: [T, NOTE]."""
+        tokens = self.prepared.tokens_of(stack)
+        ids = torch.tensor(tokens.ids or range(len(tokens)))  # a patch is known by its number
+        around = nnf.pad(ids, (AROUND, AROUND), value=NOTHING).unfold(0, WINDOW, 1)  # T W
+        answers = torch.tensor([NOTHING] * len(tokens) if stack else self.answers)
+        where = self.start + torch.arange(len(tokens))
+        about = torch.stack([answers, torch.full_like(where, self.number), where], 1)
+        return torch.cat([around, about], 1).int()
+
+
+def arguments(batch: Sequence[Passage]) -> dict[str, Tensor]:
+    """Return what the model is called with: ids or pixels, masks, the source where there are two stacks."""
+    first, found = batch[0].prepared, dict[str, Tensor]()
+    if not first.tokens.ids:
+        return {"ids": torch.cat([passage.prepared.main for passage in batch])}
+    for stack, name, mask in (("", "ids", "mask"), ("encoder.", "source", "source_mask")):
+        if first.source is not None or not stack:
+            rows = [passage.prepared.tokens_of(stack).ids for passage in batch]
+            found |= {
+                name: padded(rows, first.m.special.get("pad", 0), first.main.device),
+                mask: real_tokens(rows, first.main.device),
+            }
+    return found
+
+
+def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[list[Passage]]:
+    """Yield the passages of a corpus in the order they come, as many at a time as `BATCH` tokens hold.
+
+    Args:
+        m: the model.
+        texts: texts or ids; (source, target) or a source alone for two stacks; images for a model of patches.
+        limit: tokens, padding not counted, after which no further passage is read.
+    """
+    batch: list[Passage] = []
+    read = longest = 0
+    for passage in passages(m, texts):
+        longest = max(longest, passage.size)
+        if batch and (len(batch) + 1) * longest > BATCH:
+            yield batch
+            batch, longest = [], passage.size
+        batch.append(passage)
+        read += passage.size
+        if limit is not None and read >= limit:
+            break
+    refuse(not batch, "the corpus is empty: give at least one text with a token in it")
+    yield batch
+
+
+def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
+    """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
+    for number, given in enumerate(texts):
+        if m.config.family == "encoder-decoder":
+            source, target = given if isinstance(given, tuple) else (given, None)
+            if len(source):
+                prepared = inputs.prepare(m, source, target)
+                if len(prepared.tokens) > m.max_length:
+                    prepared = inputs.prepare(m, source, prepared.tokens.ids[: m.max_length])
+                ends = m.stops[0] if m.stops else NOTHING  # after its last token, the target ends
+                yield Passage(prepared, number, 0, (*prepared.tokens.ids[1:], ends))
+        elif m.model.main.spec.input != "tokens":
+            prepared = inputs.prepare(m, given)
+            yield Passage(prepared, number, 0, (NOTHING,) * len(prepared.tokens))
+        else:
+            refuse(
+                isinstance(given, tuple),
+                "a pair was given to a model of one stack: "
+                "give texts, or a model with an encoder and a decoder",
+            )
+            for start, ids, following in _stretches(m, given):
+                yield Passage(inputs.prepare(m, ids), number, start, tuple(following))
+
+
+def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield where each stretch begins, its ids, and the answer at each."""
+    length, masked = min(m.max_length, LONGEST), m.config.family == "encoder"
+    if masked and isinstance(given, str):
+        for start, encoding in encodings.windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
+            yield start, list(encoding.ids), list(encoding.ids)
+        return
+    ids = m.prompt_ids(given) if len(given) else []
+    answers = ids if masked else [*ids[1:], NOTHING]
+    for start in range(0, len(ids), length):
+        yield start, ids[start : start + length], answers[start : start + length]
+
+
+# What fires neurons -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Shelf:
     """The neurons of one feed-forward, or of one expert, with a note on each place that fired them most."""
 
-    kind: str  # self, encoder
+    own: str  # how the names of its neurons begin
+    stack: str  # "", or "encoder."
     layer: int
     expert: int | None
     units: Tensor  # [N]
     top: int
     activations: Tensor = field(init=False)  # [N, K], -inf where there are fewer contexts
-    notes: Tensor = field(init=False)  # [N, K, NOTE], see `passages`
+    notes: Tensor = field(init=False)  # [N, K, NOTE], see `Passage.notes`
     written: Tensor | None = None  # [N, D], what each neuron says to the head
     promoted: tuple[Tensor, ...] | None = None  # [N, P] tokens, scores; suppressed tokens, scores
     agreement: Tensor | None = None  # [N]
@@ -59,24 +174,18 @@ class Shelf:
         self.notes = torch.full((len(self.units), self.top, NOTE), NOTHING, dtype=torch.int32)
 
     @property
-    def stack(self) -> str:
-        """The prefix of its activations."""
-        return "encoder." if self.kind == "encoder" else ""
-
-    @property
     def part(self) -> str:
-        """The feed-forward, as activations are named."""
-        return f"{self.stack}blocks.{self.layer}.feedforward"
+        """The feed-forward, or the expert, in its block."""
+        return "feedforward" if self.expert is None else f"feedforward.experts.{self.expert}"
 
     @property
     def tap(self) -> str:
         """The activation of its neurons."""
-        return f"{self.part}.post" if self.expert is None else f"{self.part}.experts.{self.expert}.post"
+        return f"{self.stack}blocks.{self.layer}.{self.part}.post"
 
     def name(self, row: int) -> str:
         """Return the name of one neuron."""
-        parts = [self.kind, self.layer, self.expert, int(self.units[row])]
-        return ".".join(str(part) for part in parts if part not in (None, "self"))
+        return f"{self.own}.{int(self.units[row])}"
 
     def take(self, activations: Tensor, notes: Tensor) -> None:
         """Add activations [T, N] and a note on each token [T, NOTE]; of equal ones the earlier stays."""
@@ -90,19 +199,19 @@ class Shelf:
         self.notes = kept.masked_fill(self.activations.isinf()[:, :, None], NOTHING)
 
 
-def read_batch(m: Model, batch: PassageBatch, shelves: Sequence[Shelf]) -> None:
+def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
-    names = {shelf.tap for shelf in shelves}
-    names |= {f"{shelf.part}.router" for shelf in shelves if shelf.expert is not None}
-    seen = recorded(m.model, sorted(names), **batch.arguments)
-    all_notes = {stack: batch.places(stack) for stack in {shelf.stack for shelf in shelves}}
+    taps = [*{shelf.tap for shelf in shelves}, *(["*.router"] if m.config.n_experts else [])]
+    seen = inputs.recorded(m.model, taps, **arguments(batch))
+    notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
-        post = on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
-        real, notes = batch.real(shelf.stack).flatten(), all_notes[shelf.stack]
-        if shelf.expert is not None:
-            experts = stack_of(m, shelf.kind).layers()[shelf.layer].feedforward
-            assert isinstance(experts, Experts)
-            chosen = experts.choose(seen[f"{shelf.part}.router"].flatten(0, -2))[1].cpu()
+        post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
+        noted = notes_by_stack[shelf.stack]
+        real, notes = real_tokens([range(len(one)) for one in noted]).flatten(), torch.cat(noted)
+        experts = stack_of(m, shelf.stack).layers()[shelf.layer].feedforward
+        if isinstance(experts, Experts) and shelf.expert is not None:
+            router = seen[f"{shelf.stack}blocks.{shelf.layer}.feedforward.router"]
+            chosen = experts.choose(router.flatten(0, -2))[1].cpu()
             here = (chosen == shelf.expert).any(-1)  # an expert gets its tokens in their order
             real, notes = real[here], notes[here[real]]
         shelf.take(post[real], notes)
@@ -111,29 +220,18 @@ def read_batch(m: Model, batch: PassageBatch, shelves: Sequence[Shelf]) -> None:
 # Names ------------------------------------------------------------------------------------------------------
 
 
-def feedforward(stack: Stack, layer: int, expert: int | None) -> FeedForward:
-    """Return the feed-forward of a layer, or one of its experts."""
-    part = stack.layers()[layer].feedforward
-    found = part.experts[expert] if isinstance(part, Experts) and expert is not None else part
-    assert isinstance(found, FeedForward)
-    return found
+def stack_of(m: Model, prefix: str) -> Stack:
+    """Return a stack by the prefix of its activations: "encoder." or ""."""
+    return m.model.encoder if prefix and m.model.encoder is not None else m.model.main
 
 
-def stack_of(m: Model, kind: str) -> Stack:
-    """Return the stack of a kind of neuron."""
-    stack = m.model.encoder if kind == "encoder" else m.model.main
-    assert stack is not None
-    return stack
-
-
-def feedforwards(m: Model) -> dict[Place, int]:
-    """Return how many neurons every feed-forward of a model has."""
-    kinds = ("encoder", "self") if m.config.family == "encoder-decoder" else ("self",)
+def feedforwards(m: Model) -> dict[str, tuple[StackSpec, int, int | None]]:
+    """Return the stack, layer and expert of every feed-forward, by how the names of its neurons begin."""
     experts = range(m.config.n_experts) if m.config.n_experts else (None,)
     return {
-        (kind, layer, expert): feedforward(stack_of(m, kind), layer, expert).down.in_features
-        for kind in kinds
-        for layer in range(stack_of(m, kind).spec.n_layers)
+        f"{spec.prefix}{layer}" + ("" if expert is None else f".{expert}"): (spec, layer, expert)
+        for spec in m.config.stacks
+        for layer in range(spec.n_layers)
         for expert in experts
     }
 
@@ -150,22 +248,20 @@ def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | No
         asked is not None and not asked, "no neurons are named: name some, such as 0.5, or leave neurons out"
     )
     shelves = []
-    for place, width in feedforwards(m).items():
-        units = range(width) if asked is None else sorted({unit for own, unit in asked if own == place})
-        if units and wanted in (None, str(AttentionName(*place[:2]))):
-            shelves.append(Shelf(*place, torch.tensor(units), top))
+    for name, (spec, number, expert) in feedforwards(m).items():
+        units = range(spec.d_ff) if asked is None else sorted({unit for own, unit in asked if own == name})
+        if units and wanted in (None, f"{spec.prefix}{number}"):
+            shelves.append(Shelf(name, spec.prefix, number, expert, torch.tensor(units), top))
     return shelves
 
 
-def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
+def parse_neuron(m: Model, name: str) -> tuple[str, int]:
     """Return the feed-forward and the unit from a neuron's name."""
-    matched, known = _NAME.fullmatch(name.strip()), feedforwards(m)
-    if matched:
-        place = (matched[1] or "self", int(matched[2]), int(matched[3]) if matched[3] else None)
-        width, unit = known.get(place, 0), int(matched[4])
-        if unit < width:
-            return place, unit
-        refuse(width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+    own, _, unit = name.strip().removeprefix("self.").rpartition(".")
+    if own in feedforwards(m) and unit.isdecimal():
+        width = feedforwards(m)[own][0].d_ff
+        refuse(int(unit) >= width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
+        return own, int(unit)
     form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"
     more = ", encoder.0.5 in the encoder" if m.config.family == "encoder-decoder" else ""
     raise InputError(f'there is no neuron "{name}": neurons are called {form}{more}')
@@ -178,18 +274,17 @@ def parse_neuron(m: Model, name: str) -> tuple[Place, int]:
 class OutputLayer:
     """The last layer of a head."""
 
-    weight: Tensor  # [V, D]
+    weight: Tensor | None  # [V, D]; None where no straight way leads to scores
     names: tuple[str, ...]  # of classes; none for a vocabulary
-    note: str  # what to keep in mind
+    note: str  # what to keep in mind, or why there is no weight
 
 
 def output_layer(m: Model) -> OutputLayer:
-    """Return what turns the last state into scores; where no straight way leads there, an error says why."""
+    """Return what turns the last state into scores."""
     head, names, note = m.model.head, m.class_names, "scores leave out what norms divide by"
+    unread = "what a neuron promotes cannot be read off"
     if not isinstance(head, LanguageHead | TokenHead | ClassifierHead):
-        raise InputError(
-            f"head {m.config.head} scores no tokens and no classes: what a neuron promotes cannot be read off"
-        )
+        return OutputLayer(None, (), f"head {m.config.head} scores no tokens and no classes: {unread}")
     if isinstance(head, LanguageHead):
         names = ()
         note += "; the bend in its head is taken as straight" if head.activation is not None else ""
@@ -197,70 +292,32 @@ def output_layer(m: Model) -> OutputLayer:
         names = ("answer begins", "answer ends")
     elif isinstance(head, ClassifierHead):
         if head.pooler is not None:
-            raise InputError(
-                "a pooler bends what the tokens say before the classes are scored: "
-                "what a neuron promotes cannot be read off"
-            )
+            note = f"a pooler bends what the tokens say before the classes are scored: {unread}"
+            return OutputLayer(None, (), note)
         alone = "token alone: a neuron that fires elsewhere speaks through attention"
         where = {"cls": f"the first {alone}", "last": f"the last {alone}"}
         note += f"; classes are read from {where.get(head.pooling or 'mean', 'the mean of all tokens')}"
-    return OutputLayer(on_cpu(head.out.weight), names, note)
+    return OutputLayer(results.on_cpu(head.out.weight), names, note)
 
 
-def directions(m: Model, kind: str, layer: int, expert: int | None = None) -> Tensor:
+def directions(m: Model, shelf: Shelf) -> Tensor:
     """Return what each neuron writes, as it arrives at the last layer of the head: [N, D]."""
-    stack, head = stack_of(m, kind), m.model.head
-    blocks = stack.layers()
-    residual = blocks[layer].feedforward_residual
-    written = on_cpu(feedforward(stack, layer, expert).down.weight).T  # N D
+    stack, head = stack_of(m, shelf.stack), m.model.head
+    block, *later = stack.layers()[shelf.layer :]
+    written = results.on_cpu(block.get_parameter(f"{shelf.part}.down.weight")).T[shelf.units]  # N D
+    residual = block.feedforward_residual
     written = _through(residual.after, _through(residual.inside, written) * residual.scale)
-    for block in blocks[layer + 1 :]:
-        for later in (block.attention_residual, block.cross_residual, block.feedforward_residual):
-            written = _through(later.after if later is not None else None, written)
+    for block in later:
+        for joined in (block.attention_residual, block.cross_residual, block.feedforward_residual):
+            written = _through(joined.after if joined is not None else None, written)
     written = _through(stack.norm, written)
     if isinstance(head, LanguageHead):
         if head.transform is not None:
-            written = written @ on_cpu(head.transform.weight).T
+            written = written @ results.on_cpu(head.transform.weight).T
         written = _through(head.norm, written) * head.scale
     return written
 
 
-def extremes(written: Tensor, weight: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the tokens promoted most, their scores, those suppressed most, their scores: [N, count] each."""
-    count, parts = min(count, len(weight)), []
-    for some in torch.split(written, NEURONS):
-        scores = some @ weight.T  # N V
-        high, low = scores.topk(count), scores.topk(count, largest=False)
-        parts.append((high.indices, high.values, low.indices, low.values))
-    return tuple(torch.cat(column) for column in zip(*parts))
-
-
-def token_id(m: Model, token: str | int) -> int:
-    """Return a token of the vocabulary by its number, its name, or a text that is this one token."""
-    size = m.config.vocab_size
-    if isinstance(token, int):
-        refuse(not 0 <= token < size, f"token {token} is not in the vocabulary: ids go from 0 to {size - 1}")
-        return token
-    tokenizer = m.text_tokenizer
-    named: int | None = tokenizer.token_to_id(token)
-    if named is not None:
-        return named
-    plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
-    for encoding in (plain, spaced):
-        if len(encoding.ids) == 1 and encoding.ids[0] != m.special.get("unk"):
-            return int(encoding.ids[0])
-    pieces = plain.tokens
-    raise InputError(
-        f'"{token}" is no token of the vocabulary but {len(pieces)} ({" ".join(pieces[:8])}): '
-        "name one of them"
-    )
-
-
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
-    """Return what the linear part of a norm makes of it."""
-    if norm is None:
-        return written
-    weight = on_cpu(norm.weight)  # type: ignore[arg-type]
-    if isinstance(norm, LayerNorm):
-        written = written - written.mean(-1, keepdim=True)
-    return written * (1 + weight if norm.unit_offset else weight)
+    """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
+    return replace(frozen.freeze(norm, written), size=1.0, bias=0.0).forward(written).float()

@@ -3,7 +3,7 @@
     with ablating(m, heads=["3.2", "encoder.0.5"]):       # whatever runs in here runs without them
         m.generate("Once upon")
     ablate(m, "test.txt", heads=["3.2"]).increase         # what the loss rises by
-    ablate_each(m, "test.txt").values                     # the same for each head alone: layer x head
+    effect(m, "The cat sat on the", heads=["3.2"]).kl     # the next token, class or tag, with and without
 
 Something ablated gives zeros (`how="zero"`), or what it gives on average over some data (`how="mean"`):
 
@@ -16,28 +16,28 @@ output), and the norm after the sum (post) still acts. So in a pre-norm model a 
 stream as it was; a norm with a bias that follows a sublayer adds that bias still. With shared weights, a
 layer is one depth, not all that have its weights.
 
-Shapes: B batch, T length, H heads, E head width, D model, L attentions of a model.
+Shapes: B batch, T length, H heads, E head width, D model, C what is chosen from: the vocabulary, or the
+classes.
 """
 
-from __future__ import annotations
-
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 from clearhead.config import ModelConfig
-from clearhead.errors import InputError, nearest, refuse
-from clearhead.inside.inputs import AnyModel, as_model, device_of, recorded
-from clearhead.inside.names import AttentionHead, all_heads, attentions, find_heads, layer_names, spec_of
+from clearhead.errors import nearest, refuse
+from clearhead.inside.choices import choices_of
+from clearhead.inside.inputs import AnyModel, Prepared, Target, as_model, device_of, prepare, recorded
+from clearhead.inside.names import AttentionHead, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
-from clearhead.inside.results import Result, filled
+from clearhead.inside.results import Result
 from clearhead.losses import arguments_for
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
@@ -46,107 +46,82 @@ How = Literal["zero", "mean"]
 Heads = Iterable[AttentionHead | str] | AttentionHead | str
 Layers = Iterable[int | str] | int | str  # 3 or "3" of the stack that feeds the head, else "encoder.3"
 Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
-AVERAGED = ("*.attention.z", "*.attention.out", "*.feedforward.out")
 OnProgress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class HeadTable(Result):
-    """One number for each head: a row for each attention in the order of the forward pass."""
-
-    quantity: str  # what the numbers are
-    rows: tuple[str, ...]  # "0", "1", ..., "encoder.0", ..., "cross.0", ...
-    values: NDArray[np.float64]  # L, most heads; NaN where an attention has fewer heads
-
-    @classmethod
-    def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> HeadTable:
-        """Return the table of one number for each head."""
-        found = attentions(config)
-        rows = [[numbers[head] for head in one.heads] for one in found]
-        return cls(quantity, tuple(map(str, found)), filled(rows))
-
-    def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
-        """Return one number for each head of the model that the table is of."""
-        return {
-            head: float(value)
-            for one, row in zip(attentions(config), self.values)
-            for head, value in zip(one.heads, row)
-        }
+NOTHING_NAMED = "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards"
 
 
 @dataclass(frozen=True)
 class Ablation(Result):
     """What some examples cost with and without parts of a model."""
 
-    json_names = ("ablated", "how", "rows", "targets", "increase", "before", "after")
-
     ablated: tuple[str, ...]  # names of what was off
     how: How
     rows: int
     targets: int
+    increase: float  # by how much the loss is higher without
     before: Quality
     after: Quality
 
-    @property
-    def increase(self) -> float:
-        """By how much the loss is higher without."""
-        return self.after.loss - self.before.loss
+
+@dataclass(frozen=True)
+class ChoiceEffect(Result):
+    """One of the things a model may say, with and without."""
+
+    label: str
+    id: int
+    before: float  # its probability
+    after: float
+
+
+@dataclass(frozen=True)
+class Effect(Result):
+    """What a model says of one text with and without some of its parts."""
+
+    json_names = ("ablated", "how", "position", "kl", "tokens", "top")
+
+    ablated: tuple[str, ...]
+    how: How
+    tokens: tuple[str, ...]  # what it read
+    position: int | None  # of the token at which it was asked; None: of the whole text
+    before: Tensor  # C logits
+    after: Tensor  # C
+    kl: float  # KL(before || after), bits
+    top: tuple[ChoiceEffect, ...]  # the likeliest of either, by their probability before
 
 
 # What is off ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Heads, layers and feed-forwards of a model that are off together; layers as activations are named."""
-
-    heads: list[AttentionHead]
-    layers: list[str]
-    feedforwards: list[str]
-
-    @classmethod
-    def of(cls, config: ModelConfig, heads: Heads, layers: Layers, feedforwards: Layers) -> Selection:
-        """Return what is named; an error says which heads and layers there are."""
-        return cls(as_heads(config, heads), find_blocks(config, layers), find_blocks(config, feedforwards))
-
-    def names(self) -> tuple[str, ...]:
-        """Return what is off, in words; nothing at all is refused."""
-        found = [f"head {head}" for head in self.heads]
-        found += [f"layer {block.replace('blocks.', '')}" for block in self.layers]
-        found += [f"feed-forward {block.replace('blocks.', '')}" for block in self.feedforwards]
-        refuse(not found, "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards")
-        return tuple(found)
-
-    def off(self, model: Transformer, means: Means | None) -> AbstractContextManager[None]:
-        """Return a context in which the model runs without these parts; see `ablating`."""
-        gone: dict[str, Any] = {}  # by activation: which of its heads, or all of it
-        for head in self.heads:
-            gone.setdefault(f"{head.part}.z", []).append(head.number)
-        cross = model.config.main.cross
-        for block in self.layers:
-            own = ("attention", "cross") if cross and not block.startswith("encoder.") else ("attention",)
-            gone |= {f"{block}.{part}.out": slice(None) for part in own}
-        gone |= {f"{block}.feedforward.out": slice(None) for block in (*self.layers, *self.feedforwards)}
-        missing = [] if means is None else [name for name in gone if name not in means]
-        if missing:
-            raise InputError(
-                f"the means hold nothing of {missing[0]}: make them by mean_activations of the same model"
-            )
-        found = means or {}
-        changes = {
-            name: partial(_replaced, heads=heads, mean=found.get(name)) for name, heads in gone.items()
-        }
-        return edit(model, changes)
+def selected(
+    config: ModelConfig, heads: Heads, layers: Layers, feedforwards: Layers
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return what is named, in words, and by activation which of its heads, or all of it."""
+    own, blocks, inner = (
+        as_heads(config, heads),
+        find_blocks(config, layers),
+        find_blocks(config, feedforwards),
+    )
+    names = (
+        *(f"head {head}" for head in own),
+        *(f"layer {block.replace('blocks.', '')}" for block in blocks),
+        *(f"feed-forward {block.replace('blocks.', '')}" for block in inner),
+    )
+    found: dict[str, Any] = {f"{block}.feedforward.out": slice(None) for block in (*blocks, *inner)}
+    for head in own:
+        found.setdefault(f"{head.part}.z", []).append(head.number)
+    for block in blocks:
+        both = config.main.cross and not block.startswith("encoder.")
+        found |= {f"{block}.{name}.out": slice(None) for name in ("attention", *(["cross"] if both else []))}
+    return names, found
 
 
-@contextmanager
 def ablating(
     model: AnyModel,
     heads: Heads = (),
     layers: Layers = (),
     feedforwards: Layers = (),
     means: Means | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run the model without some of its parts for the length of a `with` block.
 
     Args:
@@ -157,8 +132,20 @@ def ablating(
         means: what takes the place of what they give, from `mean_activations`; None: zeros.
     """
     model = as_model(model).model
-    with Selection.of(model.config, heads, layers, feedforwards).off(model, means):
-        yield
+    return _off(model, selected(model.config, heads, layers, feedforwards)[1], means)
+
+
+def _off(model: Transformer, parts: Mapping[str, Any], means: Means | None) -> AbstractContextManager[None]:
+    """Return a context in which the model runs without what `selected` found."""
+    for name in parts:
+        refuse(
+            means is not None and name not in means,
+            f"the means hold nothing of {name}: make them by mean_activations of the same model",
+        )
+    found = means or {}
+    return edit(
+        model, {name: partial(_replaced, heads=of, mean=found.get(name)) for name, of in parts.items()}
+    )
 
 
 def _replaced(x: Tensor, heads: Any, mean: Tensor | None) -> Tensor:
@@ -177,32 +164,36 @@ def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
 def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
     """Return layers as activations are named, each once: 3 is "blocks.3", "encoder.0" "encoder.blocks.0"."""
     known = layer_names(config)
-    found = []
-    for layer in [layers] if isinstance(layers, int | str) else layers:
-        name = str(layer).strip()
-        if name not in known:
-            raise InputError(
-                f'there is no layer "{layer}"{nearest(str(layer), known)}: '
-                f"layers are called {', '.join(list(known)[:12])}"
-            )
-        found.append(known[name])
-    return list(dict.fromkeys(found))
+    names = [str(layer).strip() for layer in ([layers] if isinstance(layers, int | str) else layers)]
+    for name in names:
+        refuse(
+            name not in known,
+            f'there is no layer "{name}"{nearest(name, known)}: '
+            f"layers are called {', '.join(list(known)[:12])}",
+        )
+    return list(dict.fromkeys(known[name] for name in names))
 
 
 # Means ------------------------------------------------------------------------------------------------------
 
 
-def averaged(
-    config: ModelConfig, passes: Iterable[tuple[Mapping[str, Tensor], Tensor | None, Tensor | None]]
-) -> dict[str, Tensor]:
-    """Return the mean of each activation over real tokens: [H, 1, E] of heads, [D] of sublayers.
+def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
+    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
+    model, examples = opened(m, data, options)
+    return _averaged(model, (arguments_for(model, batch.to(device_of(model))) for batch in examples.batches))
 
-    A pass has its activations by name, the mask and the source mask [B, T].
+
+def _averaged(model: Transformer, passes: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each activation over real tokens, from the inputs of some forward passes.
+
+    [H, 1, E] of heads, [D] of sublayers.
     """
-    sums, counts = dict[str, Tensor](), Counter[str]()
-    for seen, mask, source_mask in passes:
-        for name, x in seen.items():
-            kind, real = ("encoder", source_mask) if name.startswith("encoder.") else ("self", mask)
+    config, sums, counts = model.config, dict[str, Tensor](), Counter[str]()
+    taps = ["*.z", "*.attention.out", "*.feedforward.out", *(["*.cross.out"] if config.main.cross else [])]
+    for given in passes:
+        for name, x in recorded(model, taps, **given).items():
+            kind, mask = ("encoder", "source_mask") if name.startswith("encoder.") else ("self", "mask")
+            real = given.get(mask)
             if real is not None and spec_of(config, kind).input == "frames":
                 real = real[:, :: config.conv_stride]
             rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...
@@ -211,23 +202,6 @@ def averaged(
             counts[name] += len(rows)
     means = {name: (total / counts[name]).float() for name, total in sums.items()}
     return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in means.items()}
-
-
-def averaged_taps(model: Transformer) -> tuple[str, ...]:
-    """Return patterns for the names of everything that can be ablated."""
-    return (*AVERAGED, "*.cross.z", "*.cross.out") if model.main.spec.cross else AVERAGED
-
-
-def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
-    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
-    model, examples = opened(m, data, options)
-    taps = averaged_taps(model)
-    batches = (batch.to(device_of(model)) for batch in examples.batches)
-    passes = (
-        (recorded(model, taps, **arguments_for(model, batch)), batch.mask, batch.source_mask)
-        for batch in batches
-    )
-    return averaged(model.config, passes)
 
 
 def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
@@ -265,30 +239,90 @@ def ablate(
         how: zero, or mean: of `means`, else of the same data.
     """
     model, examples = opened(m, data, options)
-    selection = Selection.of(model.config, heads, layers, feedforwards)
-    ablated = selection.names()
+    ablated, parts = selected(model.config, heads, layers, feedforwards)
+    refuse(not ablated, NOTHING_NAMED)
     means = means_for(how, means, lambda: mean_activations(model, examples))
     before = judge(model, examples)
-    with selection.off(model, means):
+    with _off(model, parts, means):
         after = judge(model, examples)
-    return Ablation(ablated, how, examples.rows, examples.targets, before, after)
+    return Ablation(
+        ablated=ablated,
+        how=how,
+        rows=examples.rows,
+        targets=examples.targets,
+        increase=after.loss - before.loss,
+        before=before,
+        after=after,
+    )
 
 
-def ablate_each(
+# Effect on one text -----------------------------------------------------------------------------------------
+
+
+def effect(
     m: AnyModel,
-    data: Data,
+    given: Any,
+    heads: Heads = (),
+    layers: Layers = (),
+    feedforwards: Layers = (),
     how: How = "zero",
     means: Means | None = None,
-    on_progress: OnProgress = lambda stage, done, total: None,
-    **options: Any,
-) -> HeadTable:
-    """Measure by how much the loss rises without each head alone: one pass over the data for each head."""
-    model, examples = opened(m, data, options)
-    means = means_for(how, means, lambda: mean_activations(model, examples))
-    whole, heads = judge(model, examples).loss, all_heads(model.config)
-    increase: dict[AttentionHead, float] = {}
-    for done, head in enumerate(heads, start=1):
-        with ablating(model, [head], means=means):
-            increase[head] = judge(model, examples).loss - whole
-        on_progress("heads", done, len(heads))
-    return HeadTable.of(model.config, "loss increase", increase)
+    *,
+    target: Target = None,
+    pair: str | None = None,
+    position: int | None = None,
+    top: int = 10,
+) -> Effect:
+    """Return the distribution over the next token, the class or the tag, with and without parts of a model.
+
+    Args:
+        m, given, target, pair: as for `prepare`.
+        heads, layers, feedforwards: what is off together; see `ablating`.
+        how: zero, or mean: of `means`, else of the tokens of this text.
+        position: the token at which the model is asked, negative from the end; None: the last; of a masked
+            language model the first mask, else the last.
+        top: how many of the likeliest, before and after, are listed.
+    """
+    refuse(top < 1, f"top {top} must be 1 or more")
+    prepared = prepare(m, given, target, pair)
+    config = prepared.m.config
+    refuse(
+        config.head not in ("lm", "mlm", "classifier", "tagger"),
+        f"a model with head {config.head} chooses nothing that could change: "
+        "take one with lm, mlm, classifier or tagger",
+    )
+    model, choices = prepared.model, choices_of(prepared)
+    ablated, parts = selected(config, heads, layers, feedforwards)
+    refuse(not ablated, NOTHING_NAMED)
+    where = None if config.head == "classifier" else _position(prepared, position)
+
+    def logits() -> Tensor:
+        return choices.scores(prepared.run().required_logits)[0, where or 0].float().cpu()  # C
+
+    means = means_for(how, means, lambda: _averaged(model, [{"ids": prepared.main, **prepared.given}]))
+    with torch.no_grad():
+        before = logits()
+        with _off(model, parts, means):
+            after = logits()
+    log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
+    p, q = (x.double().softmax(-1) for x in (before, after))
+    kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
+    best = {int(one) for row in (p, q) for one in row.topk(min(top, len(p))).indices}
+    listed = tuple(
+        ChoiceEffect(choices.name(one), one, float(p[one]), float(q[one]))
+        for one in sorted(best, key=lambda one: float(-p[one]))
+    )
+    return Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
+
+
+def _position(prepared: Prepared, position: int | None) -> int:
+    """Return the place of a token, counted from the start."""
+    ids, length, mask = prepared.tokens.ids, len(prepared.tokens), prepared.m.special.get("mask")
+    if position is None:
+        masked = prepared.m.config.head == "mlm" and mask in ids
+        position = ids.index(mask) if masked and mask is not None else -1
+    refuse(
+        not -length <= position < length,
+        f"there is no token {position}: the text has tokens 0 to {length - 1}",
+    )
+    return position % length

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,18 +22,15 @@ from clearhead.batches.batch import IGNORE, Batch
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.data.plan import DataPlan
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.evaluation.examples import renamed
-from clearhead.inside.inputs import AnyModel, as_model, device_of
-from clearhead.inside.results import Result
+from clearhead.inside import inputs, results
 from clearhead.losses import arguments_for, default_chunk, objective_of, summed
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.table import TASKS
-
-Files: TypeAlias = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +53,18 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Quality(Result):
+class Quality(results.Result):
     """How good a model is on some examples."""
 
     loss: float  # the mean over all targets
     accuracy: float  # share of targets that the model puts first; answer: both ends right
 
 
-Data: TypeAlias = Examples | Corpus | Files
+Data = Examples | Corpus | str | Path | Sequence[str | Path]
 
 
 def examples_from(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Any,
     plan: DataPlan | None = None,
     *,
@@ -91,13 +88,12 @@ def examples_from(
     """
     if isinstance(data, Examples):
         return data
-    m = as_model(m)
+    m = inputs.as_model(m)
     refuse(most is not None and most < 1, f"{most} examples are no data: ask for 1 or more")
     if texts and m.config.family == "decoder" and m.config.head == "lm":
         return _next_tokens(m, list(data)[:most])
-    named: tuple[Any, ...] = ()
-    if not texts and not isinstance(data, Corpus):
-        named = (data,) if isinstance(data, str | Path) else tuple(data)
+    files = () if texts or isinstance(data, Corpus) else data
+    named = (files,) if isinstance(files, str | Path) else tuple(files)
     plan = data_plan(m.folder, named) if plan is None else plan
     task = task_for(m, plan.task)
     plan = dataclasses.replace(
@@ -145,17 +141,18 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
 def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Return texts as a corpus to validate on."""
     shape = TASKS[task].shape
-    if shape is PAIRS:
-        refuse(
-            not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
-            "texts of an encoder-decoder are pairs: give (source, target) for each",
-        )
-        rows: Rows = [Pair(*one) for one in texts]
-    elif shape is TEXT:
-        rows = [Chunk(str(one), True) for one in texts]
-    else:
-        raise InputError(f"texts alone have no right answers for the task {task}: name a file that has them")
+    refuse(
+        shape not in (PAIRS, TEXT),
+        f"texts alone have no right answers for the task {task}: name a file that has them",
+    )
+    refuse(
+        shape is PAIRS and not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
+        "texts of an encoder-decoder are pairs: give (source, target) for each",
+    )
     refuse(not texts, "there are no texts: give one at least")
+    rows: Rows = [Chunk(str(one), True) for one in texts]
+    if shape is PAIRS:
+        rows = [Pair(*one) for one in texts]
     return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 
@@ -164,7 +161,7 @@ def judge(model: Transformer, examples: Examples) -> Quality:
     """Measure loss and accuracy over all targets; dropout is off."""
     total, right = 0.0, 0
     for batch in examples.batches:
-        batch = batch.to(device_of(model))
+        batch = batch.to(inputs.device_of(model))
         arguments = arguments_for(model, batch)
         with evaluating(model):
             if isinstance(model.head, LanguageHead):
@@ -173,24 +170,24 @@ def judge(model: Transformer, examples: Examples) -> Quality:
             else:
                 logits = model(**arguments).logits
                 objective = TASKS[examples.task].objective or objective_of(model.config.head)
-                loss = objective.loss(logits, batch, 0.0)
+                loss = float(objective.loss(logits, batch, 0.0))
                 hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
-        total, right = total + float(loss), right + hits
+        total, right = total + loss, right + hits
     count = examples.targets
     refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")
     return Quality(total / count, right / count)
 
 
-def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[float, int]:
     """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
     asked = targets != IGNORE
     rows, wanted = hidden[asked], targets[asked]  # N D, N
-    total, hits = torch.zeros((), dtype=torch.float64), 0
+    total, hits = 0.0, 0
     chunk = default_chunk(head.out.out_features, hidden.device)
-    for start in range(0, len(rows), chunk):
-        logits, some = head(rows[start : start + chunk], None), wanted[start : start + chunk]
-        total += summed(logits, some).double().cpu()
-        hits += int((logits.argmax(-1) == some).sum())
+    for some, right in zip(torch.split(rows, chunk), torch.split(wanted, chunk)):
+        logits = head(some, None)
+        total += float(summed(logits, right).double())
+        hits += int((logits.argmax(-1) == right).sum())
     return total, hits
 
 

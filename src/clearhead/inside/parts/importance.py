@@ -1,42 +1,70 @@
-"""Importance of heads and feed-forwards: how much the loss changes as each is turned down a little.
+"""Importance of heads and feed-forwards: how much the loss depends on each.
 
-Each head's `z` is multiplied by a mask that is one, so nothing changes, and the gradient with respect to that
-mask is taken (Michel et al., 2019). One backward pass gives all heads at once, where ablating each takes a
-pass for each.
+    importance(m, "test.txt").heads.values                # layer x head, all by one backward pass
+    ablate_each(m, "test.txt").values                     # the same by a pass without each head
 
-    importance(m, "test.txt").heads.values                # layer x head
-
-The mask has one entry for each row of a batch, so that rows whose gradients have opposite signs do not
-cancel:
+By gradient (Michel et al., 2019), each head's `z` is multiplied by a mask that is one, so nothing changes,
+and the gradient with respect to that mask is taken. The mask has one entry for each row of a batch, so that
+rows whose gradients have opposite signs do not cancel:
 
     importance = (sum over rows of |d loss of the row / d mask|) / number of targets
 
-Shapes: B rows, T length, H heads, E head width, D model.
+Shapes: B rows, T length, H heads, E head width, D model, L attentions of a model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.inside.inputs import AnyModel, device_of
-from clearhead.inside.names import AttentionHead, attentions, layer_names
-from clearhead.inside.parts.ablate import HeadTable, OnProgress, opened
-from clearhead.inside.parts.examples import Data
-from clearhead.inside.results import Result
+from clearhead.config import ModelConfig
+from clearhead.inside import inputs, results
+from clearhead.inside.names import AttentionHead, all_heads, attentions, layer_names
+from clearhead.inside.parts.ablate import (
+    How,
+    Means,
+    OnProgress,
+    ablating,
+    mean_activations,
+    means_for,
+    opened,
+)
+from clearhead.inside.parts.examples import Data, judge
 from clearhead.losses import batch_loss
 from clearhead.model.taps import edit
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.model.transformer import evaluating
 from clearhead.tasks.table import TASKS
 
 
 @dataclass(frozen=True)
-class Importance(Result):
+class HeadTable(results.Result):
+    """One number for each head: a row for each attention in the order of the forward pass."""
+
+    quantity: str  # what the numbers are
+    rows: tuple[str, ...]  # "0", "1", ..., "encoder.0", ..., "cross.0", ...
+    values: results.Array  # L, most heads; NaN where an attention has fewer heads
+
+    @classmethod
+    def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> Self:
+        """Return the table of one number for each head."""
+        rows = [[numbers[head] for head in one.heads] for one in attentions(config)]
+        return cls(quantity, tuple(map(str, attentions(config))), results.filled(rows))
+
+    def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
+        """Return one number for each head of the model that the table is of."""
+        return {
+            head: float(value)
+            for one, row in zip(attentions(config), self.values)
+            for head, value in zip(one.heads, row)
+        }
+
+
+@dataclass(frozen=True)
+class Importance(results.Result):
     """How much the loss depends on each head and each feed-forward."""
 
     heads: HeadTable
@@ -44,7 +72,7 @@ class Importance(Result):
 
 
 def importance(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     normalise: bool = False,
     on_progress: OnProgress = lambda stage, done, total: None,
@@ -59,40 +87,59 @@ def importance(
         on_progress: told how many batches are done.
     """
     model, examples = opened(m, data, options)
-    sums: dict[str, Tensor] = {}
+    masks, sums = dict[str, Tensor](), dict[str, Tensor]()
+
+    def masked(x: Tensor, name: str) -> Tensor:
+        # A head's z by ones B H 1 1, a feed-forward's output by ones B 1 1.
+        shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
+        masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
+        return x * masks[name]
+
+    changes = {
+        name: partial(masked, name=name)
+        for name in (
+            *(f"{one.part}.z" for one in attentions(model.config)),
+            *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
+        )
+    }
     for done, batch in enumerate(examples.batches, start=1):
-        with torch.enable_grad(), evaluating(model), _masked(model) as masks:
-            loss, _ = batch_loss(model, batch.to(device_of(model)), objective=TASKS[examples.task].objective)
+        with torch.enable_grad(), evaluating(model), edit(model, changes):
+            loss, _ = batch_loss(
+                model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
+            )
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
-            total = gradient.double().abs().sum(0).flatten().cpu()  # H, or 1 of a feed-forward
-            sums[name] = sums.get(name, torch.zeros_like(total)) + total
+            # H, or 1 of a feed-forward.
+            sums[name] = sums.get(name, 0) + gradient.double().abs().sum(0).flatten().cpu()
         on_progress("gradients", done, len(examples.batches))
     means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
     numbers: dict[AttentionHead, float] = {}
     for one in attentions(model.config):
         row = means[f"{one.part}.z"]
-        length = (float(np.linalg.norm(row)) or 1.0) if normalise else 1.0
-        numbers |= {head: float(value) / length for head, value in zip(one.heads, row)}
+        row = row / (np.linalg.norm(row) or 1.0) if normalise else row
+        numbers |= dict(zip(one.heads, row.tolist()))
     inner = {
         name: float(means[f"{block}.feedforward.out"][0]) for name, block in layer_names(model.config).items()
     }
-    quantity = "|d loss / d mask|" + (", each layer of length 1" if normalise else "")
+    quantity = "|d loss / d mask|, each layer of length 1" if normalise else "|d loss / d mask|"
     return Importance(HeadTable.of(model.config, quantity, numbers), inner)
 
 
-@contextmanager
-def _masked(model: Transformer) -> Iterator[dict[str, Tensor]]:
-    """Multiply every head's z by ones [B, H, 1, 1] and every feed-forward's output by ones [B, 1, 1]."""
-    masks: dict[str, Tensor] = {}
-    names = [f"{one.part}.z" for one in attentions(model.config)]
-    names += [f"{block}.feedforward.out" for block in layer_names(model.config).values()]
-
-    def multiplied(x: Tensor, name: str) -> Tensor:
-        shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
-        masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
-        return x * masks[name]
-
-    changes: dict[str, Callable[[Tensor], Tensor]] = {name: partial(multiplied, name=name) for name in names}
-    with edit(model, changes):
-        yield masks
+def ablate_each(
+    m: inputs.AnyModel,
+    data: Data,
+    how: How = "zero",
+    means: Means | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> HeadTable:
+    """Measure by how much the loss rises without each head alone: one pass over the data for each head."""
+    model, examples = opened(m, data, options)
+    means = means_for(how, means, lambda: mean_activations(model, examples))
+    whole, heads = judge(model, examples).loss, all_heads(model.config)
+    increase: dict[AttentionHead, float] = {}
+    for done, head in enumerate(heads, start=1):
+        with ablating(model, [head], means=means):
+            increase[head] = judge(model, examples).loss - whole
+        on_progress("heads", done, len(heads))
+    return HeadTable.of(model.config, "loss increase", increase)

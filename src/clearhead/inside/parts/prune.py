@@ -23,7 +23,7 @@ Shapes: H heads, K key/value heads, E head width, D model.
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,32 +31,20 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.config import BIASES, ModelConfig
-from clearhead.errors import InputError, refuse
-from clearhead.hub.checkpoint import empty_model
-from clearhead.hub.registry import nearest_to
-from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.inside.names import AttentionHead, all_heads, attentions, spec_of
-from clearhead.inside.parts.ablate import (
-    Heads,
-    HeadTable,
-    OnProgress,
-    ablate_each,
-    ablating,
-    as_heads,
-    opened,
-)
+from clearhead.errors import refuse
+from clearhead.hub import checkpoint, registry
+from clearhead.inside import inputs, names, results
+from clearhead.inside.parts.ablate import Heads, OnProgress, ablating, as_heads, opened
 from clearhead.inside.parts.examples import Data, judge
-from clearhead.inside.parts.importance import importance
-from clearhead.inside.results import Result
+from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
 
 By = Literal["importance", "ablation", "random"]
-WAYS = ("importance", "ablation", "random")
-Unit = tuple[AttentionHead, ...]  # heads that can only go together
+Unit = tuple[names.AttentionHead, ...]  # heads that can only go together
 
 
-def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
+def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
     """Return a smaller copy of a model, without some heads.
 
     Where every layer keeps as many heads and a Hugging Face architecture is exactly what is left, the copy is
@@ -69,13 +57,21 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
         whole_groups: where heads can only go together with others, let those go too; otherwise say which they
             are.
     """
-    whole = as_model(m)
+    whole = inputs.as_model(m)
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
-    _check(whole.config, gone)
-    model = empty_model(_without(whole.config, gone))
+    refuse(
+        whole.config.qk_norm == "full",
+        "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
+        "ablate instead",
+    )
+    for one in names.attentions(whole.config):
+        refuse(
+            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+        )
+    model = checkpoint.empty_model(_without(whole.config, gone))
     weights, even = _weights(whole.model, model), _evened(model.config)
-    if even is not None and not nearest_to(even)[1]:
-        model = empty_model(even)
+    if even is not None and not registry.nearest_to(even)[1]:
+        model = checkpoint.empty_model(even)
     model.load_state_dict(weights, assign=True)
     model.tie()
     model.train(whole.model.training)
@@ -87,24 +83,26 @@ def prune(m: AnyModel, heads: Heads, whole_groups: bool = False) -> Model:
 
 def units(config: ModelConfig) -> list[Unit]:
     """Return heads in units that go together: a key/value group, at all depths that share the weights."""
-    found: dict[tuple[str, int, int], list[AttentionHead]] = {}
-    for one in attentions(config):
-        spec = spec_of(config, one.kind)
+    found: dict[tuple[str, int, int], list[names.AttentionHead]] = {}
+    for one in names.attentions(config):
+        spec = names.spec_of(config, one.kind)
         first, size = spec.block_of.index(spec.block_of[one.layer]), spec.n_heads // spec.n_kv_heads
         for head in one.heads:
             found.setdefault((one.kind, first, head.number // size), []).append(head)
     return [tuple(unit) for unit in found.values()]
 
 
-def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: float) -> list[AttentionHead]:
+def least(
+    config: ModelConfig, numbers: Mapping[names.AttentionHead, float], keep: float
+) -> list[names.AttentionHead]:
     """Return the heads to remove so that about a share of `keep` stays: those that count least.
 
     One unit at least is left to each layer.
     """
     refuse(not 0 < keep <= 1, f"keep {keep} is no share of the heads: choose above 0, up to 1")
-    left = {one.part: one.n_heads for one in attentions(config)}
+    left = {one.part: one.n_heads for one in names.attentions(config)}
     total = sum(left.values())
-    gone: list[AttentionHead] = []
+    gone: list[names.AttentionHead] = []
     for unit in ordered(config, numbers):
         here = {head.part for head in unit}
         size = len(unit) // len(here)
@@ -114,48 +112,36 @@ def least(config: ModelConfig, numbers: Mapping[AttentionHead, float], keep: flo
     return sorted(gone)
 
 
-def ordered(config: ModelConfig, numbers: Mapping[AttentionHead, float]) -> list[Unit]:
+def ordered(config: ModelConfig, numbers: Mapping[names.AttentionHead, float]) -> list[Unit]:
     """Return heads in the order in which they go: the least first, units by the sum over their heads."""
     return sorted(units(config), key=lambda unit: sum(numbers[head] for head in unit))
 
 
-def _together(config: ModelConfig, heads: list[AttentionHead], whole: bool) -> list[AttentionHead]:
+def _together(
+    config: ModelConfig, heads: list[names.AttentionHead], whole: bool
+) -> list[names.AttentionHead]:
     """Return the heads, with those they can only go with."""
     refuse(not heads, "no head is named: name those to remove, such as 0.1")
-    chosen = set(heads)
-    for unit in units(config):
-        named = [head for head in unit if head in chosen]
-        if named and not whole and len(named) < len(unit):
-            others = ", ".join(str(head) for head in unit if head not in chosen)
-            raise InputError(
-                f"head {named[0]} shares weights with {others}: "
-                "name those too, or let whole groups go (whole_groups)"
-            )
-        if named:
-            chosen |= set(unit)
-    return sorted(chosen)
-
-
-def _check(config: ModelConfig, gone: Iterable[AttentionHead]) -> None:
-    refuse(
-        config.qk_norm == "full",
-        "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
-        "ablate instead",
-    )
-    for one in attentions(config):
+    gone = [unit for unit in units(config) if set(unit) & set(heads)]
+    for unit in gone if not whole else ():
+        others = [head for head in unit if head not in heads]
+        named = next(head for head in unit if head in heads)
         refuse(
-            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+            others,
+            f"head {named} shares weights with {', '.join(map(str, others))}: "
+            "name those too, or let whole groups go (whole_groups)",
         )
+    return sorted(head for unit in gone for head in unit)
 
 
 # What is left -----------------------------------------------------------------------------------------------
 
 
-def _without(config: ModelConfig, gone: Iterable[AttentionHead]) -> ModelConfig:
+def _without(config: ModelConfig, gone: Iterable[names.AttentionHead]) -> ModelConfig:
     """Return the config of the smaller model; numbers in it are those that heads had at first."""
     pruned = {name: set(heads) for name, heads in config.pruned_heads.items()}
     for head in gone:
-        kept = spec_of(config, head.kind).heads_of(head.part)
+        kept = names.spec_of(config, head.kind).heads_of(head.part)
         pruned.setdefault(head.part, set()).add(kept[head.number])
     return dataclasses.replace(
         config, pruned_heads={name: tuple(sorted(heads)) for name, heads in pruned.items()}
@@ -168,48 +154,46 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     None where layers differ, or a bias tells heads apart.
     """
     sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}  # heads; True: of an encoder
-    for one in attentions(config):
-        n_kv_heads = spec_of(config, one.kind).kv_heads_of(one.part)
+    for one in names.attentions(config):
+        n_kv_heads = names.spec_of(config, one.kind).kv_heads_of(one.part)
         sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
-    grouped = config.n_kv_heads != config.n_heads and len(sizes[True]) > 0
-    differ = any(len(several) > 1 for several in sizes.values())
-    if config.positions in BIASES or differ or grouped:
+    grouped = config.n_kv_heads != config.n_heads and sizes[True]
+    if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
         return None
     ((n_heads, n_kv_heads),) = sizes[False]
-    changes: dict[str, Any] = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "pruned_heads": {}}
-    if sizes[True]:
-        changes["n_encoder_heads"] = sizes[True].pop()[0]
-    return dataclasses.replace(config, **changes)  # widths stay as they are: they are numbers by now
+    return dataclasses.replace(  # widths stay as they are: they are numbers by now
+        config,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        n_encoder_heads=sizes[True].pop()[0] if sizes[True] else config.n_encoder_heads,
+        pruned_heads={},
+    )
 
 
 def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
     """Return a copy of every weight by name, with rows of q, k, v and columns of out cut."""
     made = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
     for name, part in smaller.named_modules(remove_duplicate=False):
-        if not isinstance(part, Attention):
-            continue
         own = whole.get_submodule(name)
-        assert isinstance(own, Attention)
-        kept = [own.heads.index(head) for head in part.heads]
-        groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
-        for weight, (axis, grouped, width) in own.head_shares().items():
-            if f"{name}.{weight}" in made:
-                heads = groups if grouped else kept
-                made[f"{name}.{weight}"] = _taken(made[f"{name}.{weight}"], axis, heads, width)
+        if isinstance(part, Attention) and isinstance(own, Attention):
+            kept = [own.heads.index(head) for head in part.heads]
+            groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
+            for weight, (axis, grouped, width) in own.head_shares().items():
+                found = made.get(f"{name}.{weight}")
+                if found is not None:
+                    places = torch.arange(found.shape[axis], device=found.device).view(-1, width)
+                    cut = places[
+                        groups if grouped else kept
+                    ].flatten()  # rows, or columns, `width` for a head
+                    made[f"{name}.{weight}"] = found.index_select(axis, cut)
     return made
-
-
-def _taken(weight: Tensor, axis: int, heads: list[int], width: int) -> Tensor:
-    """Return the rows (axis 0) or columns (axis 1) of some heads, `width` each."""
-    places = torch.arange(weight.shape[axis], device=weight.device).view(-1, width)[heads].flatten()
-    return weight.index_select(axis, places)
 
 
 # The curve --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PruneCurve(Result):
+class PruneCurve(results.Result):
     """Loss and accuracy after so many heads are gone."""
 
     by: By
@@ -221,7 +205,7 @@ class PruneCurve(Result):
 
 
 def scores(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     by: By = "importance",
     seed: int = 0,
@@ -229,18 +213,18 @@ def scores(
     **options: Any,
 ) -> HeadTable:
     """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
-    refuse(by not in WAYS, f'by "{by}" is not known: choose {", ".join(WAYS)}')
+    refuse(by not in get_args(By), f'by "{by}" is not known: choose {", ".join(get_args(By))}')
     if by == "importance":
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
         return ablate_each(m, data, on_progress=on_progress, **options)
-    heads = all_heads(m.config)
+    heads = names.all_heads(m.config)
     drawn = np.random.default_rng(seed).random(len(heads)).tolist()
     return HeadTable.of(m.config, "drawn at random", dict(zip(heads, drawn)))
 
 
 def prune_curve(
-    m: AnyModel,
+    m: inputs.AnyModel,
     data: Data,
     steps: int | None = None,
     by: By = "importance",
@@ -269,22 +253,20 @@ def prune_curve(
     def ranked() -> list[Unit]:
         return ordered(model.config, scores(model, ranking, by, seed).numbers(model.config))
 
-    waiting, gone = ranked(), list[AttentionHead]()
+    waiting, gone = ranked(), list[names.AttentionHead]()
     count = len(waiting)
-    shares = np.linspace(0, count, min(steps or count, count) + 1)
-    points = sorted({round(share) for share in shares})
-    removed, losses, accuracies = [], [], []
+    points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
+    found = []
     for done, end in enumerate(points, start=1):
         going = end - (count - len(waiting))
         gone += [head for unit in waiting[:going] for head in unit]
         waiting = waiting[going:]
         with ablating(model, gone):
-            found = judge(model, examples)
+            quality = judge(model, examples)
             if recompute and by != "random" and waiting:
                 left = set(waiting)
                 waiting = [unit for unit in ranked() if unit in left]
-        removed.append(len(gone))
-        losses.append(found.loss)
-        accuracies.append(found.accuracy)
+        found.append((len(gone), quality.loss, quality.accuracy))
         on_progress("heads", done, len(points))
-    return PruneCurve(by, len(gone), tuple(removed), tuple(losses), tuple(accuracies), tuple(map(str, gone)))
+    removed, losses, accuracies = zip(*found)
+    return PruneCurve(by, len(gone), removed, losses, accuracies, tuple(map(str, gone)))

@@ -21,7 +21,7 @@ from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside import inputs, names
-from clearhead.inside.heads.words import align, word_matrices
+from clearhead.inside.heads.alignments import align, word_matrices
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
 

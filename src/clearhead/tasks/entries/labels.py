@@ -8,24 +8,24 @@ from clearhead.api import Model
 from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
-from clearhead.evaluation.judgement import Judgement
+from clearhead.evaluation.judgement import Judgement, count_classes
 from clearhead.evaluation.metrics import METRICS
 from clearhead.losses import CLASSES, SPANS, TAGGED
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.reading import tag
-from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec
+from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec, sampled
 from clearhead.tokens.training import READER
 
 
 def _classified(loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
     made: Any = loaded.classify(row.text if row.pair is None else (row.text, row.pair))
-    return f"{row.text} -> {made.label} {made.probability:.0%}  ({row.label})"
+    return sampled(row.text, f"{made.label} {made.probability:.0%}", row.label)
 
 
 def _seen(loaded: Model, row: tuple[int, Any, int], plan: GeneratePlan, seed: int) -> str:
     number, pixels, label = row
     made: Any = loaded.classify(pixels)
-    return f"image {number} -> {made.label} {made.probability:.0%}  ({loaded.labels[label]})"
+    return sampled(f"image {number}", f"{made.label} {made.probability:.0%}", loaded.labels[label])
 
 
 def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -34,10 +34,11 @@ def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) ->
 
 
 def _class_figures(judgement: Judgement) -> list[str]:
-    """Add accuracy and the mean F1 of the classes."""
+    """Add accuracy, the mean F1 of the classes, and how often each class was taken for each."""
     said, meant = ([answer for (answer,) in rows] for rows in (judgement.said, judgement.meant))
     for name in ("accuracy", "macro_f1"):
         judgement.figures.add(name, said, meant)
+    judgement.figures.classes = count_classes(said, meant, judgement.loaded.class_names)
     return [judgement.loaded.class_names[place] for place in said]
 
 
@@ -71,7 +72,7 @@ def _tag_figures(judgement: Judgement) -> list[str]:
 
 def _answered(loaded: Model, row: Question, plan: GeneratePlan, seed: int) -> str:
     made: Any = loaded.answer(row.question, row.context)
-    return f"{row.question} -> {made.text}  ({row.answer})"
+    return sampled(row.question, made.text, row.answer)
 
 
 def _answer_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:

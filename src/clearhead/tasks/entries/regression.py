@@ -28,7 +28,7 @@ from clearhead.evaluation.metrics import Counts, Metric
 from clearhead.losses import Answered, Objective
 from clearhead.model.dtypes import wide
 from clearhead.recipe import GeneratePlan
-from clearhead.tasks.spec import ENCODER, Answers, TaskSpec
+from clearhead.tasks.spec import ENCODER, Answers, TaskSpec, sampled
 from clearhead.tokens.training import READER
 
 STATED = {"problem_type": "regression"}
@@ -86,7 +86,7 @@ def _numbers(logits: Tensor, batch: Batch) -> Answered:
 
 def _predicted(loaded: Model, row: Rated, plan: GeneratePlan, seed: int) -> str:
     number = predict(loaded, row.text if row.pair is None else (row.text, row.pair))
-    return f"{row.text} -> {number:.4g}  ({row.label})"
+    return sampled(row.text, f"{number:.4g}", row.label)
 
 
 def _moments(predicted: Answers, wanted: Answers, ranked: bool = False) -> Counts:

@@ -12,7 +12,7 @@ from clearhead.batches.batching import Batching
 from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.recipe import GeneratePlan
-from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec
+from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec, sampled
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
 
 PROMPT = 32  # characters of the validation text that a language model continues
@@ -58,8 +58,8 @@ def _bits(judgement: Judgement) -> list[str]:
 def _translated(loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
     ids = loaded.encode([row.source], loaded.max_length)[0]
     room = max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2))
-    made: Any = loaded.generate(ids, room)
-    return f"{row.source} -> {made.text}  ({row.target})"
+    made: Any = loaded.generate(ids, room, num_beams=1)
+    return sampled(row.source, made.text, row.target)
 
 
 def _texts(judgement: Judgement) -> list[str]:

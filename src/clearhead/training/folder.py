@@ -1,0 +1,205 @@
+"""The folder of a run: made for one run, locked while a run writes it, given back as it was on failure.
+
+The lock is the operating system's (`flock`) on a file in the folder. It ends with the process that holds it,
+however that ends, so what a killed run leaves behind locks nothing.
+"""
+
+import fcntl
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from shlex import quote
+
+from clearhead.data.files import RECIPE
+from clearhead.data.given import ROWS
+from clearhead.errors import CheckpointError, refuse
+from clearhead.training.events import CURVE, LOG, Note, OnEvent
+from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.training.tries import PICTURE
+
+LOCK = ".lock"
+BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it
+MOVING = ".moving"  # the same on its way in or out: what it holds belongs into the folder
+OWN = (  # what a run writes
+    *(
+        RECIPE,
+        CACHE,
+        PRETRAIN,
+        CHECKPOINTS,
+        BEST,
+        LAST,
+        LOG,
+        CURVE,
+        PICTURE,
+        *ROWS.values(),
+        "tensorboard",
+        ".*",
+    ),
+    *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
+)
+CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
+
+
+@contextmanager
+def new_folder(
+    folder: Path, overwrite: bool, needed: Iterable[Path], on_event: OnEvent
+) -> Iterator[Callable[[], None]]:
+    """Create and lock the folder of a new run.
+
+    The folder must not exist, be empty or, with `overwrite`, hold nothing but an earlier run and none of the
+    files `needed`. The function that is yielded keeps the new run; an error before it is called restores what
+    was there.
+    """
+    folder = folder.resolve()
+    created = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        with locked(folder, on_event), ExitStack() as undo:
+            _check(folder, overwrite, needed)
+            undo.callback(_put_back, folder)
+            _move_away(folder)
+
+            def keep() -> None:
+                undo.pop_all()
+                shutil.rmtree(folder / BEFORE, ignore_errors=True)
+
+            yield keep
+    finally:
+        with suppress(OSError):  # a folder with something in it stays
+            for place in created:
+                place.rmdir()
+
+
+@contextmanager
+def resumed_folder(folder: Path, on_event: OnEvent) -> Iterator[Path]:
+    """Lock the folder of a run that goes on."""
+    none = f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint"
+    refuse(not folder.is_dir(), none, CheckpointError)
+    with locked(folder, on_event):
+        refuse(not (folder / RECIPE).is_file() or not resumable(folder), none, CheckpointError)
+        yield folder
+
+
+def resumable(folder: Path) -> bool:
+    """Return True if the folder holds a run with a checkpoint."""
+    return newest(folder) is not None or newest(folder / PRETRAIN) is not None
+
+
+# The lock ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path, on_event: OnEvent) -> Iterator[None]:
+    """Hold the lock of a run's folder; refuse where another run holds it.
+
+    A run that was killed while it took the place of an earlier one is undone, unless it has a checkpoint.
+    """
+    first_stage = folder.name == PRETRAIN and (folder.parent / RECIPE).is_file()
+    path = (folder.parent if first_stage else folder) / LOCK
+    number = _lock(path, on_event)
+    try:
+        if (path.parent / BEFORE).is_dir() and resumable(path.parent):
+            shutil.rmtree(path.parent / BEFORE, ignore_errors=True)
+        elif any((path.parent / name).is_dir() for name in (BEFORE, MOVING)):
+            _put_back(path.parent)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(number)
+
+
+def _lock(path: Path, on_event: OnEvent) -> int:
+    """Make and lock a file; return its descriptor, whose end is that of the lock."""
+    folder = path.parent
+    refuse(
+        folder.exists() and not folder.is_dir(),
+        f"{folder} is a file: name a folder to write to",
+        CheckpointError,
+    )
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(number, 200, 0).decode(errors="replace")
+            os.close(number)
+            raise CheckpointError(
+                f"another run is writing to {folder}{f' ({owner})' if owner else ''}: "
+                "wait for its end, stop it, or name another folder with --out"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            on_event(Note(f"{folder} cannot be locked ({error.strerror}): start no second run in it"))
+            return number
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(number), path.stat()):  # else its owner removed it just now
+                os.truncate(number, 0)
+                os.pwrite(number, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+                return number
+        os.close(number)
+
+
+# An earlier run ---------------------------------------------------------------------------------------------
+
+
+def _move_away(folder: Path) -> None:
+    """Move what is in the folder into `BEFORE`."""
+    try:
+        (folder / MOVING).mkdir()
+        for path in _entries(folder):
+            os.replace(path, folder / MOVING / path.name)
+        os.replace(folder / MOVING, folder / BEFORE)
+    except OSError as error:
+        raise CheckpointError(f"cannot move the run in {folder}: {error.strerror}") from None
+
+
+def _put_back(folder: Path) -> None:
+    """Undo `_move_away`, whole or halfway, and remove what was written since; if killed, call it again."""
+    with suppress(OSError):
+        if (folder / BEFORE).is_dir():
+            for path in _entries(folder):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            os.replace(folder / BEFORE, folder / MOVING)
+        for path in (folder / MOVING).iterdir():
+            os.replace(path, folder / path.name)
+        (folder / MOVING).rmdir()
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name not in (LOCK, BEFORE, MOVING)]
+
+
+def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
+    if not _entries(folder):
+        return
+    refuse(
+        not (folder / RECIPE).exists(),
+        f"{folder} is not empty and holds no run: name another folder with --out",
+        CheckpointError,
+    )
+    refuse(
+        not overwrite and resumable(folder),
+        f"{folder} holds another run: go on with clearhead train --resume {quote(str(folder))}, "
+        "or add --overwrite or another --out",
+        CheckpointError,
+    )
+    refuse(
+        not overwrite,
+        f"{folder} holds a run that never began: add --overwrite, or name another --out",
+        CheckpointError,
+    )
+    inside = next((path for path in needed if path.resolve().is_relative_to(folder)), None)
+    refuse(inside is not None, f"{inside} lies in {folder}, which would be overwritten: name another --out")
+    for place, own in ((folder, OWN), (folder / CACHE, CACHED)):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            refuse(
+                not any(fnmatch(path.name, pattern) for pattern in own),
+                f"{path} is no part of a run, and would be lost: move it away, or name another --out",
+                CheckpointError,
+            )

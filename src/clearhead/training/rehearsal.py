@@ -1,0 +1,67 @@
+"""A run up to its first step: every decision and every size, and nothing trained or written."""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clearhead.costs import LEARNING
+from clearhead.data.files import RECIPE
+from clearhead.recipe import Recipe, Settings, read_recipe
+from clearhead.training.events import Note, OnEvent
+from clearhead.training.prepare import prepare
+from clearhead.training.run import planned, with_rows
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would be."""
+
+    folder: Path  # to be written
+    recipe: Recipe  # with everything decided that was left open
+    sizes: dict[str, Any]  # by name: parameters, steps, tokens, bytes, device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"folder": str(self.folder), **self.sizes, "recipe": dataclasses.asdict(self.recipe)}
+
+
+def rehearse(
+    data: Any = (),
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    settings: Settings = (),
+    on_event: OnEvent = lambda event: None,
+) -> Rehearsal:
+    """Decide all that a run decides: data, tokenizer, model, batches, steps; see `train` for the arguments.
+
+    Of a run of two stages, the second is shown, from random weights.
+    """
+    settings = settings if isinstance(settings, Mapping) else list(settings)
+    plan, folder, given = planned(data, recipe, out, settings)
+    if plan.train.pretrain:
+        on_event(Note(f"first stage: {plan.train.pretrain:,} steps of masked language modelling; not shown"))
+        plan = plan.replace("train", pretrain=0)
+    with tempfile.TemporaryDirectory() as work:
+        run = prepare(with_rows(plan, given, Path(work), on_event), Path(work), on_event)
+        decided = read_recipe(Path(work) / RECIPE)
+        first, trained = run.train.at(0), [one for one in run.model.parameters() if one.requires_grad]
+        count = sum(one.numel() for one in run.model.parameters())
+        n_trained = sum(one.numel() for one in trained)
+        learning = LEARNING[plan.train.optimizer] - 4  # bytes beside the value
+        sizes = {
+            "task": run.task.name,
+            "parameters": count,
+            "trained parameters": n_trained,
+            "bytes of weights, gradients and moments": 4 * count + learning * n_trained,
+            "steps": run.steps,
+            "batches in an epoch": run.train.per_epoch,
+            "batches to validate on": run.validation.per_epoch,
+            "rows of the first batch": len(first),
+            "tokens of the first batch": first.n_tokens,
+            "device": str(run.precision.device),
+        }
+    return Rehearsal(folder, decided, sizes)

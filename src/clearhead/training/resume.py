@@ -1,0 +1,109 @@
+"""A run made ready from a checkpoint: as it was, or longer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clearhead.api import load
+from clearhead.data.files import RECIPE
+from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
+from clearhead.hub.files import write_text
+from clearhead.recipe import SECTIONS, Recipe, Settings, read_recipe
+from clearhead.tasks import table
+from clearhead.tasks.corpus import open_examples
+from clearhead.training import optim
+from clearhead.training.events import Note, OnEvent
+from clearhead.training.loop import TrainingRun
+from clearhead.training.prepare import FINGERPRINT, assemble, encode_batches
+from clearhead.training.state import load_checkpoint, restore_optimizer
+from clearhead.typed import plain
+
+# What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
+CHANGEABLE = tuple(
+    f"train.{name}"
+    for name in ("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every")
+) + ("train.samples",)
+
+
+def changed_recipe(folder: Path, settings: Settings) -> Recipe:
+    """Read the recipe of a run that goes on, with settings that a run may change on its way."""
+    old, new = (read_recipe(folder / RECIPE, some) for some in ((), settings))
+    for section in SECTIONS:
+        ours, theirs = (plain(getattr(one, section)) for one in (old, new))
+        for key in sorted(ours.keys() | theirs.keys()):
+            refuse(
+                ours.get(key) != theirs.get(key) and f"{section}.{key}" not in CHANGEABLE,
+                f"{section}.{key} cannot change in a run that goes on: {', '.join(CHANGEABLE)} can; "
+                f"for the rest begin a new run with --set model.base={folder}",
+                ConfigError,
+            )
+    refuse(
+        new.train.steps is None and not new.train.pretrain,
+        "train.steps cannot be unset in a run that goes on",
+    )
+    return new
+
+
+def restore(recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
+    """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
+    corpus, name = open_examples(recipe.data)
+    task = table.task_named(name)
+    fingerprint = folder / FINGERPRINT
+    refuse(
+        fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
+        f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
+        TrainingError,
+    )
+    loaded = load(checkpoint, dtype=torch.float32)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)  # told before
+    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event)
+    tensors, run.state = load_checkpoint(checkpoint)
+    _check_unchanged(run, tensors)
+    run.model.load_state_dict(_named(tensors, "weights/"), strict=False)
+    restore_optimizer(run.optimizer, run.model, tensors)
+    if run.ema is not None:
+        run.ema.restore(_named(tensors, "ema/"))
+    on_event(Note(f"resuming from step {run.state.step}"))
+    _lengthen(run, read_recipe(folder / RECIPE).train.steps or run.steps, on_event)
+    write_text(folder / RECIPE, recipe.to_toml())
+    return run
+
+
+def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:
+    """Say where a run of `before` steps, made longer, is not what it would have been from the beginning."""
+    done, plan, width = run.state.step, run.plan, run.model.config.d_model
+    refuse(run.steps < done, f"train.steps {run.steps} is less than the {done} steps that are done: set more")
+    rates = (
+        [optim.rate(plan, step, steps, width) for step in range(1, done + 1)] for steps in (before, run.steps)
+    )
+    first = next((step for step, (old, new) in enumerate(zip(*rates), 1) if old != new), None)
+    if first is not None:
+        on_event(
+            Note(
+                f"{run.steps:,} steps in place of {before:,}: the {plan.schedule} rate of steps {first:,} to "
+                f"{done:,} was that of {before:,}, so the end is not that of {run.steps:,} steps in one run"
+            )
+        )
+
+
+def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
+    """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
+    saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
+    moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
+    fits = {
+        "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
+        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
+        "metric": all(run.metric in row for row in run.state.validations),
+    }
+    for key, fitting in fits.items():
+        refuse(
+            not fitting,
+            f"train.{key} has changed since {run.folder} began: put it back in {RECIPE}, or begin a new run",
+            CheckpointError,
+        )
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,42 @@
+"""A sample of `mutations`: a changed config.json is read as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.mutations import run
+
+# Fields that once made other numbers in silence.
+FIELDS = {
+    "GPT-2": ("num_attention_heads", "is_causal"),
+    "GPT-NeoX": ("head_dim", "rotary_emb_base"),
+    "Llama scaled": ("rope_scaling", "rope_theta"),
+    "Mistral": ("layer_types", "per_layer_config"),
+    "Gemma3": ("attn_logit_softcapping", "rope_local_base_freq"),
+    "Phi3 longrope": ("original_max_position_embeddings",),
+    "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),
+    "DistilBERT": ("num_hidden_layers",),
+    "T5": ("dense_act_fn", "is_gated_act", "is_encoder_decoder"),
+    "BART": ("num_attention_heads", "scale_embedding"),
+}
+SECTION = {"Llama": ("rope_theta", "rope_parameters", "hidden_act"), "BERT": ("hidden_act", "layer_norm_eps")}
+
+
+def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mutations that made other numbers, or an error that is not ours."""
+    assert "equal" in {row["verdict"] for row in rows}
+    return [row for row in rows if row["verdict"] in ("silent", "raw")]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_changed_config_is_read_as_the_reference_reads_it(name: str, tmp_path: Path) -> None:
+    assert wrong(list(run(name, tmp_path, share=0.02, fields=FIELDS[name], pairs=2))) == []
+
+
+@pytest.mark.parametrize("name", SECTION)
+def test_our_section_yields_to_later_edits(name: str, tmp_path: Path) -> None:
+    """Other tools keep our section and change their own fields: what they say counts."""
+    assert wrong(list(run(name, tmp_path, share=0.02, fields=SECTION[name], pairs=1, section=True))) == []
