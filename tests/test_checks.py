@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.generate import decode
 from clearhead.inside import checks
 from clearhead.inside.checks.independent import formula_rows
+from clearhead.inside.checks.long import reach, thresholds
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
 from clearhead.model import positions
-from tests.harness import build, pad, some_ids, worst
+from tests.harness import build, config, pad, some_ids, worst
 
 GPT2 = {"activation": "gelu_tanh", "dropout": 0.1}
 LLAMA = {
@@ -146,6 +148,12 @@ OTHERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """Prompts are read in small pieces, so that most of these tests need no rows of a thousand tokens."""
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)
+
+
 def not_passed(rows: list[ch.Check]) -> list[ch.Check]:
     return [row for row in rows if not row.passed]
 
@@ -156,6 +164,25 @@ def test_a_healthy_model_of_every_family_passes(name):
     rows = ch.check(build(**FAMILIES[name]))
     assert not_passed(rows) == []
     assert all(row.verdict == "equal" for row in rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_rows_reach_the_lengths_at_which_something_changes(name, monkeypatch):
+    """With the pieces that generation really reads: a thousand tokens and some."""
+    monkeypatch.undo()
+    rows = {row.name: row for row in ch.check(build(**FAMILIES[name]))}
+    assert not_passed(list(rows.values())) == []
+    assert "1032 tokens" in rows["model = formula (long)"].compared
+    assert rows.keys() >= {"model = formula (far)", "cached = formula (long)"}
+
+
+def test_thresholds_are_those_of_the_config():
+    scaling = ch.RopeScaling(kind="yarn", factor=4.0, original_positions=700)
+    rope = {"positions": "rope", "window": (300, None), "rope_scaling": scaling}
+    assert thresholds(config(**rope)) == [300, 700]
+    assert thresholds(config(max_positions=4096)) == [4096]  # too long for a row: reached by position alone
+    assert (reach(config(**rope), 1024), reach(config(max_positions=4096))) == (1032, 128)
+    assert (reach(config(max_positions=77)), reach(config(**T5))) == (77, 128)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])

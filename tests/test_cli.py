@@ -73,6 +73,12 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
     assert code == 0
     assert body["passed"]
     assert len(body["checks"]) >= 10
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = inside("check", folder, capsys=capsys)
+    head, *lines = out.splitlines()[1:]
+    assert head.split() == ["check", "difference", "allowed", "verdict", "ms"]
+    assert [line[:42].split("  ")[0] for line in lines[:-1]] == [row["name"] for row in body["checks"]]
+    assert max(map(len, lines[:-1])) <= 80  # one line for each row
     right = GrowingKeys.update
 
     def backwards(self, k, v):  # a cache whose values come back in the wrong order
@@ -85,6 +91,9 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
     assert code == 1
     assert failed
     assert all("cached" in name for name in failed)
+    _, out, _ = inside("check", folder, capsys=capsys)
+    said = [line for line in out.splitlines() if "1 token at a time through the cache" in line]
+    assert [line.split(":")[0] for line in said] == ["cached = recomputed (growing, 1)"]  # it failed
 
 
 @pytest.mark.ledger("L2")
@@ -161,7 +170,7 @@ def test_a_real_process(folder):
 def test_the_tour_does_what_it_says(capsys, tmp_path):
     code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
-    assert "25 of 25 equal" in out
+    assert "28 of 28 equal" in out
     assert "the 3rd of May 2011  becomes  " in out
     assert out.count("validation  loss") == 4
     for name in ("writer", "reader"):

@@ -17,10 +17,12 @@ from clearhead import (
     Transformer,
     WindowCache,
     attending,
+    train,
 )
 from clearhead.config import StackSpec
 from clearhead.costs import Cost, attention_matrix_bytes, cost
 from clearhead.presets import PRESETS, preset
+from clearhead.training import optim
 
 BATCH, LENGTH, SOURCE = 2, 12, 7
 
@@ -304,6 +306,27 @@ def test_cache_bytes_are_those_that_the_caches_hold(name: str, dtype: str) -> No
     assert memory.window_cache == held(ring)
     assert memory.cross_cache == held(growing, cross=True)
     assert memory.weights == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_counts_what_the_trainer_allocates(dtype: str, tmp_path, monkeypatch) -> None:
+    """Weights, gradients and moments are float32 in every precision."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight\n" * 40)
+    made, right = [], optim.make_optimizer
+
+    def make_optimizer(*given):
+        made.append(right(*given))
+        return made[-1]
+
+    monkeypatch.setattr(optim, "make_optimizer", make_optimizer)
+    sizes = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "train.steps=2", "train.device=cpu"]
+    done = train(tmp_path / "text.txt", out=tmp_path / "run", settings=[*sizes, f"train.precision={dtype}"])
+    weights = [weight for group in made[0].param_groups for weight in group["params"]]
+    moments = [x for state in made[0].state.values() for x in state.values() if x.numel() > 1]
+    bytes = sum(x.untyped_storage().nbytes() for x in (*weights, *weights, *moments))  # a gradient per weight
+    memory = cost(done.model.config, dtype=dtype).memory
+    assert memory.learning == bytes
+    assert memory.training == bytes + memory.activations.total + memory.loss
 
 
 @pytest.mark.ledger("I1", "M4")

@@ -21,6 +21,8 @@ from clearhead.model.transformer import model_steps
 from clearhead.presets import preset
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
+# Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
+LEARNING = {"adamw": 16, "adafactor": 8}
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class MemoryUse:
     """Memory in bytes."""
 
     weights: int
+    learning: (
+        int  # weights, gradients and AdamW's two moments as `train` keeps them: float32 in any precision
+    )
     activations: Parts  # kept for the backward pass
     loss: int  # log-probabilities that cross-entropy keeps, in float32 at least, unless computed in chunks
     attention_matrix: int  # the largest [B, H, T, S] of one layer, which the eager kernel allocates
@@ -86,8 +91,8 @@ class MemoryUse:
 
     @property
     def training(self) -> int:
-        """Weights, gradients, Adam's two moments, activations and loss, all in one dtype."""
-        return 4 * self.weights + self.activations.total + self.loss
+        """What training takes: float32 weights, gradients and moments; activations in `dtype`; the loss."""
+        return self.learning + self.activations.total + self.loss
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def cost(
     out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
     memory = MemoryUse(
         weights=parameters.total * size,
+        learning=parameters.total * LEARNING["adamw"],
         activations=_by_part(steps, "kept"),
         loss=out.m * out.n * max(size, 4),
         attention_matrix=max(

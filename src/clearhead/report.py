@@ -97,15 +97,18 @@ def cost_table(figures: ch.Cost, name: str) -> Table:
         ("to train", size(memory.training)),
     ]
     title = f"{name}: {figures.length} tokens, batch {figures.batch}, {figures.dtype}"
-    return table(title, ("part", ">parameters", ">FLOPs forward", ">FLOPs training", ">activations"), rows)
+    learning = "to train: AdamW, with weights, gradients and moments in float32"
+    half = figures.dtype in ("bfloat16", "float16")
+    caption = f"{learning}, products in {figures.dtype} (train.precision)" if half else learning
+    headings = ("part", ">parameters", ">FLOPs forward", ">FLOPs training", ">activations")
+    return table(title, headings, rows, caption)
 
 
 def check_table(checks: Sequence[ch.Check]) -> Table:
-    """Show one row for each check: what was compared, the largest difference, the tolerance, the verdict."""
+    """Show one line for each check: the largest difference, the tolerance, the verdict, the time."""
     rows = (
         (
             check.name,
-            f"{check.compared}\n{check.note}" if check.note else check.compared,
             "" if check.difference is None else f"{check.difference:.1e}",
             f"{check.tolerance:.0e}",
             [VERDICTS[check.verdict]],
@@ -113,7 +116,17 @@ def check_table(checks: Sequence[ch.Check]) -> Table:
         )
         for check in checks
     )
-    return table("equality checks", ("check", "compared", ">difference", ">allowed", "verdict", ">ms"), rows)
+    headings = ("check", ">difference", ">allowed", "verdict", ">ms")
+    return table("equality checks", headings, rows, box=None, padding=(0, 1, 0, 0))
+
+
+def check_details(checks: Sequence[ch.Check], every: bool) -> list[str]:
+    """Return a line on what each row compared, and why it was left out or went wrong; or failures alone."""
+    return [
+        f"{check.name}: {check.compared}" + (f". {check.note}" if check.note else "")
+        for check in checks
+        if every or not check.passed
+    ]
 
 
 def score_table(result: ch.Score, words: Sequence[str]) -> Table:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import clearhead as ch
+from clearhead.generate import decode
+from tests.faults import lengths
 from tests.faults.plants import PLANTS
 from tests.harness import build
 
@@ -27,9 +29,22 @@ T5 = {
     "activation": "relu",
 }
 BUCKETS = {"relative_buckets": 8, "relative_max_distance": 16}
+BART = {"family": "encoder-decoder", "position_offset": 2}
+LONGROPE = ch.RopeScaling(
+    kind="longrope", short_factor=(1.0, 1.5), long_factor=(2.0, 3.0), original_positions=16
+)
+DYNAMIC = ch.RopeScaling(kind="dynamic", factor=2.0, original_positions=16)
 CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
 
-CODE = {"model = formula", "model = formula (lively)", "model = formula (quiet)", "cached = formula (lively)"}
+LONG, FAR, PROMPTED = "model = formula (long)", "model = formula (far)", "cached = formula (long)"
+SHORT = {
+    "model = formula",
+    "model = formula (lively)",
+    "model = formula (quiet)",
+    "cached = formula (lively)",
+}
+CODE = SHORT | {LONG, FAR, PROMPTED}
+CACHED = {"cached = formula (lively)", PROMPTED}
 PADDED = {f"padded = unpadded ({side})" for side in ("left", "right", "gaps")}
 GROWING, RING, FIXED = (
     {f"cached = recomputed ({form}, {how})" for how in ("1", "3", "reordered")}
@@ -44,12 +59,12 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "rope_layout": (LLAMA, CODE),
     "sees_the_next": ({**LLAMA, "n_layers": 2}, CODE | GROWING | FIXED | {"past = whole"}),
     "misses_itself": (LLAMA, CODE),
-    "misses_itself_in_a_cache": (LLAMA, {"cached = formula (lively)"} | GROWING | FIXED | CROPPED),
-    "cache_order": (LLAMA, {"cached = formula (lively)"} | GROWING | CROPPED),
+    "misses_itself_in_a_cache": (LLAMA, CACHED | GROWING | FIXED | CROPPED),
+    "cache_order": (LLAMA, CACHED | GROWING | CROPPED),
     "cache_rows": (LLAMA, {"cached = recomputed (growing, reordered)"}),
     "norm_eps": ({}, {"model = formula", "model = formula (quiet)"}),
-    "untied": ({}, CODE | {"built = config", "pruned = masked"}),
-    "untied_copy": ({}, CODE - {"model = formula"} | {"built = config"}),
+    "untied": ({}, CODE - {LONG, FAR} | {"built = config", "pruned = masked"}),
+    "untied_copy": ({}, CODE - {"model = formula", LONG, FAR} | {"built = config"}),
     "tied": ({"tie_embeddings": False}, NEW | {"built = config"}),
     "untied_when_loaded": ({}, {"built = config", "resumed = uninterrupted"}),
     "dropout": (
@@ -68,15 +83,34 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "no_embedding_scale": ({"embedding_scale": 4.0}, CODE),
     "position_offset": ({}, CODE),
     "window": (WINDOWED, CODE | {"cached = recomputed (windowed, 1)"}),
-    "queries_for_keys": ({}, CODE | {"fast copy = model"}),
+    "queries_for_keys": ({}, CODE - {PROMPTED} | {"fast copy = model"}),
     "post_for_pre": ({}, CODE),
     "softmax_scale": ({}, CODE),
     "mean_subtracted": (LLAMA, CODE),
     "bucket_sides": ({**T5, **BUCKETS}, CODE),
-    "padding_in_the_source": ({**T5, **BUCKETS}, PADDED | {"model = formula (lively)"}),
+    "padding_in_the_source": ({**T5, **BUCKETS}, PADDED | {"model = formula (lively)", LONG, PROMPTED}),
     "router_order": ({"n_experts": 4}, CODE),
     "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
-    "ring_forgets": (WINDOWED, RING | {"cached = formula (lively)"}),
+    "ring_forgets": (WINDOWED, RING | CACHED),
+    # from some length, distance or position on
+    "learned_past_100": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
+    "last_learned_position": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
+    "offset_shortens_the_table": ({**BART, "max_positions": 128}, {LONG, FAR, PROMPTED}),
+    "far_buckets_at_half_distance": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
+    "buckets_begin_again": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
+    "longrope_switches_early": ({**LLAMA, "rope_scaling": LONGROPE}, {FAR}),
+    "dynamic_grows_late": ({**LLAMA, "rope_scaling": DYNAMIC}, {FAR}),
+    "coarse_distances": ({"positions": "alibi"}, {LONG, PROMPTED}),
+    "coarse_sinusoids": ({"positions": "sinusoidal"}, {LONG, PROMPTED}),
+    "long_rows_lose_the_window": (WINDOWED, {LONG, PROMPTED}),
+    "blocks_of_queries": (LLAMA, {LONG}),
+    "source_past_512": ({**T5, **BUCKETS}, {LONG, PROMPTED}),
+    "sink_past_512": ({"attention_sink": True, "positions": "rope"}, {LONG, PROMPTED}),
+    "prefill_keeps_the_last_1024": (LLAMA, {PROMPTED}),
+    "padding_past_the_first_piece": (LLAMA, {PROMPTED}),
+    "cache_grows_by_half": (LLAMA, {PROMPTED}),
+    "ring_keeps_the_first": (WINDOWED, {PROMPTED, "cached = recomputed (windowed, reordered)"}),
+    "biases_of_many_rows": ({"max_positions": 128}, {PROMPTED}),
     # of what is done with a model
     "forgotten_optimizer": ({}, {"resumed = uninterrupted"}),
     "mean_of_means": ({}, {"accumulated = whole"}),
@@ -93,6 +127,8 @@ def failed(model: ch.Transformer) -> set[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch):
     (plant, wants_model), (changes, rows) = PLANTS[name], CASES[name]
+    if plant.__module__ != lengths.__name__:
+        monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)  # the long rows need not be long
     if not wants_model:
         plant(monkeypatch)
     model = build(**{"n_layers": 1, **changes})

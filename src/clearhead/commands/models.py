@@ -23,7 +23,7 @@ from clearhead.commands.common import (
     show_result,
 )
 from clearhead.errors import CheckpointError, ConfigError, InputError, MissingExtraError, nearest, refuse
-from clearhead.report import check_table, cost_table
+from clearhead.report import check_details, check_table, cost_table
 
 if TYPE_CHECKING:
     from clearhead.explorer.session import Session
@@ -81,6 +81,7 @@ def check(
     large: Annotated[
         bool, option("above 500 million parameters, run the rows that copy the model too")
     ] = False,
+    details: Annotated[bool, option("say what each row compares; rows that fail say so in any case")] = False,
     json: Json = False,
 ) -> None:
     """Run the equality suite on a model, on this machine. The exit code is 1 if a row fails.
@@ -89,6 +90,7 @@ def check(
       clearhead check my-model/
       clearhead check my-model/ --reference
       clearhead check my-model/ --device cuda --compile
+      clearhead check my-model/ --details
       clearhead check my-model/ --json
     """
     model = load_model(folder, device=device)
@@ -110,11 +112,13 @@ def check(
     left_out = {
         "--reference: transformers on the same directory": reference,
         "--compile: the compiled model": compile,
+        "--details: why rows were skipped": details or not skipped,
     }
     hints = "; ".join(what for what, asked in left_out.items() if not asked)
     last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s."
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    show_result(body, json, [check_table(rows), last + (f" Not asked for: {hints}." if hints else "")])
+    table = [check_table(rows), *check_details(rows, details)]
+    show_result(body, json, [*table, last + (f" Not asked for: {hints}." if hints else "")])
     if failed:
         sys.exit(1)
 

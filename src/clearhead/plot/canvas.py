@@ -126,7 +126,7 @@ def draw(
         label_axis(axes, rows, "y")
         label_axis(axes, columns, "x")
     if numbers:
-        write_numbers(axes, table, numbers)
+        write_numbers(axes, table, numbers, image)
     return image
 
 
@@ -166,14 +166,18 @@ def write(axes: Axes, row: float, column: float, text: str, size: float = 7, **s
     axes.text(column, row, text, ha="center", va="center", fontsize=size, **style)
 
 
-def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str) -> None:
-    """Write each value into its cell, with dark edges that keep it legible on any colour."""
-    from matplotlib.patheffects import withStroke
-
-    edges = [withStroke(linewidth=1.5, foreground="black")]
+def write_numbers(axes: Axes, table: np.ndarray[Any, Any], form: str, image: Any) -> None:
+    """Write each value into its cell of `image`, in an ink that stands out."""
     for (row, column), value in np.ndenumerate(table):
         if not np.isnan(value):
-            write(axes, row, column, form.format(value), color="white", path_effects=edges)
+            write(axes, row, column, form.format(value), color=ink(image.cmap(image.norm(value))))
+
+
+def ink(colour: Sequence[float]) -> str:
+    """Return "black" or "white", whichever has the larger contrast (WCAG 2) with a colour [RGB]."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
+    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if (light + 0.05) ** 2 > 1.05 * 0.05 else "white"
 
 
 def shortened(text: str, most: int = LONGEST) -> str:

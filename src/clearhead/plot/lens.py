@@ -63,9 +63,9 @@ def _lens_panel(axes: Axes, lens: Lens, panel: list[int], across: int) -> Any:
     )
     for row, layer in enumerate(layers):
         for place, column in enumerate(panel):
-            likely = float(lens.top_probabilities[layer, column, 0]) >= 0.6
+            colour = image.cmap(image.norm(float(lens.top_probabilities[layer, column, 0])))
             shown = canvas.plain(canvas.shortened(lens.top_names[layer][column][0], LETTERS))
-            canvas.write(axes, row, place, shown, color="black" if likely else "white")
+            canvas.write(axes, row, place, shown, color=canvas.ink(colour))
     axes.set_xlim(-0.5, across - 0.5)
     if across > 1:
         axes.set_xlabel("end of the span" if lens.kind == "place" else "token read")

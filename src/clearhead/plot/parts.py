@@ -80,9 +80,8 @@ def _panel(
     for at, (head, role) in enumerate(zip(found.heads, found.roles)):
         if head.kind == kind:
             colours[head.layer, head.number] = to_rgb(COLOURS[role])
-            canvas.write(
-                axes, head.layer, head.number, _words(found, at, relations.get(str(head), [])), size=6.5
-            )
+            words, tint = _words(found, at, relations.get(str(head), [])), colours[head.layer, head.number]
+            canvas.write(axes, head.layer, head.number, words, size=6.5, color=canvas.ink(tint))
     axes.imshow(colours, aspect="auto", interpolation="nearest")
     for axis, count, what in ((axes.yaxis, size[0], "layer"), (axes.xaxis, size[1], "head")):
         axis.set_ticks(range(count), [str(number) for number in range(count)], fontsize=8)

@@ -19,7 +19,7 @@ from clearhead.api import Model, load
 from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
-from clearhead.costs import cost
+from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, exported
 from clearhead.model.transformer import Transformer
@@ -29,8 +29,6 @@ from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
 from clearhead.typed import hints_of, shaped
 
-# Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
-LEARNING = {"adamw": 16, "adafactor": 8}
 ImageSize = tuple[int, int, int]  # height, width, channels
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clearhead.costs import LEARNING
 from clearhead.data.files import RECIPE
 from clearhead.recipe import Recipe, Settings, read_recipe
-from clearhead.training.build import LEARNING
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.prepare import prepare
 from clearhead.training.run import planned, with_rows

@@ -24,12 +24,14 @@ from clearhead.api import Model, load
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.forward import cache_forms, through
+from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
 REFERENCE_TOLERANCE = 1e-4
+REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer
 NEW_TOKENS = 50
 WINDOW = 4  # in the lively copy
 TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
@@ -63,6 +65,7 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
             lambda _: _through_caches(large(), expected()),
             fits=inputs.caches,
         ),
+        *long_rows(inputs, large),
     ]
 
 
@@ -170,7 +173,9 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
         theirs = their_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-        return Inputs(load(folder, dtype=torch.float32).model.eval(), length=40), theirs.eval()
+        length = reach(m.config, usual=REFERENCE_LENGTH)
+        rows = 1 if length > REFERENCE_LENGTH else None
+        return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
 
     return [
         Comparison("clearhead = transformers", largest, lambda: _difference(*opened()), REFERENCE_TOLERANCE),

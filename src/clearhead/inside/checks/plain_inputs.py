@@ -6,6 +6,7 @@ Shapes, all of one row: T tokens, D model, C channels, E head width, R rotated c
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,17 @@ class PlainRow:
     positions: list[int]
     order: list[int]  # how many real tokens stand before each
     longest: int  # of all rows: the highest position, and one
+
+    @cached_property
+    def distances(self) -> tuple[Tensor, Tensor]:
+        """The distances between its tokens, each once [N], and which of them each pair has [T, T]."""
+        distances, where = torch.unique(pairs(self.positions, self.positions), return_inverse=True)
+        return distances, where
+
+
+def pairs(queries: list[int], keys: list[int]) -> Tensor:
+    """Return the number of each key minus that of each query: [T, S]."""
+    return torch.tensor(keys)[None, :] - torch.tensor(queries)[:, None]
 
 
 class PlainInputs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import BIASES, ModelConfig
-from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, slope
+from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
@@ -35,15 +35,9 @@ def plainly(
     `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
     `embedding` does.
     """
-    plain, rows = Plain(config, weights, loudness), []
-    for number in range(ids.shape[0]):
-        memory = None
-        if source is not None:
-            read = plain.row(number, config.stacks[0], source, source_mask)
-            memory = plain.stack(read), read
-        row = plain.row(number, config.main, ids, mask, positions, types)
-        rows.append(plain.head(plain.stack(row, memory), row))
-    return torch.stack(rows)
+    plain = Plain(config, weights, loudness)
+    given = (ids, mask, source, source_mask, positions, types)
+    return torch.stack([plain.head(*plain.read(number, *given)) for number in range(ids.shape[0])])
 
 
 Memory = tuple[Tensor, PlainRow] | None  # the encoder's states [S, D], and the row that it has read
@@ -51,6 +45,24 @@ Memory = tuple[Tensor, PlainRow] | None  # the encoder's states [S, D], and the 
 
 class Plain(PlainInputs):
     """A config and its weights; the methods follow the forward pass, after those of `PlainInputs`."""
+
+    def read(
+        self,
+        number: int,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        types: Tensor | None = None,
+    ) -> tuple[Tensor, PlainRow]:
+        """Return the last states [T, D] of one row of a batch, and the row."""
+        memory = None
+        if source is not None:
+            heard = self.row(number, self.config.stacks[0], source, source_mask)
+            memory = self.stack(heard), heard
+        row = self.row(number, self.config.main, ids, mask, positions, types)
+        return self.stack(row, memory), row
 
     # Blocks -------------------------------------------------------------------------------------------------
 
@@ -128,17 +140,18 @@ class Plain(PlainInputs):
 
     def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, window: int | None) -> Tensor:
         """Return which key each query may see: [T, S]."""
-        past = [[not causal or s <= t for s in keys.order] for t in queries.order]
-        near = [[window is None or abs(t - s) < window for s in keys.positions] for t in queries.positions]
-        return torch.tensor(keys.real) & torch.tensor(past) & torch.tensor(near)
+        order, positions = pairs(queries.order, keys.order), pairs(queries.positions, keys.positions)
+        past = order <= 0 if causal else torch.ones_like(order, dtype=torch.bool)
+        near = positions.abs() < window if window is not None else torch.ones_like(past)
+        return torch.tensor(keys.real) & past & near
 
     def bias(self, row: PlainRow, head: int) -> Tensor:
         """Return what one head adds to its scores, by distance: [T, T]."""
-        distances = [[key - query for key in row.positions] for query in row.positions]
+        distances, where = row.distances
         if self.config.positions == "alibi":
-            return -slope(head, row.plan.n_heads) * torch.tensor(distances, dtype=torch.float64).abs()
-        buckets = [[bucket(one, not row.plan.causal, self.config) for one in some] for some in distances]
-        return self.weight(f"{row.stack}.positions.table.weight")[torch.tensor(buckets), head]
+            return (-slope(head, row.plan.n_heads) * distances.double().abs())[where]
+        buckets = [bucket(one, not row.plan.causal, self.config) for one in distances.tolist()]
+        return self.weight(f"{row.stack}.positions.table.weight")[buckets, head][where]
 
     def feedforward(self, name: str, x: Tensor) -> Tensor:
         """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
@@ -149,17 +162,17 @@ class Plain(PlainInputs):
 
     def experts(self, name: str, x: Tensor) -> Tensor:
         """Send each token to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
-        config, powers, answers = self.config, self.linear(f"{name}.router", x).exp(), []
-        every = list(range(config.n_experts))
+        config, powers = self.config, self.linear(f"{name}.router", x).exp()
+        every, answers, shares = range(config.n_experts), torch.zeros_like(x), torch.zeros_like(powers)
         chosen_share = config.router_order == "topk_softmax" or config.router_renormalise
-        for token in range(x.shape[0]):
-            chosen = sorted(every, key=lambda expert: -float(powers[token, expert]))[
-                : config.n_active_experts
-            ]
-            share = powers[token, chosen] / powers[token, chosen if chosen_share else every].sum()
-            parts = [self.feedforward(f"{name}.experts.{expert}", x[token]) for expert in chosen]
-            answers.append(share @ torch.stack(parts))
-        return torch.stack(answers)
+        for share, scores in zip(shares, powers):
+            chosen = sorted(every, key=scores.neg().tolist().__getitem__)[: config.n_active_experts]
+            share[chosen] = scores[chosen] / scores[chosen if chosen_share else list(every)].sum()
+        for expert in every:
+            tokens = shares[:, expert].nonzero()[:, 0]
+            answer = self.feedforward(f"{name}.experts.{expert}", x[tokens])
+            answers[tokens] += shares[tokens, expert, None] * answer
+        return answers
 
     # What comes out -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,206 @@
+"""Rows of the equality suite on long inputs: past every length at which a model does something else.
+
+A window begins to forget, the last bucket of distances is reached, a scaling of RoPE switches, a table of
+positions ends, a prompt is read in pieces. A copy with a few layers makes such
+lengths affordable. It has the weights of the lively copy and the windows of the config.
+
+Shapes: B rows, T tokens, D model, V vocabulary.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.config import ModelConfig
+from clearhead.fast.prepare import prepared
+from clearhead.generate import decode
+from clearhead.inside.checks.forward import cache_forms
+from clearhead.inside.checks.plain_inputs import PlainRow
+from clearhead.inside.checks.plainly import Plain
+from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.model.cache import Cache
+from clearhead.model.transformer import Transformer
+
+MOST = 2048  # tokens of a row; a length beyond is reached by position alone
+USUAL = 128  # tokens of a row where no length matters
+PAST = 8  # tokens past a length at which something changes
+SHORT, NEW = 6, 3  # tokens of the row beside a long one; how many tokens of each row follow its prompt
+
+
+def thresholds(config: ModelConfig) -> list[int]:
+    """Return the lengths at which a model of this config does something else, in ascending order."""
+    scaling = config.rope_scaling
+    found = {
+        *(window for spec in config.stacks for window in spec.windows),
+        config.relative_max_distance if config.positions == "relative" else None,
+        config.max_positions if config.positions == "learned" else None,
+        None if scaling is None else scaling.original_positions or config.max_positions,
+    }
+    return sorted(length for length in found if length is not None)
+
+
+def reach(config: ModelConfig, *others: int, usual: int = USUAL) -> int:
+    """Return the tokens of a row past every threshold, and past `others`, as far as `MOST` and a table go."""
+    within = [length + PAST for length in (*thresholds(config), *others) if length <= MOST]
+    length = max([usual, *within])
+    return min(length, config.max_positions) if config.positions == "learned" else length
+
+
+def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
+    """Return the rows for a model that reads sequences; `lively` returns inputs of its lively copy."""
+    config = inputs.model.config
+    length = reach(config, *((decode.PREFILL_CHUNK,) if inputs.caches else ()))
+    tops = _tops(config)
+    long = functools.cache(lambda: LongInputs(shallow(lively().model, config), 2, length))
+    fits = inputs.sequences and length > NEW
+    row = functools.partial(inputs.compare, tolerance=TOLERANCE[torch.float32], copies=True)
+    return [
+        row(
+            "model = formula (long)",
+            f"the same in a few layers: {length} tokens, alone and beside a short row",
+            lambda _: _long(long()),
+            fits=fits,
+        ),
+        row(
+            "model = formula (far)",
+            f"the same on a few tokens at positions up to {', '.join(map(str, tops))}",
+            lambda _: max(_far(long().model, top) for top in tops),
+            fits=fits,
+        ),
+        row(
+            "cached = formula (long)",
+            f"the same through the fast copy and each form of cache: a prompt, then {NEW} tokens",
+            lambda _: _generated(long()),
+            fits=fits and inputs.caches and not decode.turns_by_length(inputs.model),
+        ),
+    ]
+
+
+class LongInputs(Inputs):
+    """A long row, and a short one that is padded on the left."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The tokens of each row."""
+        return self.length, SHORT
+
+    def own(self, number: int) -> dict[str, Tensor]:
+        """Return what the model is called with for one row alone: each [1, T, ...]."""
+        names = [name for name in self.given if name != "source" or self.source_kind in ("tokens", "vectors")]
+        cut = {name: self.given[name][:, -self.sizes[number] :] for name in names}
+        return {name: x[number : number + 1] for name, x in {**self.given, **cut}.items()}
+
+    def together(self) -> dict[str, Tensor]:
+        """Return what the model is called with for all rows, with their masks."""
+        given = {**self.given, "mask": self._mask(self.length)}
+        if self.source_kind in ("tokens", "vectors"):
+            given["source_mask"] = self._mask(given["source"].shape[1])
+        return given
+
+    def _mask(self, length: int) -> Tensor:
+        mask = torch.ones(self.rows, length, dtype=torch.bool, device=self.device)
+        for row, size in zip(mask, self.sizes):
+            row[:-size] = False
+        return mask
+
+    @functools.cached_property
+    def expected(self) -> list[tuple[Tensor, PlainRow]]:
+        """The last states [T, D] of each row by the formula, and the row."""
+        return [self.plain.read(0, **self.own(number)) for number in range(self.rows)]
+
+    @functools.cached_property
+    def plain(self) -> Plain:
+        """The formula."""
+        return Plain(self.model.config, self.model.state_dict())
+
+
+def _long(inputs: LongInputs) -> float:
+    """Compare the states of the long row alone, and of all rows together.
+
+    Where angles go by the longest row of a call, the short one differs from itself alone, and is left out.
+    """
+    alone = inputs.model(**inputs.own(0), logits="none").hidden[0]
+    together = inputs.model(**inputs.together(), logits="none").hidden
+    rows = 1 if decode.turns_by_length(inputs.model) else inputs.rows
+    pairs = zip(together[:rows], inputs.expected)
+    return max(
+        gap(alone, inputs.expected[0][0]), *(gap(ours[-len(states) :], states) for ours, (states, _) in pairs)
+    )
+
+
+def _far(model: Transformer, top: int) -> float:
+    """Compare the states of tokens whose distances from the last one, at position `top`, double."""
+    places = sorted({top, *(max(top + 1 - (1 << power), 0) for power in range(top.bit_length() + 1))})
+    inputs = Inputs(model, 1, len(places))
+    positions = torch.tensor([places], device=inputs.device)
+    ours = model(**inputs.given, positions=positions, logits="none").hidden[0]
+    plain = Plain(model.config, model.state_dict())
+    return gap(ours, plain.read(0, **inputs.given, positions=positions)[0])
+
+
+def _tops(config: ModelConfig) -> list[int]:
+    """Return the last positions to try: just within and just past each threshold, as far as a table goes."""
+    edges = {*thresholds(config), config.max_positions}
+    learned = config.positions == "learned"
+    tops = {edge + step for edge in edges for step in (-1, 0, 1)}
+    return sorted(top for top in tops if top > 0 and not (learned and top >= config.max_positions))
+
+
+def _generated(inputs: LongInputs) -> float:
+    """Read both prompts as generation does, then the long one in each form of cache; go on by some tokens."""
+    fast, alone = prepared(inputs.model), LongInputs(inputs.model, 1, inputs.length)
+    expected = torch.stack([inputs.plain.head(states[-NEW - 1 :], row) for states, row in inputs.expected])
+    caches = [form() for form in cache_forms(alone).values()]
+    return max(
+        gap(_continued(fast, inputs, decode.cache_for(inputs.model, inputs.length), 2), expected),
+        *(gap(_continued(fast, inputs, cache, 1), expected[:1]) for cache in caches),
+    )
+
+
+def _continued(fast: Transformer, inputs: LongInputs, cache: Cache, count: int) -> Tensor:
+    """Return the logits [B, 1 + N, V] after `count` prompts, and after each new token."""
+    given = {name: x[:count] for name, x in inputs.together().items()}
+    rows = [inputs.own(number)["ids"][0] for number in range(count)]
+    prompts = [row[:-NEW].tolist() for row in rows]
+    logits = [decode.prefill(fast, prompts, cache, given.get("source"), given.get("source_mask"))]
+    for place in range(inputs.length - NEW, inputs.length):
+        new = given["ids"][:, place : place + 1]
+        logits.append(fast(new, cache=cache, logits="last").logits[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+@torch.no_grad()
+def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
+    """Return a copy with the last layer, and with the first of each kind: of each window, rotated or not.
+
+    It shares its weights with the lively copy; its windows are those of `config`.
+    """
+    made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
+    deepest = max(config.stacks, key=lambda spec: spec.n_layers)
+    kinds = [(window, layer in config.rope_skips) for layer, window in enumerate(deepest.windows)]
+    kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
+    stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
+    counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
+    pruned = {
+        f"{spec.prefix}blocks.{number}.{kind}": spec.pruned_heads.get(f"{spec.prefix}blocks.{layer}.{kind}")
+        for spec in config.stacks
+        for number, layer in enumerate(kept)
+        for kind in ("attention", "cross")
+    }
+    window = config.window
+    made.config = config.replace(
+        n_layers=counts[-1],
+        n_encoder_layers=counts[0] if len(stacks) > 1 else None,
+        layer_groups=None,
+        window=tuple(window[layer] for layer in kept) if isinstance(window, tuple) else window,
+        rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
+        pruned_heads={name: heads for name, heads in pruned.items() if heads},
+    )
+    for stack, spec in zip(stacks, made.config.stacks):
+        layers = stack.layers()
+        stack.blocks = nn.ModuleList(layers[layer] for layer in kept if layer < len(layers))
+        stack.spec = spec
+    return made
