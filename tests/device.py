@@ -66,6 +66,8 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
+    if config.getoption("--device") and (HERE / "browser") in (collection_path, *collection_path.parents):
+        return True  # its fixtures need a browser and a server
     if config.getoption("--device") and collection_path.suffix == ".py":
         names = FILES if config.getoption("--dtype") == "float32" else HALF
         return collection_path not in {HERE / name for name in names} or None

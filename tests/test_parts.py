@@ -91,6 +91,7 @@ def test_norm(name, unit_offset):
 
 @pytest.mark.ledger("D2")
 @pytest.mark.parametrize("name", list(NORMS))
+@pytest.mark.cpu
 def test_norm_statistics_are_float32_in_bfloat16(name):
     """Where bfloat16 sums are off by several per cent, the answer is float64's, rounded once or twice."""
     norm = NORMS[name](4096, 1e-5, name == "layernorm", False).bfloat16()
@@ -264,6 +265,7 @@ LENGTHS = {"tokens": 8, "patches": 6, "vectors": 8, "frames": 5}
 @pytest.mark.ledger("E4", "E6")
 @pytest.mark.parametrize("head", ["classifier", "tagger"])
 @pytest.mark.parametrize("name", list(FRONTS))
+@pytest.mark.cpu
 def test_front(name, head):
     shape = {
         "family": "encoder",

@@ -420,6 +420,7 @@ def test_an_image_can_be_a_source():
 
 
 @pytest.mark.ledger("E6")
+@pytest.mark.cpu
 def test_frames_equal_two_convolutions():
     model = build(family="encoder", input="frames", d_input=5, n_classes=3, conv_stride=2, positions="none")
     front, x = model.encoder.embedding.front, torch.randn(2, 9, 5)

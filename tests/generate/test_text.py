@@ -168,7 +168,6 @@ def test_the_fast_copy_follows_the_weights():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m: m.generate([], 5), "empty"),
         (lambda m: m.generate([1] * 200, 5), "positions"),
         (lambda m: m.generate([1], 0), "max_new_tokens"),
         (lambda m: m.generate([1], top_p=2.0), "top_p"),
