@@ -112,5 +112,5 @@ def test_the_names_of_a_models_activations():
     m = made()
     wanted = ch.tap_names(m.config)
     assert ch.tap_names(m) == ch.tap_names(m.model) == ch.tap_names(torch.compile(m.model)) == wanted
-    with pytest.raises(ch.InputError, match="tap_names was given str"):
+    with pytest.raises(ch.InputError, match="str is not a model"):
         ch.tap_names("gpt2")

@@ -392,6 +392,7 @@ def test_pictures_are_prepared_as_the_model_says(tmp_path):
         max_positions=5,
     )
     settings = {
+        "size": {"height": 8, "width": 8},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

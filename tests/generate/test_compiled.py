@@ -167,6 +167,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
 @pytest.mark.cpu
 def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
     monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
+    torch._dynamo.reset()  # other tests have compiled other models in this process
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)

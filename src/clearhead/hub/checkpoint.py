@@ -147,7 +147,8 @@ def load_model(
         return [room[name].copy_(tensor) for name, tensor in zip(rule.ours, tensors)]
 
     sources.sort(key=lambda source: -math.prod(source[1].shape))  # first what is held twice for a moment
-    with ThreadPoolExecutor(READERS if dtype is None else 1) as pool:
+    # One reader at a time holds one tensor twice at most.
+    with ThreadPoolExecutor(READERS if mapped and dtype is None else 1) as pool:
         for (rule, _), tensors in zip(sources, pool.map(read, sources)):
             for name, tensor in zip(rule.ours, tensors):
                 path, last = ("." + name).rsplit(".", 1)

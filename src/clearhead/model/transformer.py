@@ -214,12 +214,12 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def attending(model: object, kernel: str) -> AbstractContextManager[None]:
-    """Use one kernel, "eager" or "fused", in every attention of `model` within a `with` block."""
+    """Use one kernel, "eager" or "fused", in every attention of `model`, or of a part, in a `with` block."""
     refuse(
         kernel not in attend.KERNELS,
         f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',
     )
-    parts = unwrapped(model).modules()
+    parts = (model if isinstance(model, nn.Module) else unwrapped(model)).modules()
     return _with([part for part in parts if isinstance(part, Attention)], "kernel", kernel)
 
 
