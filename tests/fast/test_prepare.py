@@ -58,4 +58,7 @@ def test_the_copy_runs_none_of_the_models_hooks():
     model = ch.Transformer(CONFIGS["decoder"]).eval()
     for part in model.modules():
         part.register_forward_hook(lambda *given: pytest.fail("a hook of the model ran"))
-    prepared(model)(torch.zeros(1, 3, dtype=torch.long))
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    assert prepared(model)(ids).logits.isfinite().all()
+    with pytest.raises(pytest.fail.Exception, match="a hook of the model ran"):
+        model(ids)
