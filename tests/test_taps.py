@@ -300,6 +300,7 @@ def test_mistakes_in_names_and_shapes():
 
 
 @pytest.mark.ledger("K1")
+@pytest.mark.cpu  # a forward pass there is what the time is compared with
 def test_silence_costs_at_most_one_per_cent():
     """Count what all silent taps of a forward pass cost against the pass; do not guess from noisy runs."""
     model = ch.Transformer(config(d_model=256, n_layers=4, n_heads=4, d_ff=1024, max_positions=64)).eval()

@@ -9,6 +9,7 @@ F feed-forward width.
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -92,9 +93,10 @@ class JoinedLinear(nn.Linear):
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the weights again, in place, whatever has changed them: faster than to look for a change."""
-        torch.cat([layer.weight for layer in self.layers], out=self.weight.data)
+    def refresh(self, weights: bool = True) -> None:
+        """Copy biases and `weights` again, in place: faster than to look for a change."""
+        if weights:
+            torch.cat([layer.weight for layer in self.layers], out=self.weight.data)
         if self.bias is not None:
             torch.cat([layer.bias for layer in self.layers], out=self.bias.data)
 
@@ -104,10 +106,11 @@ class PackedLinear(Direct):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.layers = (layer,)
+        self.made_of = (layer,)  # a tuple, so that it is no part of this one
+        self.sources = layer.layers if isinstance(layer, JoinedLinear) else (layer,)
         self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         self.packed: Tensor | None = None  # made when first used
-        self.packed_from: tuple[int, bytes] | None = None  # the fingerprint of the weight then
+        self.packed_from: list[Tensor] = []  # the fingerprints of the model's weights then
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,15 +125,19 @@ class PackedLinear(Direct):
 
     def refresh(self) -> None:
         """Pack again what was packed from other weights; that costs more than to look for a change."""
-        for layer in self.layers:
+        changed = self.packed is None or not same(self._fingerprints(), self.packed_from)
+        for layer in self.made_of:
             if isinstance(layer, JoinedLinear):
-                layer.refresh()
-        if self.packed is not None and fingerprint(self.weight) != self.packed_from:
+                layer.refresh(weights=changed)
+        if self.packed is not None and changed:
             self._pack()
 
     def _pack(self) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
-        self.packed_from = fingerprint(self.weight)
+        self.packed_from = self._fingerprints()
+
+    def _fingerprints(self) -> list[Tensor]:
+        return [fingerprint(layer.weight) for layer in self.sources]
 
 
 def refresh(copy: nn.Module) -> None:
@@ -141,18 +148,28 @@ def refresh(copy: nn.Module) -> None:
 
 
 @torch.no_grad()
-def fingerprint(weight: Tensor) -> tuple[int, bytes]:
-    """Return the sum of the bits of a weight, and its product with a fixed vector, row by row.
+def fingerprint(weight: Tensor) -> Tensor:
+    """Return the product of each row of a weight with a fixed vector: [N], or in half precision [2, N].
 
-    A change of any bit shows in the first, and one that keeps the sum, such as two rows exchanged, in the
-    second. Together they take about as long as two linear layers of one row.
+    A change is missed only where it is lost in the rounding of such a product, as it would be in that of the
+    layer. Half precision rounds too much for that: sums of the bits of each row show any change there.
     """
-    table = weight.detach().reshape(-1, weight.shape[-1]).contiguous()
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    kind = kinds[weight.element_size()]
-    whole = kind if weight.shape[-1] % (8 // weight.element_size()) else torch.int64  # the widest is fastest
-    waves = torch.arange(1.0, weight.shape[-1] + 1, device=weight.device).sqrt().sin().to(weight.dtype)
-    return int(table.view(whole).sum()), (table @ waves).view(kind).cpu().numpy().tobytes()
+    table = weight.detach().reshape(-1, weight.shape[-1])
+    products = table @ _waves(weight.shape[-1], weight.dtype, weight.device)
+    if weight.element_size() > 2:
+        return products
+    return torch.stack([products.double(), table.contiguous().view(torch.int16).sum(1).double()])
+
+
+def same(fingerprints: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return True if these are of the same weights; one with a value that is no number never is."""
+    return len(fingerprints) == len(others) and all(map(torch.equal, fingerprints, others))
+
+
+@functools.lru_cache(maxsize=64)
+def _waves(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a vector [width] of numbers from -1 to 1 of which no two are equal."""
+    return torch.arange(1.0, width + 1, device=device).sqrt().sin().to(dtype)
 
 
 @functools.cache

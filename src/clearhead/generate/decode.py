@@ -21,7 +21,7 @@ from torch import Tensor
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import Dice, History, Standing, adjust_by, distribution, draw
+from clearhead.generate.sampling import Dice, History, Standing, adjust_by, best_of, distribution, draw
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.transformer import Transformer
 
@@ -266,7 +266,7 @@ class Chooser:
         """Choose the next token of these rows: [B, V] -> [B]."""
         adjusted = self.adjusted(logits, running)
         if self.dice is None:
-            return adjusted.argmax(-1)
+            return best_of(adjusted, self.request)
         return draw(distribution(adjusted, self.request), self.roll(running)).to(logits.device)
 
 

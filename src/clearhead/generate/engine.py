@@ -11,13 +11,14 @@ Shapes: B rows, V vocabulary.
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
-from clearhead.fast.parts import fingerprint, refresh
+from clearhead.fast.parts import fingerprint, refresh, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
     LENGTH_ALONE,
@@ -32,7 +33,7 @@ from clearhead.generate.decode import (
     turns_by_length,
 )
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import NOT_NUMBERS, adjust_by
+from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.fixed_cache import FixedCache
@@ -193,7 +194,7 @@ def decode_compiled(
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
         return decode(model, request, prompts, ends, handover, step)
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = adjust_by(prefill(model, prompts.ids, handover, *prompts.sources), request).argmax(-1)
+    first = best_of(adjust_by(prefill(model, prompts.ids, handover, *prompts.sources), request), request)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
     step.ids[handover.settle(step.cache), 0] = first
@@ -229,7 +230,7 @@ class OnHost:
 class Prefix:
     """The cache of a single row, and the tokens it has read; the next prompt begins where it differs."""
 
-    def __init__(self, model: Transformer, weights: object = None) -> None:
+    def __init__(self, model: Transformer, weights: Sequence[Tensor] = ()) -> None:
         self.model, self.weights = model, weights  # `weights`: their fingerprints
         self.cache = Cache()
         self.tokens: list[int] = []
@@ -284,9 +285,12 @@ class Engine:
         """Take what the last request has read, if the model is still the same; no other call has it then."""
         prefix, self.prefix = self.prefix, None
         weights = [fingerprint(weight) for weight in self.model.parameters()]
-        if prefix is not None and prefix.model is runner is not self.model and prefix.weights == weights:
+        if prefix is not None and prefix.model is runner is not self.model and same(prefix.weights, weights):
             return prefix
         return Prefix(runner, weights)
+
+
+PLAIN = (int, float, str, NoneType)
 
 
 def _described(part: nn.Module) -> list[object]:
@@ -296,7 +300,7 @@ def _described(part: nn.Module) -> list[object]:
     return [
         *(part, type(part)),
         *((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors),
-        *(value if isinstance(value, int | float | str | None) else _by_value(value) for value in options),
+        *(value if isinstance(value, PLAIN) else _by_value(value) for value in options),
     ]
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError, refuse
+from clearhead.errors import refuse
 from clearhead.generate.request import Sampling
 from clearhead.model.dtypes import precise, wide
 
@@ -47,12 +47,17 @@ def adjust(
     sources: Sequence[Sequence[int]] = (),
     standing: Standing | None = None,
 ) -> Tensor:
-    """Apply steps 1 to 3: [B, V] -> [B, V]. `seen` has each row's tokens; the first are its prompt."""
+    """Apply steps 1 to 3 and check what is left: [B, V] -> [B, V].
+
+    `seen` has each row's tokens; the first are its prompt.
+    """
     histories = [
         History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:], source)
         for tokens, length, source in zip(seen, prompt_lengths, sources or [()] * len(seen))
     ]
-    return adjust_by(logits, options, histories, standing)
+    adjusted = adjust_by(logits, options, histories, standing)
+    check_best(adjusted.amax(-1), options)
+    return adjusted
 
 
 def adjust_by(
@@ -61,7 +66,7 @@ def adjust_by(
     histories: Sequence["History"] = (),
     standing: Standing | None = None,
 ) -> Tensor:
-    """Do the same for rows whose tokens are counted already: [B, V] -> [B, V]."""
+    """Apply steps 1 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
     if options.looks_back:
         logits = logits.clone()
@@ -73,15 +78,25 @@ def adjust_by(
         logits = only(logits, options.allowed)
     if standing is not None:
         logits = constrain(logits, options, standing)
-    logits = without(logits, options.banned)
-    worst = logits.amax(-1).min()  # not a number where any logit is not
+    return without(logits, options.banned)
+
+
+def check_best(best: Tensor, options: Sampling) -> None:
+    """Raise `InputError` where the best of a row's logits, [B], is no number or was removed."""
+    worst = best.min()  # not a number where any is not
     refuse(bool(worst.isnan()), NOT_NUMBERS)
-    if options.restricts and bool(worst == REMOVED):
-        raise InputError(
-            "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
-            "min_new_tokens or no_repeat_ngram"
-        )
-    return logits
+    refuse(
+        options.restricts and bool(worst == REMOVED),
+        "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
+        "min_new_tokens or no_repeat_ngram",
+    )
+
+
+def best_of(logits: Tensor, options: Sampling) -> Tensor:
+    """Return the best token of each row, after `check_best`: [B, V] -> [B]."""
+    best = logits.argmax(-1)  # a logit that is no number counts as the largest
+    check_best(logits.gather(-1, best[:, None]), options)
+    return best
 
 
 def constrain(logits: Tensor, options: Sampling, standing: Standing) -> Tensor:
@@ -238,8 +253,9 @@ def _keep(logits: Tensor, index: Tensor, probability: Tensor, p: float) -> Tenso
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
     """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
+    best = best_of(logits, options)
     if options.temperature < GREEDY:
-        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, best[:, None], 1.0)
     logits = precise(logits) / options.temperature
     logits = typical(
         min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p
