@@ -72,10 +72,15 @@ class Case:
     def rounded(self) -> tuple[float, float]:
         """How far half precision itself takes logits and gradients from those of float32."""
         precise = copy.deepcopy(self.model).float()
-        logits = precise(self.ids, **self.source).logits
-        mine, theirs = self.learn(self.model), self.learn(precise)
-        gap = float((self.logits.float() - logits.detach()).abs().max())
-        return gap, max(float((mine[name].float() - theirs[name]).abs().max()) for name in mine)
+        logits, learned = precise(self.ids, **self.source).logits, self.learn(precise)
+        of_logits, of_gradients = [], []
+        for kernel in ("eager", "fused"):
+            with ch.attending(self.model, kernel):
+                of_logits.append(self.model(self.ids, **self.source).logits.float() - logits)
+                found = self.learn(self.model)
+                of_gradients += [found[name].float() - learned[name] for name in learned]
+        gaps = [max(float(gap.detach().abs().max()) for gap in some) for some in (of_logits, of_gradients)]
+        return gaps[0], gaps[1]
 
     def equal(self, check: str, a: torch.Tensor, b: torch.Tensor) -> None:
         difference = self.differences.see(check, a, b)
