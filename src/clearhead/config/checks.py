@@ -77,7 +77,7 @@ def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
     """Check the fields against each other, once all of them have values."""
     _check(_attention(config))
     for stack in stacks:
-        _check(_heads_and_windows(stack))
+        _check(_heads(stack))
     _check(_positions(config))
     for stack in stacks if config.positions == "rope" else ():
         _check(_rope(config, stack))
@@ -104,21 +104,12 @@ def _attention(config: Fields) -> Rules:
     ]
 
 
-def _heads_and_windows(stack: StackSpec) -> Rules:
-    heads, layers = ("n_encoder_heads", "n_encoder_layers") if stack.prefix else ("n_heads", "n_layers")
+def _heads(stack: StackSpec) -> Rules:
+    heads = "n_encoder_heads" if stack.prefix else "n_heads"
     return [
         (
             stack.n_heads % stack.n_kv_heads,
             f"{heads} {stack.n_heads} is not divisible by n_kv_heads {stack.n_kv_heads}",
-        ),
-        (
-            len(stack.windows) != stack.n_layers,
-            f"window lists {len(stack.windows)} layers and {layers} is {stack.n_layers}: "
-            "give one entry per layer, or one number",
-        ),
-        *(
-            (window is not None and window < 1, f"window {window} must be 1 or more")
-            for window in stack.windows
         ),
     ]
 

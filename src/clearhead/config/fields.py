@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from clearhead.config.kinds import Kind, Windowed
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types
 
@@ -148,7 +149,9 @@ class Fields(StackFields):
     image_size: tuple[int, int] | None = None  # patches: height, width
 
     # Attention
-    # keys nearer than this are seen; a tuple sets it per layer
+    # kind of attention, such as "linear(elu)": see `kinds`; a tuple sets it per layer, and is repeated
+    attention: str | tuple[str, ...] = "full"
+    # short for attention "window(128)"; a tuple sets it per layer
     window: int | tuple[int | None, ...] | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     rope_fraction: float = 1.0  # part of each head that is rotated
@@ -217,7 +220,7 @@ class StackSpec(StackFields):
     embedding_projection: bool
     image_size: tuple[int, int]
     d_rotary: int  # leading columns of a head that RoPE rotates
-    windows: tuple[int | None, ...]  # one per layer
+    kinds: tuple[Kind, ...]  # of attention, one per layer
     attention_scale: float
     qkv_bias: bool
     attention_out_bias: bool
@@ -226,6 +229,11 @@ class StackSpec(StackFields):
     final_norm: bool
     attention_dropout: float
     embedding_dropout: float
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer of another kind."""
+        return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
 
     @property
     def n_patches(self) -> int:

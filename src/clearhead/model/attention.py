@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
+from clearhead.model.blocks import attend_blocks
 from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
@@ -69,14 +70,24 @@ class Attention(nn.Module):
         if cache is not None and not known:
             k, v = cache.update(k, v)
 
-        attend = KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel]
-        bias = view.bias
-        if bias is not None and self.pruned and bias.shape[1] > 1:
-            bias = bias[:, list(self.heads)]
-        z = attend(
-            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, sink=self.sink,
-            dropout=self.dropout if self.training else 0.0, tap=tap,
-        )  # fmt: skip
+        kernel, dropout = self.kernel, self.dropout if self.training else 0.0
+        if tap.wants("scores", "pattern"):
+            kernel = "eager"
+        if view.blocks is not None and kernel == "fused":
+            heads = list(self.heads) if self.pruned else None
+            z = attend_blocks(
+                q, k, v, view.blocks, self.scale,
+                softcap=self.softcap, sink=self.sink, dropout=dropout, heads=heads,
+            )  # fmt: skip
+        else:
+            view = view.spelled_out()
+            bias = view.bias
+            if bias is not None and self.pruned and bias.shape[1] > 1:
+                bias = bias[:, list(self.heads)]
+            z = KERNELS[kernel](
+                q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
+                sink=self.sink, dropout=dropout, tap=tap,
+            )  # fmt: skip
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
 

@@ -8,6 +8,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
+from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache, GrowingKeys, LayerKeys
 from clearhead.model.masks import Slots, Tokens, empty_slots
@@ -92,11 +93,11 @@ class FixedCache(Cache):
         for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
 
-    def visible(self, window: int | None) -> Tokens:
+    def visible(self, kind: Kind) -> Tokens:
         """Return every slot; those not yet filled are not real."""
         return self.tokens
 
-    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
         """Pad a bias over all tokens so far with 0 for the slots not yet filled."""
         return nnf.pad(bias, (0, self.capacity - bias.shape[-1]))
 
