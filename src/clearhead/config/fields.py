@@ -5,11 +5,12 @@ says. The parts of a model are built from `StackSpec` and `HeadSpec`, where ever
 `StackFields` is what a user and a stack have in common.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from clearhead.config.kinds import Kind, Windowed
+from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, Windowed
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types
 
@@ -247,6 +248,32 @@ class StackSpec(StackFields):
             return self.n_patches + self.class_token
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
+
+    def delta_sizes(self, kind: GatedDeltaKind) -> tuple[int, int, int, int]:
+        """Return key heads, value heads and the widths of both; the stack's own where the kind says 0."""
+        return (
+            kind.key_heads or self.n_kv_heads,
+            kind.value_heads or self.n_heads,
+            kind.d_key or self.d_head,
+            kind.d_value or self.d_value,
+        )
+
+    def n_features(self, kind: LinearKind) -> int:
+        """Return the number of features of a query or key."""
+        if kind.features != "favor":
+            return self.d_head
+        return kind.count or math.ceil(self.d_head * math.log(self.d_head))
+
+    def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""
+        kind = self.kinds[layer]
+        if isinstance(kind, LinearKind):
+            heads = self.kv_heads_of(f"{self.prefix}blocks.{layer}.attention")
+            return [(heads, self.n_features(kind), self.d_value + 1), (heads,)]
+        if isinstance(kind, GatedDeltaKind):
+            keys, values, d_key, d_value = self.delta_sizes(kind)
+            return [(values, d_key, d_value), (kind.kernel - 1, 2 * keys * d_key + values * d_value)]
+        return []
 
     def heads_of(self, attention: str) -> tuple[int, ...]:
         """Return the heads that pruning has left in the attention of this name."""

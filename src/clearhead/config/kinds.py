@@ -15,7 +15,7 @@ The kinds that choose among keys take `sinks=4`: the first 4 tokens are always s
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args, get_type_hints
+from typing import ClassVar, Literal, Self, get_args, get_type_hints
 
 from clearhead.errors import ConfigError, nearest, refuse
 
@@ -43,6 +43,12 @@ class Kind:
     def slots(self) -> int:
         """Number of keys that a ring holds: sinks, the reach, and one for what is not kept."""
         return self.kept_first + (self.reach or 0) + 1
+
+    def shortened(self, most: int) -> Self:
+        """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
+        sizes = ("size", "step", "first", "last", "sinks")
+        held = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
+        return dataclasses.replace(self, **held)
 
     def __str__(self) -> str:
         given = [
@@ -173,7 +179,7 @@ def read_kind(text: str) -> Kind:
         refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)
         refuse(key in given, f'attention "{text}" gives {key} twice: {takes}', ConfigError)
         given[key] = _value(text, key, value, get_type_hints(kind)[key])
-    return kind(**given)  # type: ignore[arg-type]  # each is of its field's type
+    return kind(**given)
 
 
 def _value(text: str, key: str, value: str, hint: object) -> int | str:

@@ -135,8 +135,7 @@ def _kinds(config: Fields, layers: int) -> tuple[Kind, ...]:
     windows = config.window if isinstance(config.window, tuple) else (config.window,) * layers
     refuse(
         len(windows) != layers,
-        f"window lists {len(windows)} layers and there are {layers}: "
-        "give one entry per layer, or one number",
+        f"window lists {len(windows)} layers and there are {layers}: give one entry per layer, or one number",
         ConfigError,
     )
     kinds = [read_kind(name) for name in names] * (layers // len(names))

@@ -74,11 +74,11 @@ def _replacement(part: nn.Module, kernels: bool, packs: bool) -> nn.Module:
 
 def _fused(block: Block, kind: type[Block]) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
-    attention, feedforward = block.attention, block.feedforward
-    layers = (attention.q, attention.k, attention.v)
-    qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
-    new = like(block, kind)
-    new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
+    attention, feedforward, new = block.attention, block.feedforward, like(block, kind)
+    if isinstance(attention, Attention) and original(attention) is Attention:
+        layers = (attention.q, attention.k, attention.v)
+        qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
+        new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
         new.feedforward = like(
             feedforward,

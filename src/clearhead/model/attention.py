@@ -67,29 +67,33 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        if cache is not None and not known:
-            k, v = cache.update(k, v)
+        z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
+        z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
+        return tap("out", self.out(tap.step("concat", z)))
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E], and to those in the cache."""
+        if cache is not None:
+            k, v = cache.update(k, v)
         kernel, dropout = self.kernel, self.dropout if self.training else 0.0
         if tap.wants("scores", "pattern"):
             kernel = "eager"
+        heads = list(self.heads) if self.pruned else None
         if view.blocks is not None and kernel == "fused":
-            heads = list(self.heads) if self.pruned else None
-            z = attend_blocks(
+            return attend_blocks(
                 q, k, v, view.blocks, self.scale,
                 softcap=self.softcap, sink=self.sink, dropout=dropout, heads=heads,
             )  # fmt: skip
-        else:
-            view = view.spelled_out()
-            bias = view.bias
-            if bias is not None and self.pruned and bias.shape[1] > 1:
-                bias = bias[:, list(self.heads)]
-            z = KERNELS[kernel](
-                q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
-                sink=self.sink, dropout=dropout, tap=tap,
-            )  # fmt: skip
-        z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
-        return tap("out", self.out(tap.step("concat", z)))
+        view = view.spelled_out()
+        bias = view.bias
+        if bias is not None and heads is not None and bias.shape[1] > 1:
+            bias = bias[:, heads]
+        return KERNELS[kernel](
+            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
+            sink=self.sink, dropout=dropout, tap=tap,
+        )  # fmt: skip
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""

@@ -10,6 +10,7 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as nnf
@@ -53,7 +54,7 @@ def block_size(kind: Kind) -> int | None:
             return None
 
 
-@torch.compiler.disable  # how many blocks meet is known only from the tokens
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> BlockPlan | None:
@@ -78,8 +79,8 @@ def plan_blocks(
     plan = BlockPlan(
         size,
         order,
-        mask[:, 0].unflatten(0, (rows, N)) & there,
-        None if found is None else found.unflatten(0, (rows, N)),
+        mask.view(rows, N, size, -1) & there,
+        None if found is None else found.view(rows, N, *found.shape[1:]),
     )
     return _with_globals(plan, queries, keys, kind, causal, bias) if isinstance(kind, Blocks) else plan
 
@@ -87,9 +88,7 @@ def plan_blocks(
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
     """Return the tokens of whole blocks, with padding and documents spelled out for each row."""
     missing = -tokens.length % size
-    order, positions, real, documents = (
-        nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors()
-    )
+    order, positions, real, documents = (nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors())
     totals = None if tokens.totals is None else nnf.pad(tokens.totals.expand(rows, -1), (0, missing))
     packed = None if tokens.documents is None else documents
     return masks.Tokens(order, positions, real, packed, plain=False, totals=totals)
@@ -105,7 +104,8 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
     def both(values: Callable[[masks.Tokens], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return least and largest values of queries, [B, N, 1], and of keys, [B, 1, blocks of keys]."""
         low, high = _ends(values(queries), queries, size)
-        return low[:, :, None], high[:, :, None], *(x[:, None] for x in _ends(values(keys), keys, size))
+        least, most = _ends(values(keys), keys, size)
+        return low[:, :, None], high[:, :, None], least[:, None], most[:, None]
 
     if isinstance(kind, Blocks):
         met = _meeting_blocks(queries, keys, kind, causal, size)
@@ -200,14 +200,15 @@ def attend_blocks(
     """
     B, H, T, _ = q.shape
     b, (rows, N, M) = plan.size, plan.index.shape
-    options = {"softcap": softcap, "sink": sink, "dropout": dropout}
+    attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
 
     def of_heads(bias: Tensor | None) -> Tensor | None:
         return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
 
     def in_blocks(x: Tensor) -> Tensor:
         """[B, heads, tokens, E] -> [B, blocks, heads, b, E]."""
-        return nnf.pad(x, (0, 0, 0, -x.shape[2] % b)).unflatten(2, (-1, b)).transpose(1, 2)
+        x = nnf.pad(x, (0, 0, 0, -x.shape[2] % b))
+        return x.view(B, x.shape[1], -1, b, x.shape[3]).transpose(1, 2)
 
     q_blocks, k_blocks, v_blocks = in_blocks(q), in_blocks(k), in_blocks(v)
     kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -223,11 +224,11 @@ def attend_blocks(
                 x[row][index[part]].transpose(1, 2).flatten(2, 3) for x in (k_blocks, v_blocks)
             )  # n K M·b E
             bias_met = None if bias is None else bias[part]
-            answers.append(fused(q_blocks[row, part], k_met, v_met, mask[part], bias_met, scale, **options))
-    z = torch.cat(answers).unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
+            answers.append(attend(q_blocks[row, part], k_met, v_met, mask[part], bias_met))
+    z = torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
     if plan.globals is None:
         return z
     slots = plan.globals.expand(B, -1)[:, None, :, None]
     picked = q.gather(2, slots.expand(-1, H, -1, q.shape[3]))
-    full = fused(picked, k, v, plan.global_mask, of_heads(plan.global_bias), scale, **options)
+    full = attend(picked, k, v, plan.global_mask, of_heads(plan.global_bias))
     return z.scatter(2, slots.expand(-1, H, -1, z.shape[3]), full)

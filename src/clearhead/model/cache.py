@@ -146,7 +146,7 @@ class StateKeys(LayerKeys):
     def keep(self, *state: Tensor) -> None:
         """Keep this state, the answer of the call in progress."""
         self.state = tuple(part.detach() for part in state)
-        self.k = self.v = self.state[0]
+        self.k = self.v = self.state[0]  # for the number of rows
 
     def forget(self) -> None:
         """Begin anew."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Strided, Windowed
 from clearhead.model.positions import Rotary
 
-
 if TYPE_CHECKING:
     from clearhead.model.blocks import BlockPlan
 

@@ -29,6 +29,7 @@ from clearhead.model.blocks import plan_blocks
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
+from clearhead.model.kinds import attention_for
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
@@ -68,9 +69,10 @@ class Residual(nn.Module):
 class Block(nn.Module):
     """One layer. A decoder's differs from an encoder's in its view, and perhaps in having cross-attention."""
 
-    def __init__(self, spec: StackSpec, name: str) -> None:
+    def __init__(self, spec: StackSpec, layer: int) -> None:
         super().__init__()
-        self.attention = Attention(spec, f"{name}.attention")
+        name = f"{spec.prefix}blocks.{layer}"
+        self.attention = attention_for(spec, f"{name}.attention", layer)
         self.attention_residual = Residual(spec)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
@@ -158,7 +160,7 @@ class Stack(nn.Module):
         self.embedding = Embedding(spec, front)
         self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
-        self.blocks = nn.ModuleList(Block(spec, f"{spec.prefix}blocks.{layer}") for layer in first)
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
 
     def layers(self) -> list[Block]:
