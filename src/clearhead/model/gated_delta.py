@@ -8,6 +8,8 @@ Shapes: B batch, T length, D model, K key heads, H value heads (a multiple of K)
 N chunks of C tokens, W width of the convolution's input, 2·K·E + H·V.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from clearhead.errors import ConfigError, refuse
 from clearhead.model.dtypes import uncast, wide
 from clearhead.model.norms import RMSNorm
+from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 CHUNK = 64
@@ -225,3 +228,54 @@ def _unit(x: Tensor) -> Tensor:
     """Divide by the norm over the last axis."""
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta_steps(
+    run: Pass,
+    name: str,
+    T: int,
+    d_model: int,
+    n_key_heads: int,
+    n_value_heads: int,
+    d_key: int,
+    d_value: int,
+    kernel: int = 4,
+) -> Iterator[Step]:
+    """Yield the steps of one layer of the gated delta rule on rows of T tokens without padding."""
+    D, K, H, E, V, rows = d_model, n_key_heads, n_value_heads, d_key, d_value, run.batch * T
+    C, size, keys, values = min(CHUNK, T), run.wide, n_key_heads * d_key, n_value_heads * d_value
+    N, width = -(-T // C), 2 * keys + values
+    slots, half = run.batch * N * C, run.size < run.wide  # rows, filled up to whole chunks
+    for part, d_out in (("q", keys), ("k", keys), ("v", values)):
+        yield linear_step(f"{name}.{part}", "attention", rows, D, d_out, bias=False)
+    # Half precision is widened for each tap. Else the taps are views of one tensor.
+    taps = kernel * rows + kernel if half else rows + run.batch * (kernel - 1)
+    convolved = rows * 2 * keys if half else rows * width
+    kept = (taps + rows) * width + convolved + 2 * rows * K
+    yield Step(f"{name}.conv", "attention", kernel * width, kept=kept * size)
+    for part, kept in (("beta", rows + slots), ("decay", 2 * rows + slots)):
+        yield linear_step(f"{name}.{part}", "attention", rows, D, H, bias=False, kept=kept * H * size)
+    yield Step(f"{name}.log_rate", "attention", H, kept=2 * H * size)
+    yield Step(f"{name}.decay_bias", "attention", H)
+
+    # Triangles of pairs: the decay, both products of queries and keys, both with the decay.
+    square = H * slots * C * size
+    read = H * slots * E * size
+    products: tuple[tuple[str, int, int, int, int, int, int], ...] = (
+        ("overlaps", N, C, C, E, 2, 3 * square + 2 * C * C + 2 * read),
+        ("solved", N, C, E + V, C, 2, H * slots * (E + 2 * V) * size),  # as a product with the inverse
+        ("corrections", N - 1, C, V, E, 2, 2 * N * run.batch * H * E * V * size),
+        ("first_correction", 1, C, V, E, 1, 0),  # of a state of zeros, which has no gradient
+        ("updates", N - 1, E, V, C, 2, read + 2 * H * slots * V * size),
+        ("last_update", 1, E, V, C, 0, 0),  # of a state that nobody reads
+        ("recalled", N, C, V, E, 2 if N > 1 else 1, read if N > 1 else 0),
+        ("scores", N, C, C, E, 2, 2 * square + read),
+        ("z", N, C, V, C, 2, H * (rows if half else slots) * V * size),
+    )
+    for part, chunks, m, n, k, gradients, kept in products:
+        count = run.batch * H * chunks
+        yield Step(f"{name}.{part}", "attention", 0, 0, m, n, k, count, gradients, kept)
+    yield linear_step(f"{name}.gate", "attention", rows, D, values, bias=False, kept=2 * rows * values * size)
+    kept = rows * values * (size + run.size) + rows * H * size
+    yield Step(f"{name}.norm", "norms", V, kept=kept)
+    yield linear_step(f"{name}.out", "attention", rows, values, D, bias=False, kept=rows * values * run.size)
