@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.errors import ConfigError
 from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps

@@ -207,7 +207,7 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     refuse(length < 1, f"{name} {length} must be 1 or more")
     tokens = spec.n_tokens(length)
     refuse(
-        spec.positions == "learned" and tokens > spec.max_positions,
+        spec.bounded and tokens > spec.max_positions,
         f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
         "raise max_positions",
     )
