@@ -21,6 +21,7 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.model.dtypes import uncast, wide
 
+CHUNK = 64  # tokens that a causal pass takes at once
 RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
 FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
 SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
@@ -121,7 +122,7 @@ def attend_linear(
     real: Tensor | None = None,
     documents: tuple[Tensor, Tensor] | None = None,
     state: LinearState | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState | None]:
     """Attend with features fq [B, H, T, F], fk [B, K, S, F] to v [B, K, S, V-1]: [B, H, T, V-1], new state.
 
