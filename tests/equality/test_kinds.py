@@ -38,7 +38,7 @@ def model_of(attention, **choices) -> ch.Transformer | None:
     ends = choices["family"] == "decoder" and any(getattr(read_kind(text), "last", 0) for text in texts)
     if not ends and not any(text.startswith(refused) for text in texts):
         return build(attention=attention, **choices)
-    with pytest.raises(ch.ConfigError, match="it is for|where its text ends"):
+    with pytest.raises(ch.ConfigError, match=r"it is for|where its text ends"):
         build(attention=attention, **choices)
     return None
 
