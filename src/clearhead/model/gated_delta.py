@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, refuse
 from clearhead.model.dtypes import uncast, wide
+from clearhead.model.linear import product
 from clearhead.model.norms import RMSNorm
 from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
@@ -78,20 +79,21 @@ def _by_chunks(
 
     # What token i writes depends on what the tokens before it in the chunk write: (1 + L) writes = ...
     strong = k * beta[..., None]
-    system = (strong @ k.transpose(-1, -2)) * decay
+    system = product(strong, k.mT) * decay
     targets = torch.cat([v * beta[..., None], strong * entering], dim=-1)
     solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
     writes, corrections = solved.tensor_split((V,), dim=-1)  # without a state, and per state
 
     state = v.new_zeros(B, H, E, V) if state is None else state
-    ends, into = entering[..., -1:, :], (k * leaving).transpose(-1, -2)  # B H N E C
+    ends, into = entering[..., -1:, :], (k * leaving).mT  # B H N E C
     states, written = [], []
-    for n in range(N):
+    # `unbind`, since the gradient of each index would be a tensor as long as all chunks.
+    for write, correction, end, inward in zip(*(x.unbind(2) for x in (writes, corrections, ends, into))):
         states.append(state)
-        written.append(writes[:, :, n] - corrections[:, :, n] @ state)
-        state = state * ends[:, :, n] + into[:, :, n] @ written[n]
-    within = (q @ k.transpose(-1, -2)) * decay
-    out = (q * entering) @ torch.stack(states, dim=2) + within @ torch.stack(written, dim=2)
+        written.append(write - product(correction, state))
+        state = state * end + product(inward, written[-1])
+    within = product(q, k.mT) * decay
+    out = product(q * entering, torch.stack(states, dim=2)) + product(within, torch.stack(written, dim=2))
     return out.view(B, H, N * C, V)[:, :, :T], state
 
 
@@ -268,7 +270,7 @@ def gated_delta_steps(
         ("first_correction", 1, C, V, E, 1, 0),  # of a state of zeros, which has no gradient
         ("updates", N - 1, E, V, C, 2, read + 2 * H * slots * V * size),
         ("last_update", 1, E, V, C, 0, 0),  # of a state that nobody reads
-        ("recalled", N, C, V, E, 2 if N > 1 else 1, read if N > 1 else 0),
+        ("recalled", N, C, V, E, 2 if N > 1 else 1, read),
         ("scores", N, C, C, E, 2, 2 * square + read),
         ("z", N, C, V, C, 2, H * (rows if half else slots) * V * size),
     )
