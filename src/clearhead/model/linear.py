@@ -21,6 +21,7 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.model.dtypes import uncast, wide
 
+CHUNK = 64  # tokens that a causal pass takes at once
 RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
 FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
 SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
@@ -121,7 +122,7 @@ def attend_linear(
     real: Tensor | None = None,
     documents: tuple[Tensor, Tensor] | None = None,
     state: LinearState | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState | None]:
     """Attend with features fq [B, H, T, F], fk [B, K, S, F] to v [B, K, S, V-1]: [B, H, T, V-1], new state.
 
@@ -176,7 +177,7 @@ def _whole(
     new = k.mT @ values
     sums = new if sums is None else sums + new
     grouped = q.reshape(B, K, -1, F) @ sums  # B K G·T V
-    return grouped.view(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
+    return grouped.reshape(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
 
 
 def _by_document(q: Tensor, k: Tensor, values: Tensor, scale: Tensor, asked: Tensor, known: Tensor) -> Tensor:
@@ -208,10 +209,10 @@ def _scan(
     if state is None:
         absent = values.new_full((B, K), 0.0 if scale is None else ABSENT)
         state = LinearState(values.new_zeros(B, K, F, V), absent, None if known is None else known[:, 0])
-    q = nnf.pad(q, (0, 0, 0, more)).view(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
-    k = nnf.pad(k, (0, 0, 0, more)).view(B, K, N, C, F)
-    values = nnf.pad(values, (0, 0, 0, more)).view(B, K, N, C, V)
-    scores = product(q, k.mT).view(B, K, N, G, C, C)  # of the keys in the same chunk
+    q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
+    k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
+    values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
+    scores = product(q, k.mT).reshape(B, K, N, G, C, C)  # of the keys in the same chunk
 
     if scale is None:
         totals = torch.cat([state.sums[:, :, None], product(k.mT, values)], dim=2).cumsum(2)
@@ -221,7 +222,7 @@ def _scan(
     else:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
         visible = _Visible.of(real, asked, known, state.document, C, more)
-        scale = nnf.pad(scale, (0, more), value=ABSENT).view(B, K, N, C)
+        scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
         sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
@@ -238,10 +239,10 @@ def _scan(
         read = torch.where(visible.reads, torch.stack(highest[:N], dim=2)[..., None], ABSENT)  # B K N C
         top = torch.maximum(seen.detach().amax(-1), read).clamp(min=ABSENT / 2)  # of all that a query sees
         scores = scores * (seen - top[..., None]).exp()[:, :, :, None]
-        earlier = product(q, torch.stack(states[:N], dim=2)).view(B, K, N, G, C, V)
-        earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).view(B, K, N, G * C, V)
-    out = product(scores.view(B, K, N, G * C, C), values) + earlier
-    out = out.view(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
+        earlier = product(q, torch.stack(states[:N], dim=2)).reshape(B, K, N, G, C, V)
+        earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).reshape(B, K, N, G * C, V)
+    out = product(scores.reshape(B, K, N, G * C, C), values) + earlier
+    out = out.reshape(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
     return out[:, :, :T], after
 
 
@@ -273,8 +274,8 @@ class _Visible(NamedTuple):
         slots = torch.arange(T, device=real.device)
         token = torch.where(real, slots, -1).cummax(1).values
         known = torch.where(token < 0, before[:, None], known.gather(1, token.clamp(min=0)))
-        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).view(B, 1, -1, C)
-        asked = nnf.pad(asked, (0, more)).view(B, 1, -1, C)
+        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
+        asked = nnf.pad(asked, (0, more)).reshape(B, 1, -1, C)
         last = known[..., -1]  # B 1 N
         held = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
         earlier = torch.ones(C, C, dtype=torch.bool, device=real.device).tril()
