@@ -43,7 +43,7 @@ class LinearState(NamedTuple):
 
     sums: Tensor  # B K F V: of features times [value, 1], divided by exp(peak)
     peak: Tensor  # B K: the largest log scale among the keys
-    document: Tensor | None  # B: the document that the sums belong to
+    document: Tensor | None = None  # B: the document that the sums belong to
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the state of some rows."""
