@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from clearhead.errors import ConfigError
+from clearhead.errors import ConfigError, InputError
 from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
 from clearhead.model.steps import Pass
 from clearhead.model.taps import Tap
@@ -245,6 +245,23 @@ def test_equals_transformers_whole_and_in_pieces():
             piece = x[:, start : start + size]
             assert worst(ours(piece, state=state), theirs(piece, cache_params=cache)) <= 1e-5
             start += size
+
+
+def test_a_state_without_documents_takes_none_later():
+    model, x, state = layer(), vectors(), GatedDeltaState()
+    model(x[:, :3], state=state)
+    with pytest.raises(InputError, match="from its first call on"):
+        model(x[:, 3:], None, PACKED[:, 3:], state)
+
+
+def test_a_compiled_layer_is_one_graph_with_the_same_gradients():
+    model, real = layer(), torch.tensor(PADDINGS["gaps"], dtype=torch.bool)
+    whole = torch.compile(lambda x: model(x, real, PACKED), backend="aot_eager", fullgraph=True)
+    found, right = (vectors().requires_grad_() for _ in range(2))
+    out, expected = whole(found), model(right, real, PACKED)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert max(worst(out, expected), worst(found.grad, right.grad)) <= 1e-5
 
 
 def test_heads_that_cannot_be_shared_are_refused():
