@@ -15,8 +15,8 @@ from clearhead.config import StackSpec
 from clearhead.config.kinds import Kind
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
-from clearhead.model.blocks import attend_blocks, plain_blocks
 from clearhead.model.cache import CrossKeys, LayerKeys
+from clearhead.model.kinds.blocks import attend_blocks, plain_blocks
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 

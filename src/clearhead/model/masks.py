@@ -10,16 +10,13 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Strided, Windowed
 from clearhead.model.positions import Rotary
-
-if TYPE_CHECKING:
-    from clearhead.model.blocks import BlockPlan
 
 
 @dataclass(frozen=True)
@@ -152,6 +149,19 @@ def join(a: Tokens, b: Tokens) -> Tokens:
 
 
 @dataclass(frozen=True)
+class BlockPlan:
+    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+
+    size: int  # b
+    index: Tensor  # B|1 N M: numbers of the blocks of keys
+    mask: Tensor  # B|1 N b M·b
+    bias: Tensor | None  # B|1 N H b M·b
+    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
+    global_mask: Tensor | None = None  # B|1 1 G S
+    global_bias: Tensor | None = None  # B|1 H G S
+
+
+@dataclass(frozen=True)
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
@@ -160,7 +170,7 @@ class View:
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
     tokens: Tokens | None = None  # the queries, for kinds of attention with a formula of their own
-    blocks: "BlockPlan | None" = None  # stands for mask and bias, which `dense` spells out
+    blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
 
     def unrotated(self) -> "View":

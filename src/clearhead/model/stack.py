@@ -25,11 +25,11 @@ from clearhead.config import StackSpec
 from clearhead.config.kinds import FULL, Blocks, Kind
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
-from clearhead.model.blocks import plan_blocks
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds import attention_for, kind_steps
+from clearhead.model.kinds.blocks import plan_blocks
+from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step

@@ -249,6 +249,6 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
     for stack in stacks:
         writes = stack.spec.n_layers * (3 if stack.spec.cross else 2)
         for part in stack.modules():
-            if isinstance(part, Attention | FeedForward):
-                writer = part.out if isinstance(part, Attention) else part.down
+            if isinstance(part, Attention | FeedForward | GatedDelta):
+                writer = part.down if isinstance(part, FeedForward) else part.out
                 nn.init.normal_(writer.weight, std=std / math.sqrt(writes))

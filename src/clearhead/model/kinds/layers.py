@@ -20,8 +20,15 @@ from clearhead.model import masks
 from clearhead.model.attend import fused
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
-from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
-from clearhead.model.linear import CHUNK, FEATURES, Features, LinearState, attend_linear, orthogonal_features
+from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
+from clearhead.model.kinds.linear import (
+    CHUNK,
+    FEATURES,
+    Features,
+    LinearState,
+    attend_linear,
+    orthogonal_features,
+)
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
