@@ -32,7 +32,7 @@ def draw_long(found: LongReport, title: str) -> Figure:
     lines = -(-len(panels) // COLUMNS)
     figure = new(5.2 * min(COLUMNS, len(panels)), 3.1 * lines + 0.4)
     figure.suptitle(plain(title), fontsize=11)
-    grid = figure.subplots(lines, min(COLUMNS, len(panels)), squeeze=False).flat
+    grid = list(figure.subplots(lines, min(COLUMNS, len(panels)), squeeze=False).flat)
     for axes in grid:
         axes.set_axis_off()
     for axes, panel in zip(grid, panels):

@@ -24,7 +24,7 @@ from clearhead.inside.long.positions import (
     trained_length,
     try_scalings,
 )
-from clearhead.inside.long.retrieval import RetrievalGrid, retrieve
+from clearhead.inside.long.retrieval import RetrievalGrid, retrieve, words_of
 from clearhead.inside.long.text import LongText, read_text
 from clearhead.inside.results import Result
 from clearhead.tasks.reading import fitting
@@ -102,6 +102,7 @@ def long(
     read = read_text(m, text) if needs_text else None
     notes = [] if read is None else list(read.notes)
     tokens = _length(m.config.positions == "learned", m.config.max_positions, length, read, notes)
+    words = words_of(m, read) if read is not None and "retrieval" in parts else None
     by_position: PositionLoss | None = None
     grids: tuple[RetrievalGrid, ...] = ()
     tries: tuple[ScalingTry, ...] = ()
@@ -109,9 +110,9 @@ def long(
         tries = try_scalings(m.model, read, scalings, rows, bins, on_progress)
     if read is not None and "perplexity" in parts:
         by_position = loss_by_position(m.model, read, tokens, rows, bins, on_progress)
-    if read is not None and "retrieval" in parts:
+    if read is not None and words is not None:
         lengths = sorted({tokens // share for share in SHARES})
-        grids = retrieve(m, read, lengths, trials, seed, on_progress)
+        grids = retrieve(m, read, words, lengths, trials, seed, on_progress)
     growth = measure_growth(m.model, tokens, seed, on_progress) if "cost" in parts else None
     name = None if read is None else read.name
     return LongReport(trained_length(config), tokens, name, by_position, grids, growth, tries, tuple(notes))

@@ -83,7 +83,21 @@ class Vocabulary(NamedTuple):
 
 
 def words_of(m: Model, text: LongText) -> Vocabulary:
-    """Return the words of a text; where no token tells of spaces, as with ids alone, each token is a word."""
+    """Return the words of a text; where no token tells of spaces, as with ids alone, each token is a word.
+
+    A text that has too few for the probes is refused.
+    """
+    found = _words(m, text)
+    different = len({word[0] for word in found.words})
+    refuse(
+        len(found.words) < NEEDED or different < CHOICES,
+        f"{text.name} has {len(found.words)} different words with {different} different first tokens, "
+        f"and the probes need {NEEDED} and {CHOICES}: give a longer text, or leave retrieval out",
+    )
+    return found
+
+
+def _words(m: Model, text: LongText) -> Vocabulary:
     ids = text.ids[:SAMPLED].tolist()
     names = {token: label(m.tokenizer, token) for token in {*ids}}
     if not any(SPACE in name for name in names.values()):
@@ -150,16 +164,15 @@ def make_trial(
 
 @torch.inference_mode()
 def retrieve(
-    m: Model, text: LongText, lengths: Sequence[int], trials: int, seed: int, on_progress: OnProgress
+    m: Model,
+    text: LongText,
+    vocabulary: Vocabulary,
+    lengths: Sequence[int],
+    trials: int,
+    seed: int,
+    on_progress: OnProgress,
 ) -> tuple[RetrievalGrid, ...]:
     """Run every probe at each length and depth; a cell in which the needles do not fit is NaN."""
-    vocabulary = words_of(m, text)
-    different = len({word[0] for word in vocabulary.words})
-    refuse(
-        len(vocabulary.words) < NEEDED or different < CHOICES,
-        f"{text.name} has {len(vocabulary.words)} different words with {different} different first tokens, "
-        f"and the probes need {NEEDED} and {CHOICES}: give a longer text, or leave retrieval out",
-    )
     cells = list(itertools.product(range(len(lengths)), range(len(DEPTHS))))
     grids = []
     with evaluating(m.model):

@@ -61,7 +61,8 @@ def read_text(m: Model, text: Any) -> LongText:
     `text` names files, folders, globs or an embedded corpus, or is a sequence of token ids. Where it is
     empty, the run that made the model says what text it held out.
     """
-    if len(text) and not isinstance(text, str | Path) and not isinstance(text[0], str | Path):
+    named = [text] if isinstance(text, str | Path) else list(text)
+    if named and not isinstance(named[0], str | Path):
         ids = m.prompt_ids(text)
         outside = next((token for token in ids if not 0 <= token < m.config.vocab_size), None)
         refuse(
@@ -69,7 +70,6 @@ def read_text(m: Model, text: Any) -> LongText:
             f"{outside} is no token id of this model: ids go from 0 to {m.config.vocab_size - 1}",
         )
         return LongText("the text", np.array(ids))
-    named = [text] if isinstance(text, str | Path) else list(text)
     recipe, notes = run_recipe(m.folder), []
     if named:
         plan = replace(data_plan(m.folder, named), paths=tuple(map(str, named)), validation=())
