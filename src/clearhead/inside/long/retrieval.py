@@ -172,19 +172,22 @@ def retrieve(
     seed: int,
     on_progress: OnProgress,
 ) -> tuple[RetrievalGrid, ...]:
-    """Run every probe at each length and depth; a cell in which the needles do not fit is NaN."""
-    cells = list(itertools.product(range(len(lengths)), range(len(DEPTHS))))
+    """Run every probe at each length and depth; a length at which the needles do not fit is NaN."""
     grids = []
     with evaluating(m.model):
         for number, (name, probe) in enumerate(PROBES.items()):
             shares = np.full((2, len(lengths), len(DEPTHS)), np.nan)
-            for done, (row, column) in enumerate(cells, start=1):
-                asked = (text, vocabulary, probe, lengths[row], DEPTHS[column])
-                made = [make_trial(*asked, (seed, number, row, column, trial)) for trial in range(trials)]
+            for row, length in enumerate(lengths):
+                made = [
+                    make_trial(text, vocabulary, probe, length, depth, (seed, number, row, column, trial))
+                    for column, depth in enumerate(DEPTHS)
+                    for trial in range(trials)
+                ]
                 fitting = [trial for trial in made if trial is not None]
-                if len(fitting) == trials:
-                    shares[:, row, column] = np.mean(list(_judged(m, fitting)), axis=0)
-                on_progress(name, done, len(cells))
+                if len(fitting) == len(made):
+                    judged = np.array(list(_judged(m, fitting))).reshape(len(DEPTHS), trials, 2)
+                    shares[:, row] = judged.mean(1).T
+                on_progress(name, row + 1, len(lengths))
             grids.append(
                 RetrievalGrid(name, tuple(lengths), DEPTHS, trials, 1 / CHOICES, shares[0], shares[1])
             )
