@@ -70,8 +70,12 @@ def shown(title: str, found: ch.LongReport) -> dict[str, object]:
         print(f"  {grid.probe:<12}right {np.nanmean(grid.right):.3f}, chance {grid.chance:.3f}")
     if found.cost is not None:
         print(f"  slopes {found.cost.slopes}")
-    body = {"title": title, "device": device_name(), "torch": torch.__version__}
-    return {**body, **rounded({**found.to_dict(), "text": found.text and Path(found.text).name})}
+    about = {"title": title, "device": device_name(), "torch": torch.__version__}
+    body = {**found.to_dict(), "text": found.text and Path(found.text).name}
+    del body["notes"]
+    for one in body["scalings"]:
+        del one["scaling"]  # its name says it
+    return {**about, **rounded(body)}
 
 
 def main() -> None:
@@ -89,7 +93,13 @@ def main() -> None:
     asked: dict[str, Any] = {"rows": options.rows, "trials": options.trials, "scalings": SCALINGS}
     jobs: list[tuple[str, ch.Model, Any, dict[str, Any], str | None]] = [
         ("a character model, on the book it held out", char, (), {"length": 256, "rows": 64}, "long_char"),
-        ("the same model: cost", char, (), {"parts": ["cost"], "length": 8192, "scalings": ()}, "long_cost"),
+        (
+            "the character model, cost",
+            char,
+            (),
+            {"parts": ["cost"], "length": 8192, "scalings": ()},
+            "long_cost",
+        ),
         ("stories260K, on a book", stories, BOOK, {}, "long_stories"),
         ("stories260K, on stories", stories, STORIES, {"parts": ["perplexity"]}, None),
     ]

@@ -125,7 +125,7 @@ def _length(learned: bool, positions: int, asked: int | None, text: LongText | N
         room = usual if text is None else text.room
         asked = min(usual, LONGEST, room)
         if asked < usual:
-            why = "the text has no more" if room < LONGEST else "--length chooses another"
+            why = "the text has no more" if asked == room else "--length chooses another"
             notes.append(f"rows of {asked:,} tokens, not {usual:,}: {why}")
     refuse(asked < 2, f"length {asked} leaves nothing to predict: choose 2 or more, or give a longer text")
     refuse(
