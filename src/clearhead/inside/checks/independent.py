@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model, load
+from clearhead.config.kinds import read_kind
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.forward import cache_forms, through
@@ -83,7 +84,7 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
         count = torch.arange(padded["ids"].shape[1], device=inputs.device)
         far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
         beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
-        for given in [padded] if config.positions == "learned" else [padded, beyond]:
+        for given in [padded] if config.bounded else [padded, beyond]:
             both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
             ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
             gaps.append(gap(ours, theirs))
@@ -111,10 +112,12 @@ def _quiet(inputs: Inputs) -> float:
 def lively(model: Transformer, seed: int = 0) -> Transformer:
     """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
     made = copy.deepcopy(model).float()
-    made.config = config = model.config.replace(window=_shorter(model.config.window))
-    for stack in (made.encoder, made.decoder):
-        if stack is not None:
-            stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
+    made.config = config = model.config.replace(
+        window=_shorter(model.config.window), attention=_shorter(model.config.attention)
+    )
+    for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
+        if stack is not None and spec is not None:
+            stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in made.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)
@@ -130,6 +133,8 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
 def _shorter(window: Any) -> Any:
     if isinstance(window, tuple):
         return tuple(_shorter(one) for one in window)
+    if isinstance(window, str):
+        return str(read_kind(window).shortened(WINDOW))
     return None if window is None else min(window, WINDOW)
 
 
@@ -223,7 +228,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
 def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     """Return how many greedy tokens are not those that transformers writes."""
     model, source = inputs.model, inputs.given.get("source")
-    learned, room = model.config.positions == "learned", model.config.max_positions - 4
+    learned, room = model.config.bounded, model.config.max_positions - 4
     tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
     read: dict[str, Any]
     if source is None:
