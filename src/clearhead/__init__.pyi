@@ -23,6 +23,8 @@ from clearhead.explorer.record import show as show
 from clearhead.generate.request import Sampling as Sampling
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
+from clearhead.inside.long import LongReport as LongReport
+from clearhead.inside.long import long as long
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
 from clearhead.model.cache import Cache as Cache
