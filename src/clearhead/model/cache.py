@@ -1,9 +1,9 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
-Three forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing
-more. `WindowCache` keeps at most a window of keys in the layers that have one. `FixedCache`, in a file of its
-own, has buffers of one size, for compiled steps. The model calls `begin` before its first layer and `advance`
-after its last.
+Four forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing more.
+`WindowCache` keeps at most a window of keys in the layers that have one. In files of their own, `StreamCache`
+keeps the first tokens and the last ones, and `FixedCache` has buffers of one size, for compiled steps. The
+model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
@@ -49,6 +49,7 @@ class CrossKeys(LayerKeys):
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
+    sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
@@ -204,7 +205,7 @@ class WindowCache(Cache):
         old = self.rings.get(window) or empty_slots(order.shape[0], window + 1, order.device)
         batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
         last = torch.where(real, order, -1).amax(1, keepdim=True)
-        slot = torch.where(real & (order > last - window), order % window, window).expand(batch, -1)
+        slot = torch.where(real, self._slot(window, order, last), window).expand(batch, -1)
 
         def written(ring: Tensor, new: Tensor) -> Tensor:
             return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
@@ -213,6 +214,10 @@ class WindowCache(Cache):
         real[:, window] = False
         self.rings[window] = Slots(order, positions, real, documents)
         self._before[window], self.slots[window] = old, slot
+
+    def _slot(self, window: int, order: Tensor, last: Tensor) -> Tensor:
+        """Return the slot of each token in a ring, [B|1, T]; `last` [B|1, 1] is the newest token."""
+        return torch.where(order > last - window, order % window, window)
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer and ring."""

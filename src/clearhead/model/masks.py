@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from clearhead.errors import refuse
 from clearhead.model.positions import Rotary
 
 
@@ -27,6 +28,7 @@ class Tokens:
     real: Tensor | None  # B|1 T: False for padding; None: all real
     documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
     plain: bool  # all real, one document, order and positions both 0, 1, 2, ... from some start
+    until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
 
     @property
     def length(self) -> int:
@@ -53,6 +55,7 @@ class Tokens:
             positions=change(self.positions),
             real=None if self.real is None else change(self.real),
             documents=None if self.documents is None else change(self.documents),
+            until=None if self.until is None else change(self.until),
         )
 
     def of_rows(self, rows: Tensor) -> Self:
@@ -172,6 +175,9 @@ def compose(
         if prefix is not None:
             earlier = earlier | (keys.positions < prefix[:, None])[:, None, :]
         allowed.append(earlier)
+    if keys.until is not None:
+        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
+        allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
     if window is not None:
         allowed.append((queries.positions[:, :, None] - keys.positions[:, None, :]).abs() < window)
     if not allowed:
