@@ -146,29 +146,30 @@ class StreamCache(WindowCache):
 class StreamKeys(RingKeys):
     """The sinks and the last tokens of each row in one buffer; the sinks are rotated anew for each query."""
 
+    cache: StreamCache
     first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
     def __init__(self, cache: StreamCache, window: int, turned: bool, own: int | None) -> None:
         """Make the keys of a layer that rotates keys if `turned`; `own` is the window of the layer."""
         super().__init__(cache, window)
-        self.stream, self.turned, self.own = cache, turned, own
+        self.turned, self.own = turned, own
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write into the ring; return it, or for several tokens all that `StreamCache.visible` describes."""
-        (B, K, T, E), N = k.shape, self.stream.sinks
+        (B, K, T, E), N = k.shape, self.cache.sinks
         keys, values = super().update(k, v)
         if self.turned and N:
             if self.first is None:
                 self.first = k.new_zeros(B, K, N + 1, E)
-            slot = self.stream.slots[self.window].clamp(max=N).expand(B, T)[:, None, :, None]
+            slot = self.cache.slots[self.window].clamp(max=N).expand(B, T)[:, None, :, None]
             self.first.scatter_(2, slot.expand(-1, K, -1, E), k.detach())
-        if not self.stream.moves:
+        if not self.cache.moves:
             return keys, values
         buffer, held = self.read()
         sinks = (buffer if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
         if self.turned:
-            turn = Rotary(*(part[..., None, :] for part in self.stream.turns[self.own]))
-            sinks = rotate(sinks, turn, self.stream.spec.rope_layout)  # B K T N E
+            turn = Rotary(*(part[..., None, :] for part in self.cache.turns[self.own]))
+            sinks = rotate(sinks, turn, self.cache.spec.rope_layout)  # B K T N E
         if T == 1:
             if self.turned:
                 buffer[:, :, :N] = sinks[:, :, 0]
