@@ -145,6 +145,22 @@ def test_rows_of_any_length_generate_as_if_read_token_by_token(name, piece, monk
         assert worst(found, wanted.float()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("attention", [("linear(elu)", "full"), ("dilated(3, 2)", "full"), "window(64)"])
+def test_layers_of_other_kinds_stream_beside_full_ones(attention):
+    """States and small windows stay as they are; a window wider than what is kept is cut by it."""
+    model, ids = build(positions="rope", attention=attention, max_positions=64), some_ids(1, 140)
+    with torch.no_grad():
+        one, pieces, all_at_once = (
+            in_pieces(model, ids, sizes, ch.StreamCache(model.config, WINDOW, SINKS))
+            for sizes in ([1] * 140, chunks(140, 7), [140])
+        )
+    assert worst(one, pieces) <= TOLERANCE
+    assert worst(one, all_at_once) <= TOLERANCE
+    if attention == "window(64)":
+        full = build(positions="rope", max_positions=64)
+        assert worst(one[0, :24], streamed(full, ids[0, :24].tolist(), WINDOW, SINKS).float()) <= TOLERANCE
+
+
 def test_reorder_and_padding_in_the_middle():
     """Row i goes on as row rows[i] would; padding between tokens takes no place."""
     model, ids, rows = build(**MODELS["rope"]), some_ids(3, 24), torch.tensor([2, 0, 0])
@@ -172,7 +188,7 @@ def held(thing: object, seen: set[int]) -> int:
 
 
 def test_twenty_thousand_tokens_hold_what_forty_do():
-    model, ids = build(positions="rope", n_layers=1), some_ids(2, 20_000)
+    model, ids = build(positions="rope", n_layers=1), some_ids(1, 20_000)
     cache, sizes = ch.StreamCache(model.config, WINDOW, SINKS), []
     with torch.no_grad():
         for start, stop in ((0, 40), (40, 19_900), (19_900, 20_000)):
@@ -180,7 +196,7 @@ def test_twenty_thousand_tokens_hold_what_forty_do():
             said = in_pieces(model, ids[:, stop - 10 : stop], [1] * 10, cache)
             sizes.append(held(cache, set()))
     assert cache.length == 20_000
-    assert sizes[0] == sizes[1] == sizes[2] >= 2 * WINDOW * 16 * 4 * 2
+    assert sizes[0] == sizes[1] == sizes[2] >= 2 * WINDOW * 16 * 4
     # One layer: keys depend on their token alone, so a text of those that are kept says the same.
     kept = torch.cat([ids[:, :SINKS], ids[:, SINKS - WINDOW :]], 1)
     assert worst(said[:, -1], model(kept).logits[:, -1]) <= TOLERANCE
@@ -221,7 +237,8 @@ def test_a_model_streams_without_a_warning_and_without_beams_of_its_own(recwarn)
         ({"positions": "learned"}, {}, "learned positions are added .* cannot move: use overflow=.slide"),
         ({"positions": "sinusoidal"}, {}, "sinusoidal positions are added"),
         ({"rope_scaling": ch.RopeScaling(kind="dynamic", factor=2.0)}, {}, "dynamic scaling turns keys"),
-        ({"window": 6}, {}, "sinks 4 change nothing: each layer has a window of its own below .* up to 6"),
+        ({"window": 6}, {}, "sinks 4 change nothing: no layer of the model sees 32 tokens"),
+        ({"attention": "strided(4)"}, {}, "attention strided.* goes by places in the whole text"),
         ({"family": "encoder-decoder"}, {}, "streaming is for a decoder, .* encoder-decoder"),
     ],
 )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model, load
+from clearhead.config.kinds import read_kind
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.forward import cache_forms, through
@@ -111,10 +112,12 @@ def _quiet(inputs: Inputs) -> float:
 def lively(model: Transformer, seed: int = 0) -> Transformer:
     """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
     made = copy.deepcopy(model).float()
-    made.config = config = model.config.replace(window=_shorter(model.config.window))
-    for stack in (made.encoder, made.decoder):
-        if stack is not None:
-            stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
+    made.config = config = model.config.replace(
+        window=_shorter(model.config.window), attention=_shorter(model.config.attention)
+    )
+    for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
+        if stack is not None and spec is not None:
+            stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in made.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)
@@ -130,6 +133,8 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
 def _shorter(window: Any) -> Any:
     if isinstance(window, tuple):
         return tuple(_shorter(one) for one in window)
+    if isinstance(window, str):
+        return str(read_kind(window).shortened(WINDOW))
     return None if window is None else min(window, WINDOW)
 
 
