@@ -10,8 +10,8 @@ memory of the process. `--new` as large as the block generates every token.
 
 The second form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
 keys, also past the length the model was trained on; a window, the last keys alone; and a window of the same
-size whose first tokens are sinks. It writes negative log-likelihoods by position, and the picture
-docs/images/streaming.png.
+size whose first tokens are sinks. It writes negative log-likelihoods by position, and a picture into
+docs/images, both under the name of the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def compare(
             axes.plot([(place + 0.5) * every for place in range(len(curve))], curve, label=name)
         axes.axvline(m.config.max_positions, color="grey", linestyle=":")
         axes.legend()
-        save_picture(figure, ROOT / "docs" / "images" / "streaming.png")
+        save_picture(figure, ROOT / "docs" / "images" / f"streaming_{folder.name}.png")
     return {
         "title": title,
         "text": text.name,
@@ -172,7 +172,7 @@ def main() -> None:
         found = compare(
             options.model, options.text, tokens, window, options.sinks, options.every, options.save
         )
-        name = "streaming_likelihood"
+        name = f"streaming_{options.model.name}"
     else:
         window = options.window or 256
         rows = measure_tokens(options.tokens or 1_000_000, options.block, options.new, window, options.sinks)

@@ -24,8 +24,8 @@ from clearhead.model.positions import RopePositions, Rotary, rotate
 def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
     """Raise `InputError` where a model cannot attend to the first and the last tokens of a text alone."""
     refuse(
-        config.family != "decoder",
-        f"streaming is for a decoder, and this is a model of family {config.family}: leave it out",
+        config.decoder is None or config.encoder is not None,
+        "streaming is for a decoder alone, and this model has an encoder: leave it out",
     )
     refuse(
         config.positions in ("learned", "sinusoidal"),
