@@ -1,4 +1,4 @@
-"""The gated delta rule against its recurrence in float64, its layer against transformers', its stated cost."""
+"""The gated delta rule against its recurrence in float64; its layer against transformers; its stated cost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from clearhead.errors import ConfigError
-from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta
+from clearhead.errors import ConfigError, InputError
+from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
+from clearhead.model.steps import Pass
 from clearhead.model.taps import Tap
 from tests.harness import chunks, scramble, worst
 
@@ -245,6 +247,65 @@ def test_equals_transformers_whole_and_in_pieces():
             start += size
 
 
+def test_a_state_without_documents_takes_none_later():
+    model, x, state = layer(), vectors(), GatedDeltaState()
+    model(x[:, :3], state=state)
+    with pytest.raises(InputError, match="from its first call on"):
+        model(x[:, 3:], None, PACKED[:, 3:], state)
+
+
+def test_a_compiled_layer_is_one_graph_with_the_same_gradients():
+    model, real = layer(), torch.tensor(PADDINGS["gaps"], dtype=torch.bool)
+    whole = torch.compile(lambda x: model(x, real, PACKED), backend="aot_eager", fullgraph=True)
+    found, right = (vectors().requires_grad_() for _ in range(2))
+    out, expected = whole(found), model(right, real, PACKED)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert max(worst(out, expected), worst(found.grad, right.grad)) <= 1e-5
+
+
 def test_heads_that_cannot_be_shared_are_refused():
     with pytest.raises(ConfigError, match="5 value heads cannot share 2 key heads"):
         GatedDelta(D, 2, 5, E, VALUE)
+
+
+SIZES = [(D, 2, 4, 5, 3), (D, 2, 2, 5, 3), (D, 1, 4, 8, 8, 3)]
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("length", [1, 11, 64, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:mkldnn")
+def test_steps_state_the_cost(sizes, length, dtype):
+    model, x = GatedDelta(*sizes).to(dtype), torch.randn(B, length, D, dtype=dtype, requires_grad=True)
+    steps = list(gated_delta_steps(Pass(B, dtype.itemsize), "layer", length, *sizes))
+    assert len({step.name for step in steps}) == len(steps)
+    owned = dict(model.named_parameters())
+    for step in steps:
+        part = step.name.removeprefix("layer.")
+        assert step.parameters == sum(
+            owned[name].numel() for name in (part, f"{part}.weight") if name in owned
+        )
+    assert sum(step.parameters for step in steps) == sum(p.numel() for p in model.parameters())
+
+    own = {p.untyped_storage().data_ptr() for p in (x, *model.parameters())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.untyped_storage().data_ptr() not in own:
+            kept[saved.untyped_storage().data_ptr()] = saved
+        return saved
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
+        FlopCounterMode(display=False) as forward,
+    ):
+        out = model(x)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    solve = next(step for step in steps if step.name == "layer.solved").forward  # which torch does not count
+    assert sum(step.forward for step in steps) - solve == forward.get_total_flops()
+    assert sum(step.backward for step in steps) - solve == backward.get_total_flops()
+    stated = sum(step.kept for step in steps)
+    assert stated == pytest.approx(sum(x.untyped_storage().nbytes() for x in kept.values()), rel=0.01)

@@ -10,7 +10,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.model.linear import FEATURES, Features, attend_linear, favor, orthogonal_features
+from clearhead.model.linear import FEATURES, Features, attend_linear, favor, orthogonal_features, product
 from tests.harness import worst
 
 B, H, K, T, E, VALUE = 2, 4, 2, 11, 6, 3
@@ -196,6 +196,32 @@ def test_a_long_row_equals_the_square_of_weights(name):
     weights = kernel(name, q, k).tril()
     right = weights @ v.repeat_interleave(H // K, dim=1) / weights.sum(-1, keepdim=True)
     assert worst(run(name, q.float(), k.float(), v.float(), causal=True)[0].double(), right) <= 1e-5
+
+
+@pytest.mark.parametrize(("name", "packed"), [("elu", False), ("favor", True)])
+def test_a_compiled_pass_is_one_graph_with_the_same_gradients(name, packed):
+    given = {"causal": True, "real": padding("gaps"), "chunk": 4}
+    given["documents"] = (PACKED, PACKED) if packed else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(name, q, k, v, **given)[0]
+
+    whole = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found, right = [[x.float().requires_grad_() for x in inputs()] for _ in range(2)]
+    out, expected = whole(*found), attend(*right)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert worst(out, expected) <= 1e-5
+    assert max(worst(x.grad, y.grad) for x, y in zip(found, right)) <= 1e-5
+
+
+def test_products_have_the_gradients_of_products():
+    a, b = (
+        torch.randn(2, 3, 4, 5).double().requires_grad_(),
+        torch.randn(2, 3, 6, 5).double().requires_grad_(),
+    )
+    assert torch.autograd.gradcheck(lambda a, b: product(a, b.mT), (a, b))
+    assert torch.autograd.gradgradcheck(lambda a, b: product(a, b.mT), (a, b))
 
 
 def test_the_scan_keeps_memory_that_grows_with_the_length():

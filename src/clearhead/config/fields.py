@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, Windowed
+from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types
 
@@ -235,6 +235,11 @@ class StackSpec(StackFields):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None for a layer of another kind."""
         return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether weights belong to positions, so that none past `max_positions` can be read."""
+        return self.positions == "learned" or any(isinstance(kind, LowRank) for kind in self.kinds)
 
     @property
     def n_patches(self) -> int:

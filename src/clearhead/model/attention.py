@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
+from clearhead.config.kinds import Kind
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
-from clearhead.model.blocks import attend_blocks
+from clearhead.model.blocks import attend_blocks, plain_blocks
 from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
@@ -123,11 +124,12 @@ def attention_steps(
     name: str,
     T: int,
     S: int,
-    window: int | None,
+    sees: Kind,
     kind: Literal["attention", "cross"],
 ) -> Iterator[Step]:
     """Yield the steps of one attention of T queries and S keys."""
     B, D, own = run.batch, spec.d_model, kind == "attention"
+    blocks = plain_blocks(sees, T, spec.causal) if own else None
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     eager = spec.attention_softcap is not None or spec.attention_sink
     fused = not eager and Ev == E and not (own and spec.positions == "relative")
@@ -140,9 +142,16 @@ def attention_steps(
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
-    kept, answer = attend_bytes(spec, run, own, H, T, S, window, fused), B * T * H * Ev * run.size
-    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * answer)
+    kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
+    queries, met = T, S
+    if blocks is not None:  # gathered keys and values, queries by blocks, log-sums and a mask of what is met
+        size, count = blocks
+        queries, met = -(-T // size) * size, size * count
+        gathered = queries // size * met * K * (E + Ev) * run.size
+        mask = queries * met * (run.size if not eager else 1)
+        kept = B * (gathered + queries * H * (E * run.size + 4)) + mask
+    yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

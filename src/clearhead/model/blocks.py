@@ -8,6 +8,7 @@ Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b 
 queries, M blocks of keys that each of them meets, G global queries of a row.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,20 @@ def plan_blocks(
         None if found is None else found.view(rows, N, *found.shape[1:]),
     )
     return _with_globals(plan, queries, keys, kind, causal, bias) if isinstance(kind, Blocks) else plan
+
+
+@functools.lru_cache(maxsize=256)
+def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | None:
+    """Return the size of a block and how many each meets, in rows without padding; None: a dense mask."""
+    size = block_size(kind)
+    if size is None or length < 4 * size:
+        return None
+    tokens = masks.tokens_from(1, length, torch.device("cpu"))
+    if isinstance(kind, Blocks) and not causal:
+        tokens = tokens.counted()
+    padded = _padded(tokens, size, 1)
+    count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
+    return None if count == 0 or count * size * WORTH > length else (size, count)
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:

@@ -8,16 +8,19 @@ Shapes: B batch, T length, D model, K key heads, H value heads (a multiple of K)
 N chunks of C tokens, W width of the convolution's input, 2·K·E + H·V.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, refuse
 from clearhead.model.dtypes import uncast, wide
+from clearhead.model.linear import CHUNK, product
 from clearhead.model.norms import RMSNorm
+from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
-CHUNK = 64
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here
 
 
@@ -57,17 +60,17 @@ def _by_chunks(
     """Solve for the writes of all chunks at once, then carry the state from chunk to chunk."""
     (B, H, T, V), (K, E), C = v.shape, (k.shape[1], k.shape[3]), min(chunk, max(v.shape[2], 1))
     N, more = -(-T // C), -T % C
-    q = F.pad(q * E**-0.5, (0, 0, 0, more)).view(B, K, N, C, E).repeat_interleave(H // K, dim=1)
-    k = F.pad(k, (0, 0, 0, more)).view(B, K, N, C, E).repeat_interleave(H // K, dim=1)
-    v = F.pad(v, (0, 0, 0, more)).view(B, H, N, C, V)
-    g, beta = (F.pad(x, (0, more)).view(B, H, N, C) for x in (g, beta))
+    q = F.pad(q * E**-0.5, (0, 0, 0, more)).reshape(B, K, N, C, E).repeat_interleave(H // K, dim=1)
+    k = F.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, E).repeat_interleave(H // K, dim=1)
+    v = F.pad(v, (0, 0, 0, more)).reshape(B, H, N, C, V)
+    g, beta = (F.pad(x, (0, more)).reshape(B, H, N, C) for x in (g, beta))
 
     # The decay from token j to token i, as a sum of what lies between: a difference of two long sums rounds.
     later = torch.ones(C, C, dtype=torch.bool, device=v.device).tril(-1)
     between = torch.where(later, g[..., None], 0.0).cumsum(-2)  # B H N C C: i, j
     seen, entering = later | torch.eye(C, dtype=torch.bool, device=v.device), g.cumsum(-1)
     if starts is not None:
-        run = F.pad(starts.long(), (0, more)).view(B, 1, N, C).cumsum(-1)  # runs that begin in this chunk
+        run = F.pad(starts.long(), (0, more)).reshape(B, 1, N, C).cumsum(-1)  # runs that begin in this chunk
         seen = seen & (run[..., None] == run[..., None, :])
         entering = entering.masked_fill(run > 0, -torch.inf)  # nothing enters a run from before it
     decay = between.masked_fill(~seen, -torch.inf).exp()
@@ -75,21 +78,22 @@ def _by_chunks(
 
     # What token i writes depends on what the tokens before it in the chunk write: (1 + L) writes = ...
     strong = k * beta[..., None]
-    system = (strong @ k.transpose(-1, -2)) * decay
+    system = product(strong, k.mT) * decay
     targets = torch.cat([v * beta[..., None], strong * entering], dim=-1)
     solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
     writes, corrections = solved.tensor_split((V,), dim=-1)  # without a state, and per state
 
     state = v.new_zeros(B, H, E, V) if state is None else state
-    ends, into = entering[..., -1:, :], (k * leaving).transpose(-1, -2)  # B H N E C
+    ends, into = entering[..., -1:, :], (k * leaving).mT  # B H N E C
     states, written = [], []
-    for n in range(N):
+    # `unbind`, since the gradient of each index would be a tensor as long as all chunks.
+    for write, correction, end, inward in zip(*(x.unbind(2) for x in (writes, corrections, ends, into))):
         states.append(state)
-        written.append(writes[:, :, n] - corrections[:, :, n] @ state)
-        state = state * ends[:, :, n] + into[:, :, n] @ written[n]
-    within = (q @ k.transpose(-1, -2)) * decay
-    out = (q * entering) @ torch.stack(states, dim=2) + within @ torch.stack(written, dim=2)
-    return out.view(B, H, N * C, V)[:, :, :T], state
+        written.append(write - product(correction, state))
+        state = state * end + product(inward, written[-1])
+    within = product(q, k.mT) * decay
+    out = product(q * entering, torch.stack(states, dim=2)) + product(within, torch.stack(written, dim=2))
+    return out.reshape(B, H, N * C, V)[:, :, :T], state
 
 
 class GatedDeltaState:
@@ -162,8 +166,9 @@ class GatedDelta(nn.Module):
         q, k, v = tap("q", q), tap("k", k), tap("v", v)  # B K T E, B K T E, B H T V
 
         beta = wide(self.beta(x)).sigmoid().transpose(1, 2)  # B H T
-        g = -wide(self.log_rate).exp() * F.softplus(wide(self.decay(x)) + wide(self.decay_bias))
-        g = g.transpose(1, 2)
+        # Contiguous, since a compiled graph is wrong about the layout of softplus' gradient.
+        step = wide(self.decay(x)).transpose(1, 2).contiguous() + wide(self.decay_bias)[:, None]
+        g = -wide(self.log_rate).exp()[:, None] * F.softplus(step)
         if real is not None:
             beta, g = (value.masked_fill(~real[:, None], 0.0) for value in (beta, g))
         beta, g = tap.step("beta", beta), tap.step("decay", g)
@@ -172,7 +177,7 @@ class GatedDelta(nn.Module):
             state.memory = memory.detach()
 
         z = tap("z", z).transpose(1, 2)  # B T H V
-        gate = tap.step("gate", self.gate(x)).view(z.shape)
+        gate = tap.step("gate", self.gate(x)).reshape(z.shape)
         z = (self.norm(z) * F.silu(wide(gate))).to(z.dtype)
         return tap("out", self.out(tap.step("concat", z.reshape(B, T, -1))))
 
@@ -184,6 +189,11 @@ class GatedDelta(nn.Module):
         reach, slots = self.conv.shape[-1] - 1, torch.arange(T, device=x.device)
         count, order = torch.full((B, 1), T, device=x.device), slots.expand(B, T)  # of each slot's token
         documents = None if documents is None else documents.expand(B, T)
+        unnamed = state is not None and state.memory is not None and state.document is None
+        refuse(
+            unnamed and documents is not None,
+            "this cache was filled without documents: name them from its first call on",
+        )
         if real is not None:  # move the real tokens of each row to its front
             real = real.expand(B, T)
             order = real.long().cumsum(1)
@@ -225,3 +235,54 @@ def _unit(x: Tensor) -> Tensor:
     """Divide by the norm over the last axis."""
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta_steps(
+    run: Pass,
+    name: str,
+    T: int,
+    d_model: int,
+    n_key_heads: int,
+    n_value_heads: int,
+    d_key: int,
+    d_value: int,
+    kernel: int = 4,
+) -> Iterator[Step]:
+    """Yield the steps of one layer of the gated delta rule on rows of T tokens without padding."""
+    D, K, H, E, V, rows = d_model, n_key_heads, n_value_heads, d_key, d_value, run.batch * T
+    C, size, keys, values = min(CHUNK, T), run.wide, n_key_heads * d_key, n_value_heads * d_value
+    N, width = -(-T // C), 2 * keys + values
+    slots, half = run.batch * N * C, run.size < run.wide  # rows, filled up to whole chunks
+    for part, d_out in (("q", keys), ("k", keys), ("v", values)):
+        yield linear_step(f"{name}.{part}", "attention", rows, D, d_out, bias=False)
+    # Half precision is widened for each tap. Else the taps are views of one tensor.
+    taps = kernel * rows + kernel if half else rows + run.batch * (kernel - 1)
+    convolved = rows * 2 * keys if half else rows * width
+    kept = (taps + rows) * width + convolved + 2 * rows * K
+    yield Step(f"{name}.conv", "attention", kernel * width, kept=kept * size)
+    for part, kept in (("beta", rows + slots), ("decay", 2 * rows + slots)):
+        yield linear_step(f"{name}.{part}", "attention", rows, D, H, bias=False, kept=kept * H * size)
+    yield Step(f"{name}.log_rate", "attention", H, kept=2 * H * size)
+    yield Step(f"{name}.decay_bias", "attention", H)
+
+    # Triangles of pairs: the decay, both products of queries and keys, both with the decay.
+    square = H * slots * C * size
+    read = H * slots * E * size
+    products: tuple[tuple[str, int, int, int, int, int, int], ...] = (
+        ("overlaps", N, C, C, E, 2, 3 * square + 2 * C * C + 2 * read),
+        ("solved", N, C, E + V, C, 2, H * slots * (E + 2 * V) * size),  # as a product with the inverse
+        ("corrections", N - 1, C, V, E, 2, 2 * N * run.batch * H * E * V * size),
+        ("first_correction", 1, C, V, E, 1, 0),  # of a state of zeros, which has no gradient
+        ("updates", N - 1, E, V, C, 2, read + 2 * H * slots * V * size),
+        ("last_update", 1, E, V, C, 0, 0),  # of a state that nobody reads
+        ("recalled", N, C, V, E, 2 if N > 1 else 1, read),
+        ("scores", N, C, C, E, 2, 2 * square + read),
+        ("z", N, C, V, C, 2, H * (rows if half else slots) * V * size),
+    )
+    for part, chunks, m, n, k, gradients, kept in products:
+        count = run.batch * H * chunks
+        yield Step(f"{name}.{part}", "attention", 0, 0, m, n, k, count, gradients, kept)
+    yield linear_step(f"{name}.gate", "attention", rows, D, values, bias=False, kept=2 * rows * values * size)
+    kept = rows * values * (size + run.size) + rows * H * size
+    yield Step(f"{name}.norm", "norms", V, kept=kept)
+    yield linear_step(f"{name}.out", "attention", rows, values, D, bias=False, kept=rows * values * run.size)

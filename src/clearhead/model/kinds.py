@@ -5,21 +5,24 @@ Each is called as `Attention` is. `attention_for` returns the module of a layer 
 Shapes: B batch, T length, D model, H heads, K key/value heads, E head width, R mixtures, F features.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.config.kinds import GatedDeltaKind, LinearKind, LowRank
+from clearhead.config.kinds import FULL, GatedDeltaKind, LinearKind, LowRank
 from clearhead.errors import InputError, refuse
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.attention import Attention
+from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
-from clearhead.model.gated_delta import GatedDelta, GatedDeltaState
-from clearhead.model.linear import FEATURES, Features, LinearState, attend_linear, orthogonal_features
+from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
+from clearhead.model.linear import CHUNK, FEATURES, Features, LinearState, attend_linear, orthogonal_features
+from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -78,14 +81,11 @@ class LowRankAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to mixtures of keys and values [B, K, T, E]."""
-        tokens, room = tokens_of(view), self.k_mix.shape[0]
+        tokens = tokens_of(view)
         refuse(
             tokens.documents is not None,
             "low-rank attention mixes all tokens of a row, and packed documents must not meet: pad them",
         )
-        if not torch.compiler.is_compiling() and tokens.length:
-            last = tokens.length - 1 if tokens.plain else int(tokens.positions.amax())
-            refuse(last >= room, f"position {last} is past the {room} that low-rank attention mixes")
 
         def mixed(x: Tensor, weights: Tensor) -> Tensor:
             """[B, K, T, E] -> [B, K, R, E]."""
@@ -142,3 +142,62 @@ def attention_for(spec: StackSpec, name: str, layer: int) -> nn.Module:
             return DeltaLayer(spec, name, kind)
         case _:
             return Attention(spec, name)
+
+
+def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]:
+    """Yield the steps of the self-attention of a layer on rows of T tokens."""
+    name, kind = f"{spec.prefix}blocks.{layer}.attention", spec.kinds[layer]
+    match kind:
+        case GatedDeltaKind():
+            yield from gated_delta_steps(run, name, T, spec.d_model, *spec.delta_sizes(kind), kind.kernel)
+        case LinearKind():
+            yield from _in_place_of_scores(spec, run, name, T, linear_products(spec, run, name, T, kind))
+        case LowRank():
+            yield from _in_place_of_scores(spec, run, name, T, low_rank_products(spec, run, name, T, kind))
+        case _:
+            yield from attention_steps(spec, run, name, T, T, kind, "attention")
+
+
+def _in_place_of_scores(
+    spec: StackSpec, run: Pass, name: str, T: int, products: Iterator[Step]
+) -> Iterator[Step]:
+    """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
+    for step in attention_steps(spec, run, name, T, T, FULL, "attention"):
+        if step.name == f"{name}.scores":
+            yield from products
+        elif step.name == f"{name}.z":
+            yield dataclasses.replace(step, m=0, n=0, k=0)
+        else:
+            yield step
+
+
+def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
+    """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
+    H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.n_features(kind), spec.d_value + 1
+    if kind.features == "favor":
+        each = run.batch * (H + K)  # their rows have no gradient
+        yield Step(f"{name}.features", "attention", m=T, n=F, k=spec.d_head, count=each, gradients=1)
+    C = min(CHUNK, T) if spec.causal else T
+    N = -(-T // C)
+    features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
+    states = run.batch * K * (N + 1) * F * V
+    square = run.batch * N * H * C * C if spec.causal else 0
+    # Favor scales features and pairs, and keeps both factors.
+    maps, pairs = {"elu": (3, 1), "relu": (1, 1), "favor": (2, 3)}[kind.features]
+    kept = (maps * features + values + states + pairs * square) * run.wide
+    yield Step(f"{name}.state", "attention", m=F, n=V, k=C, count=run.batch * K * N, kept=kept)
+    yield Step(f"{name}.read", "attention", m=H // K * C, n=V, k=F, count=run.batch * K * N)
+    if spec.causal:
+        yield Step(f"{name}.scores", "attention", m=H // K * C, n=C, k=F, count=run.batch * K * N)
+        yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)
+
+
+def low_rank_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
+    """Yield the mixing of keys and values, and the attention to the mixtures."""
+    B, H, K, E, Ev = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
+    R, weights = kind.rank, spec.max_positions * kind.rank
+    for part, width in (("k_mix", E), ("v_mix", Ev)):
+        kept = (T * R + B * K * R * width) * run.size
+        yield Step(f"{name}.{part}", "attention", weights, m=R, n=width, k=T, count=B * K, kept=kept)
+    yield Step(f"{name}.scores", "attention", m=H // K * T, n=R, k=E, count=B * K, kept=B * H * T * 4)
+    yield Step(f"{name}.mixed", "attention", m=H // K * T, n=Ev, k=R, count=B * K)

@@ -12,7 +12,7 @@ E head width, F features, V value width and one, N chunks of C tokens.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -21,6 +21,7 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.model.dtypes import uncast, wide
 
+CHUNK = 64  # tokens that a causal pass takes at once
 RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
 FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
 SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
@@ -121,7 +122,7 @@ def attend_linear(
     real: Tensor | None = None,
     documents: tuple[Tensor, Tensor] | None = None,
     state: LinearState | None = None,
-    chunk: int = 64,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState | None]:
     """Attend with features fq [B, H, T, F], fk [B, K, S, F] to v [B, K, S, V-1]: [B, H, T, V-1], new state.
 
@@ -173,10 +174,10 @@ def _whole(
         values = values * (scale - highest[..., None]).exp()[..., None]
         sums = None if sums is None else sums * (peak - highest).exp()[..., None, None]
         peak = highest
-    new = k.transpose(-1, -2) @ values
+    new = k.mT @ values
     sums = new if sums is None else sums + new
     grouped = q.reshape(B, K, -1, F) @ sums  # B K G·T V
-    return grouped.view(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
+    return grouped.reshape(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
 
 
 def _by_document(q: Tensor, k: Tensor, values: Tensor, scale: Tensor, asked: Tensor, known: Tensor) -> Tensor:
@@ -208,29 +209,29 @@ def _scan(
     if state is None:
         absent = values.new_full((B, K), 0.0 if scale is None else ABSENT)
         state = LinearState(values.new_zeros(B, K, F, V), absent, None if known is None else known[:, 0])
-    q = nnf.pad(q, (0, 0, 0, more)).view(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
-    k = nnf.pad(k, (0, 0, 0, more)).view(B, K, N, C, F)
-    values = nnf.pad(values, (0, 0, 0, more)).view(B, K, N, C, V)
-    scores = (q @ k.transpose(-1, -2)).view(B, K, N, G, C, C)  # of the keys in the same chunk
+    q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
+    k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
+    values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
+    scores = product(q, k.mT).reshape(B, K, N, G, C, C)  # of the keys in the same chunk
 
     if scale is None:
-        totals = torch.cat([state.sums[:, :, None], k.transpose(-1, -2) @ values], dim=2).cumsum(2)
+        totals = torch.cat([state.sums[:, :, None], product(k.mT, values)], dim=2).cumsum(2)
         after = state._replace(sums=totals[:, :, -1])
-        earlier = q @ totals[:, :, :-1]  # B K N G·C V
+        earlier = product(q, totals[:, :, :-1])  # B K N G·C V
         scores = scores.tril()
     else:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
         visible = _Visible.of(real, asked, known, state.document, C, more)
-        scale = nnf.pad(scale, (0, more), value=ABSENT).view(B, K, N, C)
+        scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
-        sums = k.transpose(-1, -2) @ (values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
+        sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
         states, highest = [state.sums], [state.peak]
-        for n in range(N):
-            kept = torch.where(visible.keeps[:, :, n], highest[n], ABSENT)  # B K
-            peak = torch.maximum(kept, peaks[:, :, n])
-            factors = torch.stack([kept - peak, peaks[:, :, n] - peak]).exp()[..., None, None]
-            states.append(states[n] * factors[0] + sums[:, :, n] * factors[1])
+        for keeps, high, new in zip(visible.keeps.unbind(2), peaks.unbind(2), sums.unbind(2)):
+            kept = torch.where(keeps, highest[-1], ABSENT)  # B K
+            peak = torch.maximum(kept, high)
+            factors = torch.stack([kept - peak, high - peak]).exp()[..., None, None]
+            states.append(states[-1] * factors[0] + new * factors[1])
             highest.append(peak)
         after = LinearState(states[N], highest[N], None if known is None else visible.last)
 
@@ -238,10 +239,10 @@ def _scan(
         read = torch.where(visible.reads, torch.stack(highest[:N], dim=2)[..., None], ABSENT)  # B K N C
         top = torch.maximum(seen.detach().amax(-1), read).clamp(min=ABSENT / 2)  # of all that a query sees
         scores = scores * (seen - top[..., None]).exp()[:, :, :, None]
-        earlier = (q @ torch.stack(states[:N], dim=2)).view(B, K, N, G, C, V)
-        earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).view(B, K, N, G * C, V)
-    out = scores.view(B, K, N, G * C, C) @ values + earlier
-    out = out.view(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
+        earlier = product(q, torch.stack(states[:N], dim=2)).reshape(B, K, N, G, C, V)
+        earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).reshape(B, K, N, G * C, V)
+    out = product(scores.reshape(B, K, N, G * C, C), values) + earlier
+    out = out.reshape(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
     return out[:, :, :T], after
 
 
@@ -273,10 +274,33 @@ class _Visible(NamedTuple):
         slots = torch.arange(T, device=real.device)
         token = torch.where(real, slots, -1).cummax(1).values
         known = torch.where(token < 0, before[:, None], known.gather(1, token.clamp(min=0)))
-        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).view(B, 1, -1, C)
-        asked = nnf.pad(asked, (0, more)).view(B, 1, -1, C)
+        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
+        asked = nnf.pad(asked, (0, more)).reshape(B, 1, -1, C)
         last = known[..., -1]  # B 1 N
         held = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
         earlier = torch.ones(C, C, dtype=torch.bool, device=real.device).tril()
         pairs = (asked[..., None] == known[..., None, :]) & earlier
         return cls(pairs, asked == held[..., None], known == last[..., None], held == last, last[:, 0, -1])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply many small matrices, [..., m, k] @ [..., k, n], with no transposed second factor on a CPU.
+
+    For such a factor OpenBLAS takes up to 20 times as long, in the backward pass of any product too.
+    """
+    return cast(Tensor, _Product.apply(a, b))  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """A product of matrices, whose gradients are such products again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ (b.contiguous() if b.device.type == "cpu" else b)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of both factors, None for one that has none."""
+        (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
+        return product(upstream, b.mT) if for_a else None, product(a.mT, upstream) if for_b else None

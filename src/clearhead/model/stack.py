@@ -22,14 +22,14 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.config.kinds import Blocks, Kind
+from clearhead.config.kinds import FULL, Blocks, Kind
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.blocks import plan_blocks
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds import attention_for
+from clearhead.model.kinds import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
@@ -119,12 +119,10 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         spec.d_model,
         spec.norm_position,
     )
-    window, expand = spec.windows[layer], expert_steps if spec.n_experts else feedforward_steps
-    sublayers: dict[Part, Iterator[Step]] = {
-        "attention": attention_steps(spec, run, f"{name}.attention", tokens, tokens, window, "attention")
-    }
+    expand = expert_steps if spec.n_experts else feedforward_steps
+    sublayers: dict[Part, Iterator[Step]] = {"attention": kind_steps(spec, run, layer, tokens)}
     if spec.cross:
-        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, FULL, "cross")
     sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
     for part, steps in sublayers.items():
         residual = f"{name}.{part}_residual"

@@ -84,7 +84,7 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
         count = torch.arange(padded["ids"].shape[1], device=inputs.device)
         far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
         beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
-        for given in [padded] if config.positions == "learned" else [padded, beyond]:
+        for given in [padded] if config.bounded else [padded, beyond]:
             both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
             ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
             gaps.append(gap(ours, theirs))
@@ -228,7 +228,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
 def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     """Return how many greedy tokens are not those that transformers writes."""
     model, source = inputs.model, inputs.given.get("source")
-    learned, room = model.config.positions == "learned", model.config.max_positions - 4
+    learned, room = model.config.bounded, model.config.max_positions - 4
     tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
     read: dict[str, Any]
     if source is None:
