@@ -1,9 +1,9 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
-Three forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing
-more. `WindowCache` keeps at most a window of keys in the layers that have one. `FixedCache`, in a file of its
-own, has buffers of one size, for compiled steps. The model calls `begin` before its first layer and `advance`
-after its last.
+Four forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing more.
+`WindowCache` keeps at most a window of keys in the layers that have one. In files of their own, `StreamCache`
+keeps the first tokens and the last ones, and `FixedCache` has buffers of one size, for compiled steps. The
+model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
@@ -50,6 +50,7 @@ class CrossKeys(LayerKeys):
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
+    sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:

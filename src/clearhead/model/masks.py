@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Strided, Windowed
+from clearhead.errors import refuse
 from clearhead.model.positions import Rotary
 
 
@@ -29,6 +30,7 @@ class Tokens:
     documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
     plain: bool  # all real, one document, order and positions both 0, 1, 2, ... from some start
     totals: Tensor | None = None  # B|1 T: tokens of its document, where a kind of attention asks for that
+    until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
 
     @property
     def length(self) -> int:
@@ -56,6 +58,7 @@ class Tokens:
             real=None if self.real is None else change(self.real),
             documents=None if self.documents is None else change(self.documents),
             totals=None if self.totals is None else change(self.totals),
+            until=None if self.until is None else change(self.until),
         )
 
     def counted(self) -> Self:
@@ -211,6 +214,9 @@ def compose(
         if prefix is not None:
             earlier = earlier | (keys.positions < prefix[:, None])[:, None, :]
         allowed.append(earlier)
+    if keys.until is not None:
+        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
+        allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
     if kind != FULL:
         allowed.append(chosen(kind, queries, keys, causal))
     if not allowed:

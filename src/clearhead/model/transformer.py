@@ -18,6 +18,7 @@ from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.feedforward import FeedForward
+from clearhead.model.kinds.gated_delta import GatedDelta
 from clearhead.model.stack import Memory, Stack, stack_steps
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import Tap, tap_for, unwrapped

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
+from clearhead.generate.prompts import turns_by_length
 from clearhead.inside.checks.forward import cache_forms
 from clearhead.inside.checks.plain_inputs import PlainRow
 from clearhead.inside.checks.plainly import Plain
@@ -74,7 +75,7 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             "cached = formula (long)",
             f"the same through the fast copy and each form of cache: a prompt, then {NEW} tokens",
             lambda _: _generated(long()),
-            fits=fits and inputs.caches and not decode.turns_by_length(inputs.model),
+            fits=fits and inputs.caches and not turns_by_length(inputs.model),
         ),
     ]
 
@@ -124,7 +125,7 @@ def _long(inputs: LongInputs) -> float:
     """
     alone = inputs.model(**inputs.own(0), logits="none").hidden[0]
     together = inputs.model(**inputs.together(), logits="none").hidden
-    rows = 1 if decode.turns_by_length(inputs.model) else inputs.rows
+    rows = 1 if turns_by_length(inputs.model) else inputs.rows
     pairs = zip(together[:rows], inputs.expected)
     return max(
         gap(alone, inputs.expected[0][0]), *(gap(ours[-len(states) :], states) for ours, (states, _) in pairs)

@@ -47,7 +47,7 @@ def plan_blocks(
 ) -> masks.BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good."""
     size, T, S = block_size(kind), queries.length, keys.length
-    if size is None or min(T, S) < 4 * size:
+    if size is None or min(T, S) < 4 * size or keys.until is not None:
         return None
     rows = max(queries.order.shape[0], keys.order.shape[0])
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
