@@ -264,6 +264,34 @@ def test_mixtral(options, tmp_path):
     check("Mixtral", options, tmp_path)
 
 
+OSS = {**GROUPED, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.ledger("L6", "D5")
+@options(
+    two_of_five=OSS,
+    no_attention_bias_tied={**OSS, **TIED, "attention_bias": False, "num_experts_per_tok": 5},
+    scaled={**OSS, "rope_theta": 500.0, "rope_scaling": YARN, "num_experts_per_tok": 1},
+    full_narrow_limit={
+        **OSS,
+        "layer_types": ["full_attention"] * 3,
+        "swiglu_limit": 0.02,  # so that most gates feel it
+        "swiglu_alpha": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
+)
+def test_gpt_oss(options, tmp_path):
+    check("GptOss", options, tmp_path)
+
+
 @options(
     plain=SMALL,
     query_norm_tied={
@@ -398,6 +426,7 @@ def test_falcon(options, fresh, tmp_path):
         ("Qwen2", {**GROUPED, **WINDOW, "max_window_layers": 1}),
         ("Gemma2", {**GROUPED, "head_dim": 10, "sliding_window": 6}),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}),
+        ("GptOss", OSS),
         ("Falcon", FALCON),
         (
             "GPT2",
@@ -441,6 +470,7 @@ def test_classifiers(kind, options, side, tmp_path):
         ("GPTNeoXModel", SMALL),
         ("Gemma3TextModel", {**DEEP, "sliding_window": 8}),
         ("MixtralModel", {**GROUPED, "num_local_experts": 3}),
+        ("GptOssModel", OSS),
         ("FalconModel", {**FALCON, **NEW}),
         ("PhiModel", SMALL),
     ],
@@ -481,6 +511,8 @@ def test_base_models(kind, options, tmp_path):
             {**GROUPED, "num_local_experts": 3},
             "model.layers.2.block_sparse_moe.experts.1.w3.weight",
         ),
+        ("GptOss", OSS, "model.layers.1.mlp.experts.gate_up_proj"),
+        ("GptOss", OSS, "model.layers.2.mlp.experts.down_proj_bias"),
         ("GPTNeoX", SMALL, "gpt_neox.layers.0.attention.query_key_value.bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -521,6 +553,8 @@ def test_a_missing_and_an_unknown_tensor_are_named(kind, options, key, tmp_path)
         ("Falcon", FALCON, {"alibi": True}, "alibi True"),
         ("Falcon", FALCON, {**NEW, "parallel_attn": False}, "not supported together"),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}, {"num_local_experts": 0}, "num_local_experts 0"),
+        ("GptOss", OSS, {"swiglu_alpha": 1.5}, 'swiglu_alpha "1.5": supported are 1.702, 1.0'),
+        ("GptOss", OSS, {"swiglu_limit": 0.0}, "gated_clamp 0.0 must be above 0"),
     ],
 )
 def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):
