@@ -290,6 +290,31 @@ YARN = {
 )
 def test_gpt_oss(options, tmp_path):
     check("GptOss", options, tmp_path)
+    if "rope_scaling" in options:
+        assert [
+            row.name for row in ch.check(ch.load(tmp_path / "saved"), reference=True) if not row.passed
+        ] == []
+
+
+@options(
+    no_betas={"beta_fast": 0.0, "beta_slow": 0},
+    null_truncate={"truncate": None},
+    ends_crossed={"original_max_position_embeddings": 1},
+)
+def test_yarn_at_its_edges(options, tmp_path):
+    """0 stands for the usual beta, null for no rounding; with ends that cross, nothing is interpolated."""
+    config = config_of("Llama", {**GROUPED, "rope_parameters": {**YARN, "truncate": False, **options}})
+    model = reference("LlamaForCausalLM", config, tmp_path)
+    ids, _ = batch(config)
+    with torch.no_grad():
+        close("logits", ch.load(tmp_path).model(ids).logits, model(ids).logits, LOGITS)
+
+
+def test_a_scaling_without_its_factor_is_refused():
+    theirs = config_of("Llama", {**GROUPED, "rope_parameters": YARN}).to_dict()
+    theirs["rope_parameters"]["factor"] = None
+    with pytest.raises(CheckpointError, match="rope_type yarn and no factor"):
+        ARCHITECTURES["llama"].read(theirs)
 
 
 @options(
