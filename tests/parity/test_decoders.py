@@ -290,10 +290,6 @@ YARN = {
 )
 def test_gpt_oss(options, tmp_path):
     check("GptOss", options, tmp_path)
-    if "rope_scaling" in options:
-        assert [
-            row.name for row in ch.check(ch.load(tmp_path / "saved"), reference=True) if not row.passed
-        ] == []
 
 
 @options(
