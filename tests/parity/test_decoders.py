@@ -197,6 +197,15 @@ def test_gemma3(options, tmp_path):
     check("Gemma3", options, tmp_path)
 
 
+OSS = {**GROUPED, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 16,
+}
 NEOX_KEYS = {"rotary_pct": 0.5, "rotary_emb_base": 700.0}
 QWEN_KEYS = {**WINDOW, "max_window_layers": 2, "rope_theta": 5e5}
 GEMMA3_KEYS = {
@@ -226,8 +235,14 @@ GEMMA3_KEYS = {
             GEMMA3_KEYS,
             {"window": (8, 8, None, 8, 8, None, 8), "rope_base": 5e5, "rope_local_base": 90.0},
         ),
+        (
+            "GptOss",
+            OSS,
+            {"rope_theta": 500.0, "rope_scaling": YARN},
+            {"window": (7, None, 7), "rope_base": 500.0, "gated_clamp": 7.0},
+        ),
     ],
-    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3"],
+    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3", "gpt-oss"],
 )
 def test_keys_of_older_files(kind, options, keys, expected):
     config = config_of(kind, {**options, **keys})
@@ -264,17 +279,6 @@ def test_mixtral(options, tmp_path):
     check("Mixtral", options, tmp_path)
 
 
-OSS = {**GROUPED, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-    "truncate": True,
-    "original_max_position_embeddings": 16,
-}
-
-
 @pytest.mark.ledger("L6", "D5")
 @options(
     two_of_five=OSS,
@@ -290,6 +294,20 @@ YARN = {
 )
 def test_gpt_oss(options, tmp_path):
     check("GptOss", options, tmp_path)
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"),
+    [(24, 32, 20_914_757_184, 3.61e9), (36, 128, 116_829_156_672, 5.13e9)],
+    ids=["20b", "120b"],
+)
+def test_gpt_oss_has_its_published_size(layers, experts, total, active):
+    """Active parameters are published without the token table."""
+    config = config_of("GptOss", {"num_hidden_layers": layers, "num_local_experts": experts})
+    counts = ch.cost(ARCHITECTURES["gpt_oss"].read(config.to_dict())).parameters
+    assert counts.total == total
+    assert counts.active - counts.embedding == pytest.approx(active, rel=1e-3)
 
 
 @options(
