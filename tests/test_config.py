@@ -56,10 +56,10 @@ WRONG = {
         {"parallel": True, "norm_position": "post"},
         "parallel needs norm_position pre or sandwich, not post",
     ),
-    "window list": ({"window": (1, 2, 3)}, "window lists 3 layers and n_layers is 2"),
+    "window list": ({"window": (1, 2, 3)}, "window lists 3 layers and there are 2"),
     "window list of the encoder": (
         {"family": "encoder-decoder", "n_encoder_layers": 3, "window": (1, 2)},
-        "n_encoder_layers is 3",
+        "window lists 2 layers and there are 3",
     ),
     "window of none": ({"window": 0}, "window 0 must be 1 or more"),
     "window of none in a list": ({"window": (2, -1)}, "window -1 must be 1 or more"),

@@ -188,7 +188,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if not spec.causal or (kind == "cross" and not spec.cross):
         return 0
-    slots = [tokens if window is None or not ring else window + 1 for window in spec.windows]
+    slots = [tokens if kind.reach is None or not ring else kind.slots for kind in spec.kinds]
     heads = [spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}") for layer in range(spec.n_layers)]
     return batch * (spec.d_head + spec.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
 
@@ -207,7 +207,7 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     refuse(length < 1, f"{name} {length} must be 1 or more")
     tokens = spec.n_tokens(length)
     refuse(
-        spec.positions == "learned" and tokens > spec.max_positions,
+        spec.bounded and tokens > spec.max_positions,
         f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
         "raise max_positions",
     )

@@ -176,7 +176,8 @@ def decode(
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    smallest = min((window for window in model.main.spec.windows if window is not None), default=room)
+    reaches = (kind.reach for kind in model.main.spec.kinds)
+    smallest = min((reach for reach in reaches if reach is not None), default=room)
     return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
+from clearhead.model.blocks import attend_blocks
 from clearhead.model.cache import CrossKeys, LayerKeys
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
@@ -66,19 +67,33 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        if cache is not None and not known:
-            k, v = cache.update(k, v)
-
-        attend = KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel]
-        bias = view.bias
-        if bias is not None and self.pruned and bias.shape[1] > 1:
-            bias = bias[:, list(self.heads)]
-        z = attend(
-            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, sink=self.sink,
-            dropout=self.dropout if self.training else 0.0, tap=tap,
-        )  # fmt: skip
+        z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E], and to those in the cache."""
+        if cache is not None:
+            k, v = cache.update(k, v)
+        kernel, dropout = self.kernel, self.dropout if self.training else 0.0
+        if tap.wants("scores", "pattern"):
+            kernel = "eager"
+        heads = list(self.heads) if self.pruned else None
+        if view.blocks is not None and kernel == "fused":
+            return attend_blocks(
+                q, k, v, view.blocks, self.scale,
+                softcap=self.softcap, sink=self.sink, dropout=dropout, heads=heads,
+            )  # fmt: skip
+        view = view.spelled_out()
+        bias = view.bias
+        if bias is not None and heads is not None and bias.shape[1] > 1:
+            bias = bias[:, heads]
+        return KERNELS[kernel](
+            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
+            sink=self.sink, dropout=dropout, tap=tap,
+        )  # fmt: skip
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""

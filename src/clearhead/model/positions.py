@@ -131,9 +131,7 @@ class RopePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield cosines and sines, once for each window."""
-        yield Step(
-            f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
-        )
+        yield Step(f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.kinds)))
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -256,7 +254,7 @@ class RelativePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
-        kept = tokens**2 * INDEX * len(set(spec.windows))
+        kept = tokens**2 * INDEX * len(set(spec.kinds))
         yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
 
 

@@ -34,9 +34,9 @@ def thresholds(config: ModelConfig) -> list[int]:
     """Return the lengths at which a model of this config does something else, in ascending order."""
     scaling = config.rope_scaling
     found = {
-        *(window for spec in config.stacks for window in spec.windows),
+        *(kind.reach for spec in config.stacks for kind in spec.kinds),
         config.relative_max_distance if config.positions == "relative" else None,
-        config.max_positions if config.positions == "learned" else None,
+        config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,
     }
     return sorted(length for length in found if length is not None)
@@ -46,7 +46,7 @@ def reach(config: ModelConfig, *others: int, usual: int = USUAL) -> int:
     """Return the tokens of a row past every threshold, and past `others`, as far as `MOST` and a table go."""
     within = [length + PAST for length in (*thresholds(config), *others) if length <= MOST]
     length = max([usual, *within])
-    return min(length, config.max_positions) if config.positions == "learned" else length
+    return min(length, config.max_positions) if config.bounded else length
 
 
 def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
@@ -144,9 +144,8 @@ def _far(model: Transformer, top: int) -> float:
 def _tops(config: ModelConfig) -> list[int]:
     """Return the last positions to try: just within and just past each threshold, as far as a table goes."""
     edges = {*thresholds(config), config.max_positions}
-    learned = config.positions == "learned"
     tops = {edge + step for edge in edges for step in (-1, 0, 1)}
-    return sorted(top for top in tops if top > 0 and not (learned and top >= config.max_positions))
+    return sorted(top for top in tops if top > 0 and not (config.bounded and top >= config.max_positions))
 
 
 def _generated(inputs: LongInputs) -> float:
@@ -180,7 +179,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
     """
     made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
-    kinds = [(window, layer in config.rope_skips) for layer, window in enumerate(deepest.windows)]
+    kinds = [(kind, layer in config.rope_skips) for layer, kind in enumerate(deepest.kinds)]
     kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
     stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
@@ -190,12 +189,12 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
-    window = config.window
     made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
-        window=tuple(window[layer] for layer in kept) if isinstance(window, tuple) else window,
+        window=None,
+        attention=tuple(str(deepest.kinds[layer]) for layer in kept),
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
