@@ -190,7 +190,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
-    made.config = config.replace(
+    made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,

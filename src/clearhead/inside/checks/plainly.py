@@ -175,7 +175,9 @@ class Plain(PlainInputs):
         """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
         activation, up = ACTIVATIONS[self.config.activation], self.linear(f"{name}.up", x)
         if self.config.gated:
-            return self.linear(f"{name}.down", activation(self.linear(f"{name}.gate", x)) * up)
+            gate, most = self.linear(f"{name}.gate", x), self.config.gated_clamp or torch.inf
+            gate, up = torch.where(gate > most, most, gate), up.sign() * up.abs().clamp(max=most)
+            return self.linear(f"{name}.down", activation(gate) * (up + self.config.gated_shift))
         return self.linear(f"{name}.down", activation(up))
 
     def experts(self, name: str, x: Tensor) -> Tensor:
