@@ -99,6 +99,31 @@ def dynamic_grows_late(monkeypatch):
 
 
 @code
+def dynamic_stands_still_alone(monkeypatch):
+    """The base does not grow for a token that is read by itself."""
+    right = positions.rope_frequencies
+
+    def alone(width, base, scaling, max_positions, where):
+        where = where.clamp(max=scaling.original_positions - 1) if where.shape[-1] == 1 else where
+        return right(width, base, scaling, max_positions, where)
+
+    monkeypatch.setattr(positions, "rope_frequencies", alone)
+
+
+@code
+def longrope_keeps_what_it_read(monkeypatch):
+    """Past the trained length, the keys read within it stay turned by the short divisors."""
+    monkeypatch.setattr(decode, "is_stretched", lambda model, length: False)
+
+
+@code
+def longrope_is_read_again_late(monkeypatch):
+    """The text is read again one token after the length at which the divisors change."""
+    right = decode.is_stretched
+    monkeypatch.setattr(decode, "is_stretched", lambda model, length: right(model, length - 1))
+
+
+@code
 def coarse_distances(monkeypatch):
     """ALiBi's distances are rounded to 8 bits, which is exact up to 256."""
     right = positions.AlibiPositions.bias

@@ -37,6 +37,7 @@ DYNAMIC = ch.RopeScaling(kind="dynamic", factor=2.0, original_positions=16)
 CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
 
 LONG, FAR, PROMPTED = "model = formula (long)", "model = formula (far)", "cached = formula (long)"
+SWITCH = "cached = formula (switch)"
 SHORT = {
     "model = formula",
     "model = formula (lively)",
@@ -99,8 +100,11 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "offset_shortens_the_table": ({**BART, "max_positions": 128}, {LONG, FAR, PROMPTED}),
     "far_buckets_at_half_distance": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
     "buckets_begin_again": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
-    "longrope_switches_early": ({**LLAMA, "rope_scaling": LONGROPE}, {FAR}),
-    "dynamic_grows_late": ({**LLAMA, "rope_scaling": DYNAMIC}, {FAR}),
+    "longrope_switches_early": ({**LLAMA, "rope_scaling": LONGROPE}, {FAR, SWITCH}),
+    "dynamic_grows_late": ({**LLAMA, "rope_scaling": DYNAMIC}, {FAR, SWITCH}),
+    "dynamic_stands_still_alone": ({**LLAMA, "rope_scaling": DYNAMIC}, {SWITCH}),
+    "longrope_keeps_what_it_read": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
+    "longrope_is_read_again_late": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
     "coarse_distances": ({"positions": "alibi"}, {LONG, PROMPTED}),
     "coarse_sinusoids": ({"positions": "sinusoidal"}, {LONG, PROMPTED}),
     "long_rows_lose_the_window": (WINDOWED, {LONG, PROMPTED}),

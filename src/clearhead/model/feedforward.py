@@ -97,7 +97,8 @@ def feedforward_steps(
     D, F, bias, wide_values = spec.d_model, spec.d_ff, spec.feedforward_bias, rows * spec.d_ff * run.size
 
     def experts(step: Step) -> Step:
-        return dataclasses.replace(step, parameters=copies * step.parameters, idle=idle * step.parameters)
+        parameters, weights = copies * step.parameters, copies * step.weights
+        return dataclasses.replace(step, parameters=parameters, weights=weights, idle=idle * step.parameters)
 
     for projection in ("gate", "up") if spec.gated else ("up",):
         activated = projection == "gate" or not spec.gated
@@ -177,6 +178,7 @@ def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[S
     softmax = A if spec.router_order == "topk_softmax" else X + A + 1
     each = softmax * run.wide + A * (run.size + 3 * INDEX)
     yield linear_step(f"{name}.router", "feedforward", rows, D, X, spec.router_bias, kept=rows * each)
-    # The inputs of the experts, their outputs, and the weighted outputs.
-    yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * A * D * run.size)
+    # The inputs of the experts, one for each product in half precision, their outputs, and these weighted.
+    each = (3 if run.half and spec.gated else 2) * run.size + run.wide
+    yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
     yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, copies=X, idle=X - A)

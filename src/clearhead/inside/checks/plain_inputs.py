@@ -35,7 +35,7 @@ class PlainRow:
     real: list[bool]  # which tokens are no padding
     positions: list[int]
     order: list[int]  # how many real tokens stand before each
-    longest: int  # of all rows: the highest position, and one
+    lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
     @cached_property
     def distances(self) -> tuple[Tensor, Tensor]:
@@ -81,8 +81,9 @@ class PlainInputs:
         mask: Tensor | None,
         positions: Tensor | None = None,
         types: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> PlainRow:
-        """Return one row of a batch."""
+        """Return one row of a batch; `lengths` [T] is how long it was as each of its tokens was read."""
         config, B = self.config, x.shape[0]
         time = config.n_patches + config.class_token if plan.input == "patches" else x.shape[1]
         heard = torch.ones(B, time) if mask is None else mask.cpu().expand(B, -1).double()
@@ -101,7 +102,7 @@ class PlainInputs:
             real=real,
             positions=places,
             order=order,
-            longest=longest,
+            lengths=[longest] * len(places) if lengths is None else lengths.tolist(),
         )
 
     def table(self, stack: str) -> str:
@@ -156,12 +157,17 @@ class PlainInputs:
     def rotated(self, x: Tensor, row: PlainRow, window: int | None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
         R, half = int(x.shape[1] * self.config.rope_fraction), self.config.rope_layout == "half"
-        speeds, factor = _speeds(R, row.longest, self.config, window)
+        turns = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
         first = torch.arange(R // 2) if half else torch.arange(0, R, 2)
         second = first + (R // 2 if half else 1)
         angles = torch.tensor(
-            [[position * speed for speed in speeds] for position in row.positions], dtype=torch.float64
+            [
+                [place * speed for speed in turns[length][0]]
+                for place, length in zip(row.positions, row.lengths)
+            ],
+            dtype=torch.float64,
         )
+        factor = torch.tensor([[turns[length][1]] for length in row.lengths], dtype=torch.float64)  # T 1
         cos, sin = angles.cos() * factor, angles.sin() * factor  # T R/2
         turned = x.clone()
         turned[:, first] = x[:, first] * cos - x[:, second] * sin

@@ -58,13 +58,14 @@ class Plain(PlainInputs):
         source_mask: Tensor | None = None,
         positions: Tensor | None = None,
         types: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, PlainRow]:
         """Return the last states [T, D] of one row of a batch, and the row."""
         memory = None
         if source is not None:
             heard = self.row(number, self.config.stacks[0], source, source_mask)
             memory = self.stack(heard), heard
-        row = self.row(number, self.config.main, ids, mask, positions, types)
+        row = self.row(number, self.config.main, ids, mask, positions, types, lengths)
         return self.stack(row, memory), row
 
     # Blocks -------------------------------------------------------------------------------------------------

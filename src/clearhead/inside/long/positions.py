@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from clearhead.config import ModelConfig, RopeScaling
 from clearhead.errors import nearest, refuse
 from clearhead.evaluation.metrics import perplexity
-from clearhead.generate.decode import PREFILL_CHUNK, cache_for, turns_by_length
+from clearhead.generate.decode import PREFILL_CHUNK, cache_for
+from clearhead.generate.prompts import turns_by_length
 from clearhead.hub.checkpoint import empty_model
 from clearhead.inside.inputs import device_of
 from clearhead.inside.long.text import LongText
