@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from clearhead.config.kinds import FULL
+from clearhead.config.kinds import FULL, Windowed
 from clearhead.fast import parts
 from clearhead.generate import decode
-from clearhead.model import cache, masks, positions, transformer
+from clearhead.model import cache, masks, positions, stack, transformer
 from clearhead.model.attend import KERNELS
 from tests.faults.plants import code
 
@@ -157,6 +157,19 @@ def long_rows_lose_the_window(monkeypatch):
         return right(queries, keys, kind=kind if keys.length <= 512 else FULL, **options)
 
     monkeypatch.setattr(masks, "compose", compose)
+    monkeypatch.setattr(stack, "plan_blocks", lambda *given: None)
+
+
+@code
+def blocks_miss_the_farthest(monkeypatch):
+    """Where keys are gathered by blocks, each query loses the farthest key of its window."""
+    right = stack.plan_blocks
+
+    def plan(queries, keys, kind, causal, bias):
+        shorter = Windowed(kind.size - 1) if isinstance(kind, Windowed) else kind
+        return right(queries, keys, shorter, causal, bias)
+
+    monkeypatch.setattr(stack, "plan_blocks", plan)
 
 
 @code

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "coarse_distances": ({"positions": "alibi"}, {LONG, PROMPTED}),
     "coarse_sinusoids": ({"positions": "sinusoidal"}, {LONG, PROMPTED}),
     "long_rows_lose_the_window": (WINDOWED, {LONG, PROMPTED}),
+    "blocks_miss_the_farthest": (WINDOWED, {LONG, PROMPTED}),
     "blocks_of_queries": (LLAMA, {LONG}),
     "source_past_512": ({**T5, **BUCKETS}, {LONG, PROMPTED}),
     "sink_past_512": ({"attention_sink": True, "positions": "rope"}, {LONG, PROMPTED}),

@@ -29,7 +29,7 @@ from clearhead.generate.decode import (
     decode,
     prefill,
 )
-from clearhead.generate.prompts import Prompts, slides, streams, turns_by_length
+from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.model.attention import Attention
@@ -247,7 +247,10 @@ class Prefix:
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
         """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
-        self.cache.crop(0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1]))
+        shared = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
+        if shared < self.cache.length and not steps_back(self.model):
+            shared = 0  # a state does not step back
+        self.cache.crop(shared)
         self.cache.reserve = room
         return self.cache
 
