@@ -29,6 +29,7 @@ SHARED = ROOT.parent / "shared"
 BOOK = SHARED / "data" / "book" / "war_and_peace.txt.gz"
 STORIES = SHARED / "data" / "tinystories_sample" / "tinystories.txt"
 WEIGHTS = SHARED / "weights" / "stories260K"
+KINDS = ("window(128)", "linear")
 SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
 
 
