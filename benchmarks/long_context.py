@@ -29,6 +29,8 @@ SHARED = ROOT.parent / "shared"
 BOOK = SHARED / "data" / "book" / "war_and_peace.txt.gz"
 STORIES = SHARED / "data" / "tinystories_sample" / "tinystories.txt"
 WEIGHTS = SHARED / "weights" / "stories260K"
+KINDS = ("window(128)", "linear")
+COST = {"parts": ["cost"], "length": 8192, "scalings": ()}
 SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
 
 
@@ -47,6 +49,11 @@ def trained(out: Path, steps: int) -> Path:
         "train.seed": 0,
     }
     return ch.train(BOOK, recipe="char-gpt-cpu", out=out, settings=settings).folder
+
+
+def of_kind(m: ch.Model, attention: str) -> ch.Model:
+    """A model of the same size with another kind of attention, and random weights."""
+    return ch.Model(ch.Transformer(m.config.replace(attention=attention)).eval())
 
 
 def rounded(value: Any) -> Any:
@@ -93,13 +100,8 @@ def main() -> None:
     asked: dict[str, Any] = {"rows": options.rows, "trials": options.trials, "scalings": SCALINGS}
     jobs: list[tuple[str, ch.Model, Any, dict[str, Any], str | None]] = [
         ("a character model, on the book it held out", char, (), {"length": 256, "rows": 64}, "long_char"),
-        (
-            "the character model, cost",
-            char,
-            (),
-            {"parts": ["cost"], "length": 8192, "scalings": ()},
-            "long_cost",
-        ),
+        ("the character model, cost", char, (), COST, "long_cost"),
+        *((f"the same with attention {kind}, cost", of_kind(char, kind), (), COST, None) for kind in KINDS),
         ("stories260K, on a book", stories, BOOK, {}, "long_stories"),
         ("stories260K, on stories", stories, STORIES, {"parts": ["perplexity"]}, None),
     ]

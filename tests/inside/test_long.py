@@ -40,6 +40,7 @@ def plain_losses(model: ch.Transformer, row: list[int], whole: bool = False) -> 
 # Loss by position -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ledger("J2")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -47,9 +48,11 @@ def plain_losses(model: ch.Transformer, row: list[int], whole: bool = False) -> 
         {"positions": "rope", "rope_scaling": RopeScaling(kind="yarn", factor=4.0)},
         {"positions": "alibi", "window": 6},
         {"positions": "learned", "max_positions": 64},
+        {"positions": "rope", "attention": ("window(5, sinks=2)", "gated-delta")},
+        {"positions": "none", "attention": "linear"},
         {"positions": "rope", "rope_scaling": RopeScaling(kind="dynamic", factor=2.0)},
     ],
-    ids=["rope", "yarn", "window", "learned", "dynamic"],
+    ids=["rope", "yarn", "window", "learned", "delta", "linear", "dynamic"],
 )
 def test_loss_by_position_equals_a_plain_loop(changes, monkeypatch):
     """Through caches and in pieces, past the trained length."""
@@ -256,6 +259,11 @@ def test_cost_is_measured_beside_what_is_computed():
         # One layer's tensors live at once: between one state and all that training keeps.
         assert 4 * 16 * point.length < point.peak < point.activations
     assert slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+    grown = [
+        ch.long(build(positions="rope", attention=kind), parts=["cost"], length=2048).cost.slopes
+        for kind in ("linear", "full")
+    ]
+    assert grown[0]["flops"] == pytest.approx(1, abs=0.05) and grown[1]["flops"] > 1.5
     assert {*found.cost.slopes} == {"seconds", "peak", "flops", "activations"}
 
 

@@ -101,7 +101,7 @@ def long(
     needs_text = bool(scalings) or {*parts} != {"cost"}
     read = read_text(m, text) if needs_text else None
     notes = [] if read is None else list(read.notes)
-    tokens = _length(m.config.positions == "learned", m.config.max_positions, length, read, notes)
+    tokens = _length(config.bounded, config.max_positions, length, read, notes)
     words = words_of(m, read) if read is not None and "retrieval" in parts else None
     by_position: PositionLoss | None = None
     grids: tuple[RetrievalGrid, ...] = ()
@@ -118,10 +118,10 @@ def long(
     return LongReport(trained_length(config), tokens, name, by_position, grids, growth, tries, tuple(notes))
 
 
-def _length(learned: bool, positions: int, asked: int | None, text: LongText | None, notes: list[str]) -> int:
+def _length(bounded: bool, positions: int, asked: int | None, text: LongText | None, notes: list[str]) -> int:
     """Return the length of rows: what was asked for, or as long as the model, the text and patience allow."""
     if asked is None:
-        usual = positions if learned else STRETCH * positions
+        usual = positions if bounded else STRETCH * positions
         room = usual if text is None else text.room
         asked = min(usual, LONGEST, room)
         if asked < usual:
@@ -129,7 +129,7 @@ def _length(learned: bool, positions: int, asked: int | None, text: LongText | N
             notes.append(f"rows of {asked:,} tokens, not {usual:,}: {why}")
     refuse(asked < 2, f"length {asked} leaves nothing to predict: choose 2 or more, or give a longer text")
     refuse(
-        learned and asked > positions,
+        bounded and asked > positions,
         f"length {asked:,} is beyond the {positions:,} learned positions of this model: "
         f"choose up to {positions:,}",
     )
