@@ -56,11 +56,22 @@ ODD: dict[str, ModelConfig] = {
     "qk-norm-full": small.replace(qk_norm="full", norm="rmsnorm"),
     "relu2": small.replace(activation="relu2"),
     "relu-gated": small.replace(activation="relu", gated=True, feedforward_bias=False),
+    "quick-gelu": small.replace(activation="quick_gelu"),
+    "clamped": small.replace(gated=True, gated_clamp=0.5, gated_shift=1.0, activation="silu"),
+    "shifted-quick-gelu": small.replace(gated=True, gated_shift=1.0, activation="quick_gelu"),
     "factorised": small.replace(d_embedding=8),
     "factorised-encoder": encoder.replace(d_embedding=8, embedding_norm=True, n_types=2),
     "factorised-untied": small.replace(d_embedding=8, tie_embeddings=False),
     "experts": small.replace(n_experts=4, n_active_experts=2),
     "experts-gated": small.replace(n_experts=5, n_active_experts=3, gated=True, router_order="softmax_topk"),
+    "experts-clamped": small.replace(
+        n_experts=4,
+        gated=True,
+        gated_clamp=0.5,
+        gated_shift=1.0,
+        activation="quick_gelu",
+        router_bias=True,
+    ),
     "sink": small.replace(attention_sink=True),
     "sink-grouped-capped-window": small.replace(
         attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.config.kinds import FULL, Windowed
 from clearhead.model.attend import KERNELS
 from clearhead.model.masks import compose, tokens_from
 from tests.harness import T, V, build, chunks, in_pieces, some_ids, worst
@@ -34,8 +35,8 @@ def test_compose_equals_a_loop_over_pairs(seed):
     documents = torch.randint(2, (2, 7), generator=generator).sort(1).values if flip() else None
     prefix = torch.randint(5, (2,), generator=generator) if flip() else None
     causal, window = flip() or prefix is not None, 3 if flip() else None
-    tokens = tokens_from(2, 7, CPU, mask, None, documents)
-    found, implied = compose(tokens, tokens, causal=causal, window=window, prefix=prefix)
+    tokens, kind = tokens_from(2, 7, CPU, mask, None, documents), FULL if window is None else Windowed(window)
+    found, implied = compose(tokens, tokens, causal=causal, kind=kind, prefix=prefix)
     if implied:
         found = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
     found = torch.ones(2, 1, 7, 7, dtype=torch.bool) if found is None else found.expand(2, 1, 7, 7)

@@ -13,6 +13,7 @@ Every figure is a sum over the steps that the parts of the model yield. What is 
     copies          bytes of weights that are kept too: those of q, k and v joined, and under autocast of all
 """
 
+import math
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -164,7 +165,8 @@ def cost(
         copies=sum(s.weights for s in steps if s.gradients > 1 and (s.joined or run.half)) * size,
         loss=out.m * out.n * max(size, 4),
         attention_matrix=max(
-            step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")
+            (step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")),
+            default=0,
         ),
         kv_cache=_cache(main, "attention", tokens, batch) * size,
         window_cache=_cache(main, "attention", tokens, batch, ring=True) * size,
@@ -193,9 +195,14 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if not spec.causal or (kind == "cross" and not spec.cross):
         return 0
-    slots = [tokens if window is None or not ring else window + 1 for window in spec.windows]
-    heads = [spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}") for layer in range(spec.n_layers)]
-    return batch * (spec.d_head + spec.d_value) * sum(kept * slot for kept, slot in zip(heads, slots))
+    total = 0
+    for layer, seen in enumerate(spec.kinds):
+        states = spec.state_shapes(layer) if kind == "attention" else []
+        slots = tokens if seen.reach is None or not ring else seen.slots
+        heads = spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}")
+        each = slots * heads * (spec.d_head + spec.d_value)
+        total += sum(math.prod(shape) for shape in states) if states else each
+    return batch * total
 
 
 def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
@@ -212,7 +219,7 @@ def _measure(spec: StackSpec, length: int | None, name: str) -> tuple[int, int]:
     refuse(length < 1, f"{name} {length} must be 1 or more")
     tokens = spec.n_tokens(length)
     refuse(
-        spec.positions == "learned" and tokens > spec.max_positions,
+        spec.bounded and tokens > spec.max_positions,
         f"{name} {length} makes {tokens} positions and the model has {spec.max_positions}: "
         "raise max_positions",
     )

@@ -113,14 +113,18 @@ class Case:
 
     def cached(self) -> None:
         """At every split point and in pieces of 1, 3 and 7, with every form of cache."""
-        cache = ch.Cache()
+        cache, kinds = ch.Cache(), self.model.main.spec.kinds
         self.equal("cached", self.model(self.ids, cache=cache, **self.source).logits, self.logits)
         for split in reversed(range(1, T)):
-            cache.crop(split)
+            if all(kind.chooses for kind in kinds):
+                cache.crop(split)
+            else:  # a state does not step back
+                cache = ch.Cache()
+                self.model(self.ids[:, :split], cache=cache, **self.source)
             self.equal("cached", self.model(self.ids[:, split:], cache=cache).logits, self.logits[:, split:])
         for size in (1, 3, 7):
             self.through("cached", chunks(T, size), ch.Cache(reserve=T))
-        if self.model.config.window is not None:  # else it is the same as a growing cache
+        if any(kind.reach is not None for kind in kinds):  # else it is the same as a growing cache
             for size in (1, 3, 7):
                 self.through("windowed", chunks(T, size), ch.WindowCache())
         self.through("fixed", chunks(T, 3), ch.FixedCache(self.model.config, 2, T + 2))

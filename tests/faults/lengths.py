@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from clearhead.config.kinds import FULL
 from clearhead.fast import parts
 from clearhead.generate import decode
 from clearhead.model import cache, masks, positions, transformer
@@ -152,8 +153,8 @@ def long_rows_lose_the_window(monkeypatch):
     """Past 512 keys a window is not looked at."""
     right = masks.compose
 
-    def compose(queries, keys, *, window=None, **options):
-        return right(queries, keys, window=window if keys.length <= 512 else None, **options)
+    def compose(queries, keys, *, kind=FULL, **options):
+        return right(queries, keys, kind=kind if keys.length <= 512 else FULL, **options)
 
     monkeypatch.setattr(masks, "compose", compose)
 

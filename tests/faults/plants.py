@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch.nn.functional as nnf
 from torch import nn
 
+from clearhead.config.kinds import FULL, Windowed
 from clearhead.inside.checks import forward as check_forward
 from clearhead.inside.checks import training as check_training
 from clearhead.model import (
@@ -74,10 +75,10 @@ def rope_layout(monkeypatch):
 def _shifted(monkeypatch, applies, shift):
     right = masks.compose
 
-    def compose(queries, keys, *, causal=False, window=None, prefix=None):
+    def compose(queries, keys, *, causal=False, kind=FULL, prefix=None):
         if not causal or not applies(queries, keys):
-            return right(queries, keys, causal=causal, window=window, prefix=prefix)
-        mask, _ = right(queries, keys, window=window)
+            return right(queries, keys, causal=causal, kind=kind, prefix=prefix)
+        mask, _ = right(queries, keys, kind=kind)
         here, there = queries.order[:, :, None], keys.order[:, None, :]
         # Otherwise the first token would see nothing.
         seen = ((there <= here + shift) | ((here == 0) & (there == 0)))[:, None]
@@ -213,10 +214,9 @@ def window(monkeypatch):
     """A window that holds one key too many."""
     right = masks.compose
 
-    def compose(queries, keys, *, causal=False, window=None, prefix=None):
-        return right(
-            queries, keys, causal=causal, window=None if window is None else window + 1, prefix=prefix
-        )
+    def compose(queries, keys, *, kind=FULL, **options):
+        wider = Windowed(kind.size + 1) if isinstance(kind, Windowed) else kind
+        return right(queries, keys, kind=wider, **options)
 
     monkeypatch.setattr(masks, "compose", compose)
 
@@ -283,6 +283,12 @@ def router_order(monkeypatch):
         part.order, part.renormalise = "softmax_topk", False
 
     built_with(monkeypatch, feedforward.Experts, change)
+
+
+@code
+def gates_unclamped(monkeypatch):
+    """A limit so high that no fresh model reaches it is forgotten."""
+    built_with(monkeypatch, feedforward.FeedForward, lambda part: setattr(part, "clamp", None))
 
 
 @code

@@ -91,6 +91,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "bucket_sides": ({**T5, **BUCKETS}, CODE),
     "padding_in_the_source": ({**T5, **BUCKETS}, PADDED | {"model = formula (lively)", LONG, PROMPTED}),
     "router_order": ({"n_experts": 4}, CODE),
+    "gates_unclamped": ({**LLAMA, "gated_clamp": 7.0, "gated_shift": 1.0}, CODE - {"model = formula"}),
     "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
     "ring_forgets": (WINDOWED, RING | CACHED),
     # from some length, distance or position on

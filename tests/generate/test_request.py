@@ -84,7 +84,7 @@ def test_sequences_are_tuples():
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
         ({"top_k": -1}, "top_k -1"),
         ({"stop": [3]}, "stop"),
-        ({"overflow": "wrap"}, "choose slide, refuse or window"),
+        ({"overflow": "wrap"}, "choose slide, stream, refuse or window"),
         ({"allowed": [1], "banned": [1]}, "no token"),
         ({"num_beams": 2, "lookup": 3}, "lookup with num_beams 2"),
         ({"num_beams": 2, "reuse": True}, "reuse with num_beams 2"),

@@ -41,9 +41,10 @@ class CommandRequest(Request):
         int | None, option("never write n tokens of the source, or of the prompt; default: the model's own")
     ] = None  # type: ignore[assignment]
     overflow: Annotated[
-        Literal["refuse", "window", "slide"] | None,
+        Literal["refuse", "window", "slide", "stream"] | None,
         option(
-            "a text too long: refuse it, cut its prompt, or read its last tokens alone; default: the last"
+            "a text too long: refuse it, cut its prompt (window), read its last tokens anew (slide), "
+            "or keep its first and last ones (stream); default: slide if positions are learned, else refuse"
         ),
     ] = None  # type: ignore[assignment]
     min_new_tokens: Annotated[

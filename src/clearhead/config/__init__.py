@@ -87,6 +87,11 @@ class ModelConfig(Fields):
         """The stack that feeds the head."""
         return self.stacks[-1]
 
+    @property
+    def bounded(self) -> bool:
+        """Whether a stack can read no position past `max_positions`."""
+        return any(stack.bounded for stack in self.stacks)
+
     @functools.cached_property
     def readout(self) -> HeadSpec:
         """The specification of the head."""

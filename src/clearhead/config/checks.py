@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Sequence
 
 from clearhead import errors
-from clearhead.config.fields import Fields, StackSpec
+from clearhead.config.fields import BIASES, Fields, StackSpec
+from clearhead.config.kinds import Blocks, GatedDeltaKind, Kind, LowRank
 from clearhead.errors import ConfigError, nearest
 from clearhead.typed import check_least, check_values
 
@@ -18,8 +19,9 @@ HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
 WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
 COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
 FROM_ZERO = ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset")
-ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap")
+ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp")
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
+GATED = ("gated_clamp", "gated_shift")
 TWO_STACKS = ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size")
 
 
@@ -45,6 +47,17 @@ def check_given(config: Fields) -> None:
             (config.init_std < 0, f"init_std {config.init_std} must be 0 or more: 0.02 is usual"),
             (config.attention_scale == 0, "attention_scale 0 makes every score 0: leave it out"),
             (config.norm_eps <= 0, f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual"),
+            *(
+                (
+                    not config.gated and getattr(config, name),
+                    f"{name} {getattr(config, name)} needs a gate: set gated true, or leave {name} out",
+                )
+                for name in GATED
+            ),
+            (
+                config.router_bias and not config.n_experts,
+                "router_bias needs a router: set n_experts, or leave router_bias out",
+            ),
             (
                 config.norm == "rmsnorm" and config.norm_bias,
                 "rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm",
@@ -77,7 +90,9 @@ def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
     """Check the fields against each other, once all of them have values."""
     _check(_attention(config))
     for stack in stacks:
-        _check(_heads_and_windows(stack))
+        _check(_heads(stack))
+        for layer, kind in enumerate(stack.kinds):
+            _check(_kind(config, stack, layer, kind))
     _check(_positions(config))
     for stack in stacks if config.positions == "rope" else ():
         _check(_rope(config, stack))
@@ -104,21 +119,64 @@ def _attention(config: Fields) -> Rules:
     ]
 
 
-def _heads_and_windows(stack: StackSpec) -> Rules:
-    heads, layers = ("n_encoder_heads", "n_encoder_layers") if stack.prefix else ("n_heads", "n_layers")
+def _heads(stack: StackSpec) -> Rules:
+    heads = "n_encoder_heads" if stack.prefix else "n_heads"
     return [
         (
             stack.n_heads % stack.n_kv_heads,
             f"{heads} {stack.n_heads} is not divisible by n_kv_heads {stack.n_kv_heads}",
         ),
+    ]
+
+
+def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
+    """Check a kind of attention against what else the config asks of its layer."""
+    said, first = (
+        f'attention "{kind}" of layer {layer}',
+        stack.kinds[stack.block_of.index(stack.block_of[layer])],
+    )
+    rules: Rules = [
         (
-            len(stack.windows) != stack.n_layers,
-            f"window lists {len(stack.windows)} layers and {layers} is {stack.n_layers}: "
-            "give one entry per layer, or one number",
+            not (kind.chooses and first.chooses) and kind != first,
+            f'{said} shares its weights with a layer of "{first}" by layer_groups: give both the same kind',
+        )
+    ]
+    if isinstance(kind, Blocks):
+        rules += [
+            (kind.window % 2 == 0, f"{said} has window {kind.window}: choose an odd number of blocks"),
+            (
+                kind.last and stack.causal,
+                f"{said} has last {kind.last}, and a decoder does not know where its text ends: leave it out",
+            ),
+        ]
+    if kind.chooses:
+        return rules
+    own = f"{stack.prefix}blocks.{layer}.attention"
+    return [
+        *rules,
+        (
+            config.positions in BIASES,
+            f"{said} has no scores to which positions {config.positions} could add a bias: "
+            "choose rope, learned, sinusoidal or none",
         ),
-        *(
-            (window is not None and window < 1, f"window {window} must be 1 or more")
-            for window in stack.windows
+        (config.attention_softcap is not None, f"{said} has no scores for attention_softcap: leave one out"),
+        (config.attention_sink, f"{said} has no softmax for attention_sink: leave one out"),
+        (
+            isinstance(kind, LowRank) and stack.causal,
+            f"{said} mixes all tokens of a row, also later ones: it is for encoders",
+        ),
+        (
+            isinstance(kind, GatedDeltaKind) and not stack.causal,
+            f"{said} reads from left to right: it is for decoders",
+        ),
+        (
+            isinstance(kind, GatedDeltaKind) and config.pruned_heads.get(own),
+            f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers",
+        ),
+        (
+            isinstance(kind, GatedDeltaKind)
+            and (kind.value_heads or stack.n_heads) % (kind.key_heads or stack.n_kv_heads),
+            f"{said} has value heads that are no multiple of its key heads: set key_heads or value_heads",
         ),
     ]
 

@@ -5,10 +5,12 @@ says. The parts of a model are built from `StackSpec` and `HeadSpec`, where ever
 `StackFields` is what a user and a stack have in common.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types
 
@@ -18,7 +20,7 @@ PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "no
 BIASES = ("alibi", "relative")  # schemes that add a bias to the scores, one for each head
 NormName = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post", "sandwich", "output"]
-ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
@@ -44,7 +46,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        refuse(self.factor <= 0, f"rope scaling factor {self.factor} must be positive", ConfigError)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            refuse(value <= 0, f"rope scaling {name} {value} must be positive", ConfigError)
         refuse(
             self.kind == "longrope" and (self.short_factor is None or self.long_factor is None),
             "rope scaling longrope needs short_factor and long_factor, one number per rotated pair",
@@ -102,11 +106,15 @@ class StackFields:
     # Feed-forward
     activation: ActivationName = "gelu"
     gated: bool = False
+    # gated: before the activation the gate is at most this, and what it multiplies lies within -this and this
+    gated_clamp: float | None = None
+    gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
     # softmax over the chosen, or over all
     router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+    router_bias: bool = False
 
     # Residual
     norm_position: NormPosition = "pre"
@@ -148,7 +156,9 @@ class Fields(StackFields):
     image_size: tuple[int, int] | None = None  # patches: height, width
 
     # Attention
-    # keys nearer than this are seen; a tuple sets it per layer
+    # kind of attention, such as "linear(elu)": see `kinds`; a tuple sets it per layer, and is repeated
+    attention: str | tuple[str, ...] = "full"
+    # short for attention "window(128)"; a tuple sets it per layer
     window: int | tuple[int | None, ...] | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     rope_fraction: float = 1.0  # part of each head that is rotated
@@ -217,7 +227,7 @@ class StackSpec(StackFields):
     embedding_projection: bool
     image_size: tuple[int, int]
     d_rotary: int  # leading columns of a head that RoPE rotates
-    windows: tuple[int | None, ...]  # one per layer
+    kinds: tuple[Kind, ...]  # of attention, one per layer
     attention_scale: float
     qkv_bias: bool
     attention_out_bias: bool
@@ -226,6 +236,16 @@ class StackSpec(StackFields):
     final_norm: bool
     attention_dropout: float
     embedding_dropout: float
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer of another kind."""
+        return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether weights belong to positions, so that none past `max_positions` can be read."""
+        return self.positions == "learned" or any(isinstance(kind, LowRank) for kind in self.kinds)
 
     @property
     def n_patches(self) -> int:
@@ -239,6 +259,32 @@ class StackSpec(StackFields):
             return self.n_patches + self.class_token
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
+
+    def delta_sizes(self, kind: GatedDeltaKind) -> tuple[int, int, int, int]:
+        """Return key heads, value heads and the widths of both; the stack's own where the kind says 0."""
+        return (
+            kind.key_heads or self.n_kv_heads,
+            kind.value_heads or self.n_heads,
+            kind.d_key or self.d_head,
+            kind.d_value or self.d_value,
+        )
+
+    def n_features(self, kind: LinearKind) -> int:
+        """Return the number of features of a query or key."""
+        if kind.features != "favor":
+            return self.d_head
+        return kind.count or math.ceil(self.d_head * math.log(self.d_head))
+
+    def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""
+        kind = self.kinds[layer]
+        if isinstance(kind, LinearKind):
+            heads = self.kv_heads_of(f"{self.prefix}blocks.{layer}.attention")
+            return [(heads, self.n_features(kind), self.d_value + 1), (heads,)]
+        if isinstance(kind, GatedDeltaKind):
+            keys, values, d_key, d_value = self.delta_sizes(kind)
+            return [(values, d_key, d_value), (kind.kernel - 1, 2 * keys * d_key + values * d_value)]
+        return []
 
     def heads_of(self, attention: str) -> tuple[int, ...]:
         """Return the heads that pruning has left in the attention of this name."""

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from clearhead.config.fields import Fields, HeadSpec, NormSpec, StackSpec
+from clearhead.config.kinds import FULL, Kind, Windowed, read_kind
 from clearhead.errors import ConfigError, refuse
 
 Spec = TypeVar("Spec", StackSpec, HeadSpec)
@@ -113,13 +114,42 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
         attention_scale=d_head**-0.5 if scaled else config.attention_scale,
         d_rotary=int(d_head * config.rope_fraction),
         block_of=tuple(layer * groups // layers for layer in range(layers)),
-        windows=config.window if isinstance(config.window, tuple) else (config.window,) * layers,
+        kinds=_kinds(config, layers),
         d_embedding=config.d_embedding if tokens else config.d_model,
         embedding_projection=config.embedding_projection and tokens,
         n_types=config.n_types if tokens else 0,
         image_size=config.image_size or (0, 0),
         norm=_norm(config),
     )
+
+
+def _kinds(config: Fields, layers: int) -> tuple[Kind, ...]:
+    """Return the kind of attention of each layer, from `attention` and `window`."""
+    names = config.attention if isinstance(config.attention, tuple) else (config.attention,)
+    refuse(
+        not names or layers % len(names),
+        f"attention lists {len(names)} layers, which do not repeat to {layers}: give one entry per layer, "
+        "or a number of them that divides the layers",
+        ConfigError,
+    )
+    windows = config.window if isinstance(config.window, tuple) else (config.window,) * layers
+    refuse(
+        len(windows) != layers,
+        f"window lists {len(windows)} layers and there are {layers}: give one entry per layer, or one number",
+        ConfigError,
+    )
+    kinds = [read_kind(name) for name in names] * (layers // len(names))
+    for layer, (kind, window) in enumerate(zip(kinds, windows)):
+        if window is not None:
+            refuse(window < 1, f"window {window} must be 1 or more", ConfigError)
+            refuse(
+                kind != FULL,
+                f'layer {layer} has window {window} and attention "{kind}": '
+                'leave window out, or say attention "window(...)" there',
+                ConfigError,
+            )
+            kinds[layer] = Windowed(window)
+    return tuple(kinds)
 
 
 def _norm(config: Fields) -> NormSpec:

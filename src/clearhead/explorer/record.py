@@ -61,7 +61,7 @@ def record_run(run: PageRun, name: str) -> dict[str, Any]:
     }
     names = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
-    limit = m.config.max_positions if m.config.positions == "learned" else max(COST_LENGTHS)
+    limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
     views |= {
         f"cost?length={length}": finite(

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from clearhead.config.kinds import Kind
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear
 from clearhead.fast.parts import (
     Direct,
@@ -73,11 +74,11 @@ def _replacement(part: nn.Module, kernels: bool, packs: bool) -> nn.Module:
 
 def _fused(block: Block, kind: type[Block]) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
-    attention, feedforward = block.attention, block.feedforward
-    layers = (attention.q, attention.k, attention.v)
-    qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
-    new = like(block, kind)
-    new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
+    attention, feedforward, new = block.attention, block.feedforward, like(block, kind)
+    if isinstance(attention, Attention) and original(attention) is Attention:
+        layers = (attention.q, attention.k, attention.v)
+        qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
+        new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
     if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
         new.feedforward = like(
             feedforward,
@@ -128,18 +129,18 @@ class StepStack(Direct, Stack):
 
     def _views(
         self, tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
-    ) -> dict[int | None, masks.View]:
+    ) -> dict[Kind, masks.View]:
         views = super()._views(tokens, cache, *more, **named)
         if not isinstance(cache, FixedCache):
             return views
         return {
-            window: replace(
+            kind: replace(
                 view,
                 mask=None if view.mask is None else materialise(view.mask),
                 bias=None if view.bias is None else materialise(view.bias),
                 rotary=None if view.rotary is None else positions.Rotary(*map(materialise, view.rotary)),
             )
-            for window, view in views.items()
+            for kind, view in views.items()
         }
 
 

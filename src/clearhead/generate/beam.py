@@ -24,11 +24,10 @@ from clearhead.generate.decode import (
     LENGTH_ALONE,
     RESERVE,
     Ends,
-    Prompts,
     check_request,
-    is_stretched,
     prefill,
 )
+from clearhead.generate.prompts import Prompts, is_stretched
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, Standing, adjust
 from clearhead.model.cache import Cache

@@ -20,52 +20,15 @@ from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
+from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_room, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, History, Standing, adjust_by, best_of, distribution, draw
 from clearhead.model.cache import Cache, WindowCache
+from clearhead.model.stream_cache import StreamCache, check_stream
 from clearhead.model.transformer import Transformer
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What a generation reads: of each row the ids it goes on from, and, with an encoder, a source."""
-
-    ids: Sequence[Sequence[int]]  # one token at least in each
-    source: Tensor | None = None  # B S: what the encoder reads
-    source_mask: Tensor | None = None  # B S: True for real tokens
-    seeds: Sequence[int] | None = None  # of each row; None: the request's
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(map(len, self.ids))
-
-    @property
-    def sources(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source and its mask."""
-        return self.source, self.source_mask
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """Of each row the ids of its source; without an encoder, of its prompt."""
-        if self.source is None:
-            return [list(row) for row in self.ids]
-        real = (
-            torch.ones_like(self.source, dtype=torch.bool) if self.source_mask is None else self.source_mask
-        )
-        return [row[kept].tolist() for row, kept in zip(self.source, real)]
-
-    def rows(self, numbers: list[int]) -> "Prompts":
-        """Return some rows alone; columns of the source that are padding in all of them are left out."""
-        ids = [self.ids[number] for number in numbers]
-        if self.source is None or self.source_mask is None:
-            return Prompts(ids, None if self.source is None else self.source[numbers])
-        columns = self.source_mask[numbers].any(0)
-        source, mask = self.source[numbers][:, columns], self.source_mask[numbers][:, columns]
-        return Prompts(ids, source, None if bool(mask.all()) else mask)
 
 
 @dataclass
@@ -142,6 +105,8 @@ def decode(
     chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
+        if streams(model, request, prompts):
+            cache = StreamCache(model.config, *stream_room(model, request))
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
@@ -176,7 +141,8 @@ def decode(
 
 def cache_for(model: Transformer, room: int) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    smallest = min((window for window in model.main.spec.windows if window is not None), default=room)
+    reaches = (kind.reach for kind in model.main.spec.kinds)
+    smallest = min((reach for reach in reaches if reach is not None), default=room)
     return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))
 
 
@@ -193,33 +159,14 @@ def prefill(
     longest = ids.shape[1]
     unequal = any(len(prompt) < longest for prompt in prompts)
     mask = real_tokens(prompts, device, left=True) if unequal else None
-    chunk = longest if turns_by_length(model) else PREFILL_CHUNK
+    # Each token of a piece has sinks of its own.
+    chunk = longest if turns_by_length(model) else PREFILL_CHUNK // max(1, cache.sinks)
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
         part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()
         wanted = "last" if piece.stop >= longest else "none"
         out = model(ids[:, piece], part, *given, cache=cache, logits=wanted)
     return cast(Tensor, out.logits[:, -1])
-
-
-def turns_by_length(model: Transformer) -> bool:
-    """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
-    scaling = model.config.rope_scaling
-    return scaling is not None and scaling.kind in ("dynamic", "longrope")
-
-
-def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
-    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
-    longest = prompts.longest + request.max_new_tokens - 1
-    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
-
-
-def is_stretched(model: Transformer, length: int) -> bool:
-    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
-    scaling = model.config.rope_scaling
-    if scaling is None or scaling.kind != "longrope":
-        return False
-    return length > (scaling.original_positions or model.config.max_positions)
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
@@ -311,6 +258,8 @@ def check_options(model: Transformer, request: Request, ends: Ends) -> None:
         config.head != "lm",
         f"this model's head is {config.head}: only a language model (head lm) generates",
     )
+    if request.overflow == "stream":
+        check_stream(config, *stream_room(model, request))
     named = {
         "allowed": request.allowed or (),
         "banned": request.banned,

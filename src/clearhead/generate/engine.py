@@ -24,14 +24,12 @@ from clearhead.generate.decode import (
     LENGTH_ALONE,
     Continuation,
     Ends,
-    Prompts,
     agreed,
     check_request,
     decode,
     prefill,
-    slides,
-    turns_by_length,
 )
+from clearhead.generate.prompts import Prompts, slides, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.model.attention import Attention
@@ -193,7 +191,9 @@ def decode_compiled(
     step, source, most = None, prompts.source, request.max_new_tokens
     if request.compile and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
-    if cache is None and not slides(model, request, prompts):
+    if request.compile and streams(model, request, prompts):
+        warn_uncompiled("a text that streams turns its first keys anew for each token")
+    if cache is None and not (slides(model, request, prompts) or streams(model, request, prompts)):
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
         step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:

@@ -88,6 +88,11 @@ def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = Fa
     left_out: Collection[str] = ()
     if "num_beams" in asked:
         left_out = ("num_beam_groups", "diversity_penalty")
-    elif hooked or any(asked.get(name) for name in WATCHED) or any(name in asked for name in DRAWING):
+    elif (
+        hooked
+        or asked.get("overflow") == "stream"
+        or any(asked.get(name) for name in WATCHED)
+        or any(name in asked for name in DRAWING)
+    ):
         left_out = SEARCH
     return {**{name: value for name, value in own.items() if name not in left_out}, **asked}

@@ -13,6 +13,7 @@ from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.typed import check_types, shaped
 
 MAX_NEW_TOKENS = 50
+SINKS = 4  # first tokens that a text that streams keeps; more change little (StreamingLLM)
 POSITIVE = math.ulp(0.0)  # the smallest number above 0
 FROM_0, FROM_1 = "must be a whole number, 0 or more", "must be a whole number, 1 or more"
 # Of each field the least and the greatest value, and what is allowed, in words.
@@ -35,6 +36,8 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "length_penalty": (-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"),
     "lookup": (0, math.inf, FROM_0),
     "draft_tokens": (1, math.inf, FROM_1),
+    "sinks": (0, math.inf, FROM_0),
+    "stream_window": (1, math.inf, FROM_1),
 }
 # Fields that may be given as any sequence.
 SEQUENCES = {"allowed", "banned", "banned_first", "banned_sequences", "forced_last", "stop", "stop_tokens"}
@@ -78,8 +81,8 @@ class Sampling:
         except ConfigError as error:
             raise InputError(str(error)) from None
         for name, (least, most, allowed) in BOUNDS.items():
-            value = getattr(self, name, least)
-            refuse(not least <= value <= most, f"{name} {value} {allowed}")
+            value = getattr(self, name, None)
+            refuse(value is not None and not least <= value <= most, f"{name} {value} {allowed}")
         refuse(() in self.banned_sequences, "banned_sequences has an empty one: give each one id at least")
         refuse(
             self.allowed is not None and set(self.allowed) <= set(self.banned),
@@ -118,8 +121,11 @@ class Request(Sampling):
     stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
     stop_tokens: tuple[int | str, ...] = ()  # further tokens that end the generation, by name or id
     seconds: float | None = None  # stop after this time
-    # A text too long for the model: refuse it, cut its prompt (window), or read its last tokens (slide).
-    overflow: Literal["refuse", "window", "slide"] = "refuse"
+    # A text too long for the model: refuse it, cut its prompt (window), read its last tokens anew for each
+    # token (slide), or keep its first and its last ones alone (stream).
+    overflow: Literal["refuse", "window", "slide", "stream"] = "refuse"
+    sinks: int | None = None  # of stream: how many of the first tokens to keep; default: 4
+    stream_window: int | None = None  # of stream: tokens to keep, sinks too; default: the model's positions
     logprobs: bool = False  # report the log-probability of each new token
     alternatives: int = 0  # report so many of the best tokens at each step
     reuse: bool = False  # keep what is read: the next prompt is read from where it differs
@@ -129,10 +135,16 @@ class Request(Sampling):
 
     def __post_init__(self) -> None:
         refuse(
-            self.overflow not in ("refuse", "window", "slide"),
-            f'overflow "{self.overflow}" is not known: choose slide, refuse or window',
+            self.overflow not in ("refuse", "window", "slide", "stream"),
+            f'overflow "{self.overflow}" is not known: choose slide, stream, refuse or window',
         )
         super().__post_init__()
+        for name in ("sinks", "stream_window"):
+            value = getattr(self, name)
+            refuse(
+                value is not None and self.overflow != "stream",
+                f'{name} {value} with overflow "{self.overflow}": it belongs to overflow "stream"',
+            )
         refuse(
             self.num_return > self.num_beams,
             f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams",
@@ -165,8 +177,15 @@ class Request(Sampling):
                 f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
                 "so leave one of them out",
             )
+        beams, draft = self.num_beams > 1, hooks.get("draft")
+        whole = {"num_beams": beams, "lookup": self.lookup, "reuse": self.reuse, "draft": draft}
+        for name, value in whole.items():
+            refuse(
+                self.overflow == "stream" and value not in (None, False, 0),
+                f'{name} with overflow "stream", which forgets what it needs: leave one of them out',
+            )
         refuse(
-            self.lookup and hooks.get("draft") is not None,
+            self.lookup and draft is not None,
             "lookup and draft both guess what comes next: choose one of them",
         )
 
@@ -210,7 +229,9 @@ class RequestOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_tokens: Sequence[int | str]
     seconds: float | None
-    overflow: Literal["refuse", "window", "slide"]
+    overflow: Literal["refuse", "window", "slide", "stream"]
+    sinks: int | None
+    stream_window: int | None
     logprobs: bool
     alternatives: int
     reuse: bool

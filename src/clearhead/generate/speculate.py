@@ -25,14 +25,12 @@ from clearhead.generate.decode import (
     Chooser,
     Continuation,
     Ends,
-    Prompts,
     agreed,
     check_request,
     prefill,
     report,
-    slides,
-    turns_by_length,
 )
+from clearhead.generate.prompts import Prompts, slides, streams, turns_by_length
 from clearhead.generate.request import Request, Sampling
 from clearhead.generate.sampling import adjust_by, distribution, draw
 from clearhead.model.cache import Cache
@@ -210,8 +208,8 @@ def speculate(
     """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     refuse(
-        turns_by_length(model) or slides(model, request, prompts),
-        "this model reads a text anew as it grows past a length: leave lookup and draft out",
+        turns_by_length(model) or slides(model, request, prompts) or streams(model, request, prompts),
+        "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",
     )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     chooser = Chooser(model, request, prompts, ends.stop_ids, rows)

@@ -205,7 +205,7 @@ def contributions(
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     column = find_column(position, choices.columns)
-    output, seen = prepared.record("blocks.*.z", "blocks.*.feedforward.out")
+    output, seen = prepared.record("blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out")
     best = int(choices.scores(output.required_logits)[0, column].argmax())
     choice = best if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
@@ -269,8 +269,11 @@ def _terms(
             frozen = replace(frozen, bias=add(frozen.bias, Term(name, "bias", layer=layer)))
         return frozen.forward(x)
 
-    def attended(layer: int, part: str, attention: Attention) -> Tensor:
+    def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
         kind = "self" if part == "attention" else "cross"
+        if not isinstance(attention, Attention):  # its heads are gated before they are joined
+            given = exact(seen[f"blocks.{layer}.{part}.out"][0])[read.rows]
+            return add(given, Term(f"{part} {layer}", kind, layer=layer))
         heads = names.AttentionName(kind, layer, attention.n_heads).heads
         terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
         z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E

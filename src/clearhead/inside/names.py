@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clearhead.config import ModelConfig, StackSpec
+from clearhead.config.kinds import GatedDeltaKind
 from clearhead.errors import InputError, nearest
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
@@ -56,13 +57,16 @@ class AttentionName(NamedTuple):
 
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
-    """Return every attention of a model, or those of one kind, in the order of the forward pass."""
+    """Return every attention of a model, or those of one kind, in the order of the forward pass.
+
+    Layers of the gated delta rule are none: their heads share a convolution and a gate.
+    """
     return [
         AttentionName(name, layer, len(spec.heads_of(AttentionName(name, layer).part)))
         for spec in config.stacks
         for layer in range(spec.n_layers)
         for name in ("encoder" if spec.prefix else "self", *(["cross"] if spec.cross else []))
-        if kind in (None, name)
+        if kind in (None, name) and (name == "cross" or not isinstance(spec.kinds[layer], GatedDeltaKind))
     ]
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
+from clearhead.config.kinds import Kind
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
 from clearhead.model.cache import CrossKeys, LayerKeys
+from clearhead.model.kinds.blocks import attend_blocks, plain_blocks
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -66,19 +68,33 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        if cache is not None and not known:
-            k, v = cache.update(k, v)
-
-        attend = KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel]
-        bias = view.bias
-        if bias is not None and self.pruned and bias.shape[1] > 1:
-            bias = bias[:, list(self.heads)]
-        z = attend(
-            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap, sink=self.sink,
-            dropout=self.dropout if self.training else 0.0, tap=tap,
-        )  # fmt: skip
+        z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E], and to those in the cache."""
+        if cache is not None:
+            k, v = cache.update(k, v)
+        kernel, dropout = self.kernel, self.dropout if self.training else 0.0
+        if tap.wants("scores", "pattern"):
+            kernel = "eager"
+        heads = list(self.heads) if self.pruned else None
+        if view.blocks is not None and kernel == "fused":
+            return attend_blocks(
+                q, k, v, view.blocks, self.scale,
+                softcap=self.softcap, sink=self.sink, dropout=dropout, heads=heads,
+            )  # fmt: skip
+        view = view.spelled_out()
+        bias = view.bias
+        if bias is not None and heads is not None and bias.shape[1] > 1:
+            bias = bias[:, heads]
+        return KERNELS[kernel](
+            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
+            sink=self.sink, dropout=dropout, tap=tap,
+        )  # fmt: skip
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
@@ -108,11 +124,12 @@ def attention_steps(
     name: str,
     T: int,
     S: int,
-    window: int | None,
+    sees: Kind,
     kind: Literal["attention", "cross"],
 ) -> Iterator[Step]:
     """Yield the steps of one attention of T queries and S keys."""
     B, D, own = run.batch, spec.d_model, kind == "attention"
+    blocks = plain_blocks(sees, T, spec.causal) if own else None
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     eager = spec.attention_softcap is not None or spec.attention_sink
     fused = not eager and Ev == E and not (own and spec.positions == "relative")
@@ -132,9 +149,16 @@ def attention_steps(
     pinned = B * T * (H + K) * E * run.size if own and changed and fused else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
-    kept, answer = attend_bytes(spec, run, own, H, T, S, window, fused), B * T * H * Ev * run.size
-    yield Step(f"{name}.scores", kind, m=H // K * T, n=S, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * T, n=Ev, k=S, count=B * K, kept=copies * answer + pinned)
+    kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
+    queries, met = T, S
+    if blocks is not None:  # gathered keys and values, queries by blocks, log-sums and a mask of what is met
+        size, count = blocks
+        queries, met = -(-T // size) * size, size * count
+        gathered = queries // size * met * K * (E + Ev) * run.size
+        mask = queries * met * (run.size if not eager else 1)
+        kept = B * (gathered + queries * H * (E * run.size + 4)) + mask
+    yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

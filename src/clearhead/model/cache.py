@@ -1,9 +1,9 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
-Three forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing
-more. `WindowCache` keeps at most a window of keys in the layers that have one. `FixedCache`, in a file of its
-own, has buffers of one size, for compiled steps. The model calls `begin` before its first layer and `advance`
-after its last.
+Four forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing more.
+`WindowCache` keeps at most a window of keys in the layers that have one. In files of their own, `StreamCache`
+keeps the first tokens and the last ones, and `FixedCache` has buffers of one size, for compiled steps. The
+model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
 from clearhead.model.masks import Slots, Tokens, empty_slots, join
 
@@ -49,6 +50,7 @@ class CrossKeys(LayerKeys):
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
+    sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
@@ -66,9 +68,9 @@ class Cache:
         """Number of rows; None before the first call."""
         return next((keys.k.shape[0] for keys in self.layers.values() if keys.k is not None), None)
 
-    def layer(self, index: int, window: int | None) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        return self.layers.setdefault(index, GrowingKeys(self))
+        return self.layers.setdefault(index, GrowingKeys(self) if kind.chooses else StateKeys())
 
     def cross_layer(self, index: int) -> CrossKeys:
         """Return the cross-attention keys of one layer."""
@@ -89,11 +91,11 @@ class Cache:
         count = self._count[None, :total]
         return Tokens(count, count, None, None, plain=True)
 
-    def visible(self, window: int | None) -> Tokens:
-        """Return the tokens whose keys `LayerKeys.update` returns in a layer with this window."""
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
         return self._visible
 
-    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
         """Lay out a bias over all tokens so far, [B|1, H|1, T, S], as the keys that `visible` describes."""
         return bias
 
@@ -124,9 +126,37 @@ class Cache:
             not 0 <= length <= self.length,
             f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}",
         )
+        for keys in self.layers.values():
+            if isinstance(keys, StateKeys) and length < self.length:
+                refuse(
+                    length > 0,
+                    f"a layer of this model keeps a state, not keys, and cannot step back to {length} of "
+                    f"{self.length} tokens: read them anew",
+                )
+                keys.forget()
         self.length, self.packed = length, self.packed and length > 0
         kept = self.tokens.map(lambda x: x[:, :length]) if self.tokens is not None else None
         self.tokens = kept if length else None
+
+
+class StateKeys(LayerKeys):
+    """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch."""
+
+    state: tuple[Tensor, ...] = ()
+
+    def keep(self, *state: Tensor) -> None:
+        """Keep this state, the answer of the call in progress."""
+        self.state = tuple(part.detach() for part in state)
+        self.k = self.v = self.state[0]  # for the number of rows
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.state, self.k, self.v = (), None, None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        if self.state:
+            self.keep(*(part[rows] for part in self.state))
 
 
 class GrowingKeys(LayerKeys):
@@ -158,24 +188,26 @@ def _with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Te
 
 
 class WindowCache(Cache):
-    """Layers with a window keep the keys of the last `window` real tokens of each row; other layers grow.
+    """Layers with a window keep its keys, those of the last real tokens of each row; other layers grow.
 
     A token is written to slot `order % window` of its row, so each row forgets by its own count of real
-    tokens. One more slot at the end takes what is not kept: padding, and tokens that leave the window within
-    one call.
+    tokens. Sinks have slots of their own before these, by position. One more slot at the end takes what is
+    not kept: padding, and tokens that leave the window within one call.
     """
 
     _new: Tokens  # those of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
-        self.rings: dict[int, Slots] = {}  # by window: the tokens in its ring
-        self.slots: dict[int, Tensor] = {}  # by window: the slot of each new token, B T
-        self._before: dict[int, Slots] = {}  # by window: the ring before the call in progress
+        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind
+        self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
+        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
 
-    def layer(self, index: int, window: int | None) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        return self.layers.setdefault(index, GrowingKeys(self) if window is None else RingKeys(self, window))
+        if kind.reach is None:
+            return super().layer(index, kind)
+        return self.layers.setdefault(index, RingKeys(self, kind))
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
@@ -183,70 +215,74 @@ class WindowCache(Cache):
         self._new = tokens
         self.slots.clear()
 
-    def visible(self, window: int | None) -> Tokens:
+    def visible(self, kind: Kind) -> Tokens:
         """Return the ring with one new token in it, or the ring before the call and several new tokens."""
-        if window is None:
-            return super().visible(None)
-        if window not in self.slots:
-            self._write(window, self._new)
-        return self.rings[window] if self._new.length == 1 else join(self._before[window], self._new)
+        if kind.reach is None:
+            return super().visible(kind)
+        if kind not in self.slots:
+            self._write(kind, kind.reach, self._new)
+        return self.rings[kind] if self._new.length == 1 else join(self._before[kind], self._new)
 
-    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
         """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
         refuse(
-            window is not None, f"bias speaks of keys that a window cache of {window} forgets: use Cache()"
+            kind.reach is not None,
+            f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
         )
         return bias
 
-    def _write(self, window: int, tokens: Tokens) -> None:
-        """Write the new tokens into the ring of this window."""
-        order, real = tokens.order, tokens.real_mask()
-        old = self.rings.get(window) or empty_slots(order.shape[0], window + 1, order.device)
+    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+        """Write the new tokens into the ring of this kind."""
+        order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
+        old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
         batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
         last = torch.where(real, order, -1).amax(1, keepdim=True)
-        slot = torch.where(real & (order > last - window), order % window, window).expand(batch, -1)
+        slot = torch.where(real & (order > last - window), sinks + order % window, trash)
+        if sinks:
+            slot = torch.where(real & (tokens.positions < sinks), tokens.positions, slot)
+        slot = slot.expand(batch, -1)
 
         def written(ring: Tensor, new: Tensor) -> Tensor:
             return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
 
         order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
-        real[:, window] = False
-        self.rings[window] = Slots(order, positions, real, documents)
-        self._before[window], self.slots[window] = old, slot
+        real[:, trash] = False
+        self.rings[kind] = Slots(order, positions, real, documents)
+        self._before[kind], self.slots[kind] = old, slot
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer and ring."""
         super().reorder(rows, cross)
-        self.rings = {window: ring.of_rows(rows) for window, ring in self.rings.items()}
+        self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots, as long as no window has begun to forget."""
-        for window in self.rings:
+        for kind in self.rings:
             refuse(
-                self.length > window and length < self.length,
-                f"a window cache of {window} has forgotten what a crop to {length} needs: "
+                self.length > (kind.reach or 0) and length < self.length,
+                f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )
         super().crop(length)
         real = self.tokens.real if self.tokens is not None else None
         count = length if real is None else real.sum(1, keepdim=True)  # of each row
-        for window, ring in self.rings.items():
-            self.rings[window] = replace(ring, real=ring.real & (ring.order < count))
+        for kind, ring in self.rings.items():
+            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
 
 
 class RingKeys(LayerKeys):
-    """Keys of the last `window` real tokens of each row, and one slot for what is not kept."""
+    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
 
-    def __init__(self, cache: WindowCache, window: int) -> None:
-        self.cache, self.window = cache, window
+    def __init__(self, cache: WindowCache, kind: Kind) -> None:
+        self.cache, self.kind = cache, kind
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
         B, K, T, _ = k.shape
         if self.k is None or self.v is None:
-            self.k = k.new_zeros(B, K, self.window + 1, k.shape[3])
-            self.v = v.new_zeros(B, K, self.window + 1, v.shape[3])
-        slot = self.cache.slots[self.window].expand(B, T)[:, None, :, None]
+            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
+            self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
+        slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
         k, v = k.detach(), v.detach()
         whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
         self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)

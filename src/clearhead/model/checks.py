@@ -81,7 +81,7 @@ def check_tokens(
             mask.shape != wanted,
             f"{named} has shape {tuple(mask.shape)}: it must match its tokens, {wanted}",
         )
-    table = spec.max_positions if spec.positions == "learned" else None
+    table = spec.max_positions if spec.bounded else None
     check_integers(positions, batch, length, "positions", table, "max_positions")
     check_integers(documents, batch, length, "documents", None, "")
 
@@ -122,7 +122,7 @@ def check_integers(
 def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
     """Check that positions fit the table, where the scheme has one."""
     slots = tokens.length + (cache.length if cache is not None else 0)
-    if spec.positions != "learned" or slots <= spec.max_positions:
+    if not spec.bounded or slots <= spec.max_positions:
         return
     # Fewer than the slots where some are padding, or where documents begin again at 0.
     reached, most = int(tokens.positions.max()) + 1, spec.max_positions

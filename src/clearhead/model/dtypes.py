@@ -1,5 +1,7 @@
 """Precision: the dtype in which sums and statistics are taken."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -12,3 +14,9 @@ def wide(x: Tensor) -> Tensor:
 def precise(x: Tensor) -> Tensor:
     """Cast to float64, on the CPU where the device of `x` has no float64."""
     return x.cpu().double() if x.device.type == "mps" else x.double()
+
+
+def uncast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a `with` block in which autocast leaves the products of tensors like `x` in their own dtype."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -8,8 +8,10 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.config import ModelConfig
+from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
-from clearhead.model.cache import Cache, GrowingKeys, LayerKeys
+from clearhead.model.cache import Cache, GrowingKeys, LayerKeys, StateKeys
+from clearhead.model.kinds.linear import ABSENT
 from clearhead.model.masks import Slots, Tokens, empty_slots
 
 
@@ -42,9 +44,13 @@ class FixedCache(Cache):
             shape = (batch, spec.kv_heads_of(attention), slots)
             return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
 
-        for layer in range(spec.n_layers):
+        for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
-            self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
+            if kind.chooses:
+                self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
+            else:
+                shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
+                self.layers[layer] = FixedState(shapes, device)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
@@ -61,6 +67,10 @@ class FixedCache(Cache):
             buffer[:rows, :filled] = given
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
+            if isinstance(mine, FixedState) and isinstance(theirs, StateKeys):
+                for buffer, given in zip(mine.state, theirs.state):
+                    buffer[:rows] = given
+                continue
             refuse(
                 not isinstance(theirs, GrowingKeys),
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
@@ -82,6 +92,8 @@ class FixedCache(Cache):
     def begin(self, tokens: Tokens) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
+        states = any(isinstance(keys, FixedState) for keys in self.layers.values())
+        refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
         if not torch.compiler.is_compiling():
             refuse(
                 self.length + tokens.length > self.capacity,
@@ -92,11 +104,11 @@ class FixedCache(Cache):
         for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
 
-    def visible(self, window: int | None) -> Tokens:
+    def visible(self, kind: Kind) -> Tokens:
         """Return every slot; those not yet filled are not real."""
         return self.tokens
 
-    def aligned(self, bias: Tensor, window: int | None) -> Tensor:
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
         """Pad a bias over all tokens so far with 0 for the slots not yet filled."""
         return nnf.pad(bias, (0, self.capacity - bias.shape[-1]))
 
@@ -121,6 +133,25 @@ class FixedCache(Cache):
             buffer.copy_(buffer[rows])
         super().reorder(rows, cross)
         self.tokens = slots  # the buffers, not the copies that a growing cache makes
+
+
+class FixedState(StateKeys):
+    """A state in buffers that are never replaced."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str) -> None:
+        self.state = tuple(torch.zeros(shape, device=device) for shape in shapes)
+        self.k = self.v = self.state[0]
+        self.forget()
+
+    def keep(self, *state: Tensor) -> None:
+        """Copy this state into the buffers."""
+        for buffer, given in zip(self.state, state):
+            buffer.copy_(given.detach())
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for buffer in self.state:
+            buffer.fill_(ABSENT if buffer.ndim == 2 else 0.0)  # the log of a scale, or sums
 
 
 class FixedKeys(LayerKeys):

@@ -15,6 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Strided, Windowed
+from clearhead.errors import refuse
 from clearhead.model.positions import Rotary
 
 
@@ -27,6 +29,8 @@ class Tokens:
     real: Tensor | None  # B|1 T: False for padding; None: all real
     documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
     plain: bool  # all real, one document, order and positions both 0, 1, 2, ... from some start
+    totals: Tensor | None = None  # B|1 T: tokens of its document, where a kind of attention asks for that
+    until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
 
     @property
     def length(self) -> int:
@@ -53,7 +57,20 @@ class Tokens:
             positions=change(self.positions),
             real=None if self.real is None else change(self.real),
             documents=None if self.documents is None else change(self.documents),
+            totals=None if self.totals is None else change(self.totals),
+            until=None if self.until is None else change(self.until),
         )
+
+    def counted(self) -> Self:
+        """Return these tokens with `totals`: one more than the last position of each token's document."""
+        last = torch.where(self.real_mask(), self.positions, -1)
+        if self.documents is None:
+            return replace(self, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
+        starts = torch.ones_like(self.documents)
+        starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
+        ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
+        return replace(self, totals=ends.gather(1, run) + 1)
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
@@ -135,6 +152,19 @@ def join(a: Tokens, b: Tokens) -> Tokens:
 
 
 @dataclass(frozen=True)
+class BlockPlan:
+    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+
+    size: int  # b
+    index: Tensor  # B|1 N M: numbers of the blocks of keys
+    mask: Tensor  # B|1 N b M·b
+    bias: Tensor | None  # B|1 N H b M·b
+    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
+    global_mask: Tensor | None = None  # B|1 1 G S
+    global_bias: Tensor | None = None  # B|1 H G S
+
+
+@dataclass(frozen=True)
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
@@ -142,6 +172,17 @@ class View:
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
+    tokens: Tokens | None = None  # the queries, for kinds of attention with a formula of their own
+    blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
+    dense: Callable[[], "View"] | None = None
+
+    def unrotated(self) -> "View":
+        """Return the same view without rotation."""
+        return replace(self, rotary=None)
+
+    def spelled_out(self) -> "View":
+        """Return the same view with a mask and a bias, also where blocks stand for them."""
+        return self if self.dense is None else replace(self.dense(), rotary=self.rotary)
 
 
 def compose(
@@ -149,14 +190,15 @@ def compose(
     keys: Tokens,
     *,
     causal: bool = False,
-    window: int | None = None,
+    kind: Kind = FULL,
     prefix: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """Return the mask [B|1, 1, T, S] and whether it is plain causal; a plain mask, causal or empty, is None.
 
     `prefix` [B] counts the leading positions of each row that every query may see, even if `causal`.
     """
-    if queries.plain and keys.plain and prefix is None and (window is None or keys.length <= window):
+    everything = kind == FULL or (isinstance(kind, Windowed) and keys.length <= kind.size)
+    if queries.plain and keys.plain and prefix is None and everything:
         if not causal or queries.length == 1:
             return None, False
         if queries.length == keys.length:
@@ -172,12 +214,58 @@ def compose(
         if prefix is not None:
             earlier = earlier | (keys.positions < prefix[:, None])[:, None, :]
         allowed.append(earlier)
-    if window is not None:
-        allowed.append((queries.positions[:, :, None] - keys.positions[:, None, :]).abs() < window)
+    if keys.until is not None:
+        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
+        allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
+    if kind != FULL:
+        allowed.append(chosen(kind, queries, keys, causal))
     if not allowed:
         return None, False
     mask = functools.reduce(torch.logical_and, allowed)
     return mask.expand(-1, queries.length, -1)[:, None], False
+
+
+def chosen(kind: Kind, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
+    """Return which keys a kind of attention chooses for each query: [B|1, T, S]."""
+    q, k = queries.positions[:, :, None], keys.positions[:, None, :]
+    distance = (q - k).abs()
+    match kind:
+        case Windowed(size, sinks):
+            found = distance < size
+        case Dilated(size, step, sinks):
+            found = (distance < size * step) & (distance % step == 0)
+        case Strided(step, sinks):
+            found = (distance < step) | (distance % step == 0)
+        case Blocks(size, window, first, last, sinks=sinks):
+            q_block, k_block = q // size, k // size
+            found = (q_block - k_block).abs() <= window // 2
+            for target in random_blocks(kind, queries, causal):
+                found = found | (k_block == target[:, :, None])
+            found = found | (q < first) | (k < first)
+            if queries.totals is not None:
+                end = queries.totals[:, :, None] - last
+                found = found | (q >= end) | (k >= end)
+        case _:
+            raise TypeError(f"{kind} does not choose among keys")
+    return found | (k < sinks) if sinks else found
+
+
+def random_blocks(kind: Blocks, queries: Tokens, causal: bool) -> list[Tensor]:
+    """Draw a block of keys for each query, `random` times, by seed and the query's own block: each [B|1, T].
+
+    A decoder's query draws among the blocks up to its own, so that it needs no later token to know them.
+    """
+    block, drawn = queries.positions // kind.size, []
+    if causal or queries.totals is None:
+        among = block + 1
+    else:
+        among = (queries.totals + kind.size - 1) // kind.size
+    for number in range(kind.random):
+        mixed = (block * 0x9E3779B1 + number * 0x85EBCA77 + kind.seed * 0xC2B2AE3D + 1) & 0x7FFFFFFF
+        for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+            mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
+        drawn.append(mixed % among.clamp(min=1))
+    return drawn
 
 
 def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:

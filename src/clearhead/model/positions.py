@@ -131,9 +131,7 @@ class RopePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield cosines and sines, once for each window."""
-        yield Step(
-            f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.windows))
-        )
+        yield Step(f"{name}.rotary", "positions", kept=2 * tokens * spec.d_rotary * 4 * len(set(spec.kinds)))
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -203,7 +201,7 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
-    interpolate = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    interpolate = ((steps - low) / ((high - low) or 0.001)).clamp(0, 1)
     growth = math.log(max(scaling.factor, 1))
     factor = 0.1 * growth + 1
     if scaling.mscale and scaling.mscale_all_dim:
@@ -256,7 +254,7 @@ class RelativePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
-        kept = tokens**2 * INDEX * len(set(spec.windows))
+        kept = tokens**2 * INDEX * len(set(spec.kinds))
         yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
 
 

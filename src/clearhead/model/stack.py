@@ -14,6 +14,7 @@ Shapes: B batch, T query length, S key or source length, D model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,11 +22,15 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
+from clearhead.config.kinds import FULL, Blocks, Kind
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
+from clearhead.model.kinds.blocks import plan_blocks
+from clearhead.model.kinds.layers import attention_for, kind_steps
+from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
@@ -64,9 +69,10 @@ class Residual(nn.Module):
 class Block(nn.Module):
     """One layer. A decoder's differs from an encoder's in its view, and perhaps in having cross-attention."""
 
-    def __init__(self, spec: StackSpec, name: str) -> None:
+    def __init__(self, spec: StackSpec, layer: int) -> None:
         super().__init__()
-        self.attention = Attention(spec, f"{name}.attention")
+        name = f"{spec.prefix}blocks.{layer}"
+        self.attention = attention_for(spec, f"{name}.attention", layer)
         self.attention_residual = Residual(spec)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
@@ -113,12 +119,10 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         spec.d_model,
         spec.norm_position,
     )
-    window, expand = spec.windows[layer], expert_steps if spec.n_experts else feedforward_steps
-    sublayers: dict[Part, Iterator[Step]] = {
-        "attention": attention_steps(spec, run, f"{name}.attention", tokens, tokens, window, "attention")
-    }
+    expand = expert_steps if spec.n_experts else feedforward_steps
+    sublayers: dict[Part, Iterator[Step]] = {"attention": kind_steps(spec, run, layer, tokens)}
     if spec.cross:
-        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, None, "cross")
+        sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, FULL, "cross")
     sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
     for part, steps in sublayers.items():
         residual = f"{name}.{part}_residual"
@@ -156,7 +160,7 @@ class Stack(nn.Module):
         self.embedding = Embedding(spec, front)
         self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
-        self.blocks = nn.ModuleList(Block(spec, f"{spec.prefix}blocks.{layer}") for layer in first)
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
 
     def layers(self) -> list[Block]:
@@ -186,13 +190,13 @@ class Stack(nn.Module):
             cache.begin(tokens)
         views = self._views(tokens, cache, prefix, bias, x.dtype, tap)
         cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
-        for layer, (block, window) in enumerate(zip(self.layers(), self.spec.windows)):
+        for layer, (block, kind) in enumerate(zip(self.layers(), self.spec.kinds)):
             x = block(
                 x,
-                replace(views[window], rotary=None) if layer in self.spec.rope_skips else views[window],
+                views[kind].unrotated() if layer in self.spec.rope_skips else views[kind],
                 memory.hidden if memory is not None else None,
                 cross_view,
-                cache.layer(layer, window) if cache is not None else None,
+                cache.layer(layer, kind) if cache is not None else None,
                 cache.cross_layer(layer) if cache is not None and memory is not None else None,
                 tap.part(f"blocks.{layer}"),
             )
@@ -208,22 +212,36 @@ class Stack(nn.Module):
         bias: Tensor | None,
         dtype: torch.dtype,
         tap: Tap = SILENT,
-    ) -> dict[int | None, masks.View]:
-        """Return the view of attention for each window; layers with the same window share it."""
-        scheme, at, windows = self.positions, tap.part("positions"), dict.fromkeys(self.spec.windows)
-        views = {}
-        for window in windows:
-            keys = tokens if cache is None else cache.visible(window)
-            rotary = scheme.rotary(tokens.positions, window, at)
-            total = scheme.bias(tokens.positions, keys.positions, dtype, at)
-            if bias is not None:
-                given = (bias if cache is None else cache.aligned(bias, window)).to(dtype)
-                total = given if total is None else total + given
-            mask, causal = masks.compose(tokens, keys, causal=self.spec.causal, window=window, prefix=prefix)
-            if tap.traced:
-                name = "mask" if len(windows) == 1 else f"mask.{window or 'full'}"
-                mask, causal = tap.step(name, masks.spelled_out(mask, causal, tokens, keys)), False
-            views[window] = masks.View(mask, causal, total, rotary)
+    ) -> dict[Kind, masks.View]:
+        """Return the view of attention for each kind; layers of the same kind share it."""
+        scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
+        kinds, views = dict.fromkeys(self.spec.kinds), {}
+        for kind in kinds:
+            rotary = scheme.rotary(tokens.positions, kind.reach, at)
+            if not kind.chooses:
+                views[kind] = masks.View(rotary=rotary, tokens=tokens)
+                continue
+            keys = tokens if cache is None else cache.visible(kind)
+            queries = tokens
+            if isinstance(kind, Blocks) and not causal:
+                queries = keys = tokens.counted()
+
+            def dense(kind: Kind = kind, queries: Tokens = queries, keys: Tokens = keys) -> masks.View:
+                total = scheme.bias(queries.positions, keys.positions, dtype, at)
+                if bias is not None:
+                    given = (bias if cache is None else cache.aligned(bias, kind)).to(dtype)
+                    total = given if total is None else total + given
+                mask, plain = masks.compose(queries, keys, causal=causal, kind=kind, prefix=prefix)
+                if tap.traced:
+                    name = "mask" if len(kinds) == 1 else f"mask.{kind.reach or kind}"
+                    mask, plain = tap.step(name, masks.spelled_out(mask, plain, queries, keys)), False
+                return masks.View(mask, plain, total)
+
+            plan = None
+            if prefix is None and bias is None and not tap.traced:
+                plan = plan_blocks(queries, keys, kind, causal, partial(scheme.bias, dtype=dtype))
+            view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
+            views[kind] = replace(view, rotary=rotary)
         return views
 
     @property

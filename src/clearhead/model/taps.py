@@ -255,9 +255,12 @@ def tap_names(model: object) -> list[str]:
     after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]
     names = []
     for stack in config.stacks:
-        parts = ("attention", "cross") if stack.cross else ("attention",)
-        attention = [f"{part}.{tap}" for part in parts for tap in ATTENTION_TAPS]
-        block = ["resid_pre", *attention, *after, "resid_post"]
-        blocks = [f"blocks.{layer}.{name}" for layer in range(stack.n_layers) for name in block]
+        blocks = []
+        for layer, kind in enumerate(stack.kinds):
+            own = [tap for tap in ATTENTION_TAPS if kind.chooses or tap not in ("scores", "pattern")]
+            taps = {"attention": own, **({"cross": ATTENTION_TAPS} if stack.cross else {})}
+            attention = [f"{part}.{tap}" for part, some in taps.items() for tap in some]
+            block = ["resid_pre", *attention, *after, "resid_post"]
+            blocks += [f"blocks.{layer}.{name}" for name in block]
         names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]
     return [*names, "logits"]

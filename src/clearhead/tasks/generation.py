@@ -17,8 +17,9 @@ from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate import beam, engine, speculate
-from clearhead.generate.decode import Continuation, Ends, Prompts, check_options, decode
+from clearhead.generate.decode import Continuation, Ends, check_options, decode
 from clearhead.generate.own import with_own
+from clearhead.generate.prompts import Prompts
 from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
 from clearhead.model.checks import check_stack_input
@@ -211,7 +212,7 @@ def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
     """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
-    if request.overflow == "refuse":
+    if request.overflow in ("refuse", "stream"):
         return prompt
     beside = request.overflow == "window" and m.config.family == "decoder"
     room = m.max_length - (request.max_new_tokens - 1 if beside else 0)
@@ -234,7 +235,7 @@ def _warn_of_length(
     if request.overflow == "slide":
         message = f"texts passed the model's {known} positions: past them, it read the last {known} tokens"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-    elif m.config.positions == "rope":
+    elif m.config.positions == "rope" and request.overflow != "stream":
         message = f"texts passed the {known} tokens of the model's training: past them, expect worse"
         warnings.warn(f'{message}; overflow="slide" reads the last {known}', RuntimeWarning, stacklevel=2)
 

@@ -54,7 +54,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             "cached = recomputed (cropped)",
             "a cache that went back half of the way, and on, with one pass over all",
             _cropped,
-            fits=inputs.caches and several,
+            fits=inputs.caches and several and all(kind.chooses for kind in inputs.model.main.spec.kinds),
         ),
         row(
             "fast copy = model",
@@ -75,7 +75,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
 
 def cache_forms(inputs: Inputs) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    windowed = any(window is not None for window in inputs.model.main.spec.windows)
+    windowed = any(kind.reach is not None for kind in inputs.model.main.spec.kinds)
     sizes = (inputs.model.config, inputs.rows, inputs.length, inputs.dtype, inputs.device)
     return {
         "growing": Cache,

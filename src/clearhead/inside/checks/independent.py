@@ -4,7 +4,7 @@ transformers, which opens the same directory.
 A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too
 small to show, so two copies are made with the same code and other weights:
 
-    lively    large random weights, norms and biases too, and windows short enough to matter
+    lively    large random weights, norms and biases too, windows and clamps tight enough to matter
     quiet     weights so small that what every norm reads is as small as its eps, which decides the output
 
 Shapes: B rows, T tokens.
@@ -21,19 +21,21 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model, load
+from clearhead.config.kinds import read_kind
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.generate.decode import greedy
 from clearhead.inside.checks.forward import cache_forms, through
 from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.model.feedforward import FeedForward
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
 REFERENCE_TOLERANCE = 1e-4
 REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer
 NEW_TOKENS = 50
-WINDOW = 4  # in the lively copy
+WINDOW, CLAMP = 4, 0.5  # in the lively copy, at most
 TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
 
 
@@ -83,7 +85,7 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
         count = torch.arange(padded["ids"].shape[1], device=inputs.device)
         far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
         beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
-        for given in [padded] if config.positions == "learned" else [padded, beyond]:
+        for given in [padded] if config.bounded else [padded, beyond]:
             both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
             ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
             gaps.append(gap(ours, theirs))
@@ -109,12 +111,18 @@ def _quiet(inputs: Inputs) -> float:
 
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
-    """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
+    """Return a float32 copy with large random weights, short windows, and clamps that they reach."""
     made = copy.deepcopy(model).float()
-    made.config = config = model.config.replace(window=_shorter(model.config.window))
-    for stack in (made.encoder, made.decoder):
-        if stack is not None:
-            stack.spec = dataclasses.replace(stack.spec, windows=_shorter(stack.spec.windows))
+    limit = model.config.gated_clamp and min(model.config.gated_clamp, CLAMP)
+    made.config = config = model.config.replace(
+        window=_shorter(model.config.window), attention=_shorter(model.config.attention), gated_clamp=limit
+    )
+    for part in made.modules():
+        if isinstance(part, FeedForward) and part.clamp is not None:
+            part.clamp = limit
+    for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
+        if stack is not None and spec is not None:
+            stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in made.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)
@@ -130,6 +138,8 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
 def _shorter(window: Any) -> Any:
     if isinstance(window, tuple):
         return tuple(_shorter(one) for one in window)
+    if isinstance(window, str):
+        return str(read_kind(window).shortened(WINDOW))
     return None if window is None else min(window, WINDOW)
 
 
@@ -223,7 +233,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
 def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     """Return how many greedy tokens are not those that transformers writes."""
     model, source = inputs.model, inputs.given.get("source")
-    learned, room = model.config.positions == "learned", model.config.max_positions - 4
+    learned, room = model.config.bounded, model.config.max_positions - 4
     tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
     read: dict[str, Any]
     if source is None:

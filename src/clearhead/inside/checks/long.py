@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
+from clearhead.generate.prompts import turns_by_length
 from clearhead.generate.request import Request
 from clearhead.inside.checks.forward import cache_forms
 from clearhead.inside.checks.plain_inputs import PlainRow
@@ -36,9 +37,9 @@ def thresholds(config: ModelConfig) -> list[int]:
     """Return the lengths at which a model of this config does something else, in ascending order."""
     scaling = config.rope_scaling
     found = {
-        *(window for spec in config.stacks for window in spec.windows),
+        *(kind.reach for spec in config.stacks for kind in spec.kinds),
         config.relative_max_distance if config.positions == "relative" else None,
-        config.max_positions if config.positions == "learned" else None,
+        config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,
     }
     return sorted(length for length in found if length is not None)
@@ -48,7 +49,7 @@ def reach(config: ModelConfig, *others: int, usual: int = USUAL) -> int:
     """Return the tokens of a row past every threshold, and past `others`, as far as `MOST` and a table go."""
     within = [length + PAST for length in (*thresholds(config), *others) if length <= MOST]
     length = max([usual, *within])
-    return min(length, config.max_positions) if config.positions == "learned" else length
+    return min(length, config.max_positions) if config.bounded else length
 
 
 def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
@@ -76,13 +77,13 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             "cached = formula (long)",
             f"the same through the fast copy and each form of cache: a prompt, then {NEW} tokens",
             lambda _: _generated(long()),
-            fits=fits and inputs.caches and not decode.turns_by_length(inputs.model),
+            fits=fits and inputs.caches and not turns_by_length(inputs.model),
         ),
         row(
             "cached = formula (switch)",
             f"log-probabilities of {2 * NEW} new tokens across the length at which angles change",
             lambda _: _switched(long()),
-            fits=fits and inputs.caches and decode.turns_by_length(inputs.model),
+            fits=fits and inputs.caches and turns_by_length(inputs.model),
         ),
     ]
 
@@ -132,7 +133,7 @@ def _long(inputs: LongInputs) -> float:
     """
     alone = inputs.model(**inputs.own(0), logits="none").hidden[0]
     together = inputs.model(**inputs.together(), logits="none").hidden
-    rows = 1 if decode.turns_by_length(inputs.model) else inputs.rows
+    rows = 1 if turns_by_length(inputs.model) else inputs.rows
     pairs = zip(together[:rows], inputs.expected)
     return max(
         gap(alone, inputs.expected[0][0]), *(gap(ours[-len(states) :], states) for ours, (states, _) in pairs)
@@ -152,9 +153,8 @@ def _far(model: Transformer, top: int) -> float:
 def _tops(config: ModelConfig) -> list[int]:
     """Return the last positions to try: just within and just past each threshold, as far as a table goes."""
     edges = {*thresholds(config), config.max_positions}
-    learned = config.positions == "learned"
     tops = {edge + step for edge in edges for step in (-1, 0, 1)}
-    return sorted(top for top in tops if top > 0 and not (learned and top >= config.max_positions))
+    return sorted(top for top in tops if top > 0 and not (config.bounded and top >= config.max_positions))
 
 
 def _generated(inputs: LongInputs) -> float:
@@ -217,7 +217,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
     """
     made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
-    kinds = [(window, layer in config.rope_skips) for layer, window in enumerate(deepest.windows)]
+    kinds = [(kind, layer in config.rope_skips) for layer, kind in enumerate(deepest.kinds)]
     kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
     stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
@@ -227,12 +227,12 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
-    window = config.window
-    made.config = config.replace(
+    made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
-        window=tuple(window[layer] for layer in kept) if isinstance(window, tuple) else window,
+        window=None,
+        attention=tuple(str(deepest.kinds[layer]) for layer in kept),
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
 }
 
 
@@ -249,7 +250,7 @@ def _yarn(R: int, base: float, trained: int, scaling: RopeScaling) -> list[float
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, R - 1)
-    return [1 - (pair - first) / max(last - first, 0.001) for pair in range(R // 2)]
+    return [1 - (pair - first) / (last - first if first != last else 0.001) for pair in range(R // 2)]
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:

@@ -7,6 +7,7 @@ equality cannot pass unseen. And it says what a config means, from top to bottom
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from clearhead.config import BIASES, ModelConfig
+from clearhead.config.kinds import FULL, GatedDeltaKind, Kind, LinearKind, LowRank
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
+from clearhead.inside.checks.plain_kinds import delta_rule, features, mixtures, sees, weighed
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
@@ -111,11 +114,14 @@ class Plain(PlainInputs):
         """Attend from each query [T, D] to the keys that it may see, of `memory` or of x itself -> [T, D]."""
         config, plan, cross = self.config, row.plan, memory is not None
         read, keys = memory or (x, row)
-        window = None if cross else plan.windows[layer]
+        kind = FULL if cross else plan.kinds[layer]
+        if isinstance(kind, GatedDeltaKind):
+            return delta_rule(self, name, row, kind, x)
+        window = kind.reach
         q, k, v = self.linear(f"{name}.q", x), self.linear(f"{name}.k", read), self.linear(f"{name}.v", read)
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        seen, z = self.seen(row, keys, plan.causal and not cross, window), []
+        seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
         heads = plan.heads_of(f"{plan.prefix}blocks.{layer}.{'cross' if cross else 'attention'}")
         for number, head in enumerate(heads):
             shared = number // (plan.n_heads // plan.n_kv_heads)  # neighbours share a key/value head
@@ -124,6 +130,14 @@ class Plain(PlainInputs):
                 one_q, one_k = self.norm(f"{name}.q_norm", one_q), self.norm(f"{name}.k_norm", one_k)
             if config.positions == "rope" and not cross and layer not in config.rope_skips:
                 one_q, one_k = self.rotated(one_q, row, window), self.rotated(one_k, keys, window)
+            one_v = _cut(v, shared, plan.d_value)
+            if isinstance(kind, LinearKind):
+                phi = partial(features, kind, scale=plan.attention_scale, count=plan.n_features(kind))
+                z.append(weighed(phi(one_q), phi(one_k), one_v, seen))
+                continue
+            if isinstance(kind, LowRank):
+                one_k, one_v = mixtures(self, name, keys, one_k, one_v)
+                seen = torch.ones(len(one_q), len(one_k), dtype=torch.bool)
             scores = one_q @ one_k.T * plan.attention_scale
             if config.attention_softcap is not None:
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
@@ -136,15 +150,19 @@ class Plain(PlainInputs):
                     weights
                     * (keys_sum - torch.logaddexp(keys_sum, self.weight(f"{name}.sink")[number])).exp()
                 )
-            z.append(weights @ _cut(v, shared, plan.d_value))
+            z.append(weights @ one_v)
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
-    def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, window: int | None) -> Tensor:
+    def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, kind: Kind) -> Tensor:
         """Return which key each query may see: [T, S]."""
-        order, positions = pairs(queries.order, keys.order), pairs(queries.positions, keys.positions)
+        order = pairs(queries.order, keys.order)
         past = order <= 0 if causal else torch.ones_like(order, dtype=torch.bool)
-        near = positions.abs() < window if window is not None else torch.ones_like(past)
-        return torch.tensor(keys.real) & past & near
+        if kind == FULL:
+            return torch.tensor(keys.real) & past
+        length = max((place + 1 for place, real in zip(keys.positions, keys.real) if real), default=0)
+        chosen = functools.cache(lambda q, k: sees(kind, q, k, length, causal))
+        table = [[chosen(q, k) for k in keys.positions] for q in queries.positions]
+        return torch.tensor(keys.real) & past & torch.tensor(table)
 
     def bias(self, row: PlainRow, head: int) -> Tensor:
         """Return what one head adds to its scores, by distance: [T, T]."""
@@ -158,7 +176,9 @@ class Plain(PlainInputs):
         """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
         activation, up = ACTIVATIONS[self.config.activation], self.linear(f"{name}.up", x)
         if self.config.gated:
-            return self.linear(f"{name}.down", activation(self.linear(f"{name}.gate", x)) * up)
+            gate, most = self.linear(f"{name}.gate", x), self.config.gated_clamp or torch.inf
+            gate, up = torch.where(gate > most, most, gate), up.sign() * up.abs().clamp(max=most)
+            return self.linear(f"{name}.down", activation(gate) * (up + self.config.gated_shift))
         return self.linear(f"{name}.down", activation(up))
 
     def experts(self, name: str, x: Tensor) -> Tensor:

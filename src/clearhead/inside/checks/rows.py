@@ -82,7 +82,7 @@ class Inputs:
         self.model, self.rows, self.kind = model, rows, plan.input
         self.sequences = plan.input in ("tokens", "vectors")  # rows that can be padded
         self.caches = plan.input == "tokens" and config.head == "lm"  # the model can go on from a cache
-        self.length = min(length, config.max_positions) if config.positions == "learned" else length
+        self.length = min(length, config.max_positions) if config.bounded else length
         self.device, self.dtype = weight.device, weight.dtype
         generator = torch.Generator().manual_seed(seed)
 

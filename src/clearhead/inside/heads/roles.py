@@ -72,7 +72,7 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 names.spec_of(prepared.m.config, name.kind),
                 tokens_from(1, len(keys), allowed.device),
             )
-            mask, causal = compose(tokens, tokens, causal=spec.causal, window=spec.windows[name.layer])
+            mask, causal = compose(tokens, tokens, causal=spec.causal, kind=spec.kinds[name.layer])
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]
         yield AttentionSample(name, results.on_cpu(seen[f"{name.part}.pattern"][0]), allowed, queries, keys)

@@ -1,0 +1,186 @@
+"""Stream: time and memory of a token over a million of them, and the likelihood of a long text by position.
+
+    python benchmarks/streaming.py [--tokens 1000000] [--block 50000] [--new 1000] [--save]
+    python benchmarks/streaming.py --model DIR --text FILE [--tokens 16384] [--window 1024] [--sinks 4]
+        [--save]
+
+The first form feeds a tiny model of random weights one text. Of each block of tokens all but the last are
+read in pieces, and the last are generated, one at a time: CPU time of a generated token, bytes of the cache,
+memory of the process. `--new` as large as the block generates every token.
+
+The second form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
+keys, also past the length the model was trained on; a window, the last keys alone; and a window of the same
+size whose first tokens are sinks. It writes negative log-likelihoods by position, and a picture into
+docs/images, both under the name of the checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as nnf
+
+import clearhead as ch
+from clearhead.fast.prepare import prepared
+from clearhead.generate.decode import Continuation, Ends, Prompts, decode, prefill
+from clearhead.generate.request import Request
+from clearhead.plot.canvas import save as save_picture
+from clearhead.plot.canvas import single
+from common import device_name, save
+
+ROOT = Path(__file__).resolve().parents[1]
+PIECE = 256  # tokens read at a time
+
+
+def resident() -> float:
+    """Memory of this process now, in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def held(cache: ch.StreamCache) -> int:
+    """Bytes of the keys, values and slots that a cache holds."""
+    keys = [part for layer in cache.layers.values() for part in vars(layer).values()]
+    slots = [part for ring in cache.rings.values() for part in ring.tensors()]
+    return sum(part.nbytes for part in keys + slots if isinstance(part, torch.Tensor))
+
+
+def measure_tokens(tokens: int, block: int, new: int, window: int, sinks: int) -> list[dict[str, float]]:
+    """Read and generate one text; return a row of figures for each block."""
+    config = ch.ModelConfig(
+        vocab_size=256,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        positions="rope",
+        norm="rmsnorm",
+        gated=True,
+        bias=False,
+        max_positions=window,
+    )
+    model = prepared(ch.Transformer(config))
+    cache, rows = ch.StreamCache(config, window, sinks), []
+    request = Request(max_new_tokens=new, temperature=1.0, overflow="stream", sinks=sinks)
+    text = torch.randint(256, (block,)).tolist()  # what is read of each block
+    for start in range(0, tokens, block):
+        stamps: list[float] = []
+
+        def watch(number: int, row: Continuation, stamps: list[float] = stamps) -> None:
+            stamps.append(time.process_time())
+
+        with torch.inference_mode():
+            if block > new:
+                prefill(model, [text[: block - new]], cache)
+            prompt = [0] * cache.length + text[-1:]  # the cache has read all but the last
+            decode(model, request, Prompts([prompt]), Ends(on_token=watch), cache)
+        steps = sorted(later - earlier for earlier, later in itertools.pairwise(stamps))
+        row = {
+            "to": start + block,
+            "ms_median": round(1e3 * steps[len(steps) // 2], 3),
+            "ms_quickest_tenth": round(1e3 * steps[len(steps) // 10], 3),
+            "cache_bytes": held(cache),
+            "resident_mib": round(resident(), 1),
+        }
+        rows.append(row)
+        print("  ".join(f"{name} {value:,}" for name, value in row.items()), flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def likelihoods(m: ch.Model, ids: list[int], cache: ch.Cache, name: str) -> torch.Tensor:
+    """Negative log-likelihood of each token after the first, read in pieces: [T-1]."""
+    found, row = [], torch.tensor([ids])
+    for start in range(0, len(ids) - 1, PIECE):
+        wanted = row[0, start + 1 : start + PIECE + 1]
+        logits = m.model(row[:, start : start + len(wanted)], cache=cache).logits[0]
+        found.append(nnf.cross_entropy(logits.float(), wanted, reduction="none"))
+        if start // PIECE % 8 == 0:
+            print(f"{name} {start:,}: {found[-1].mean():.3f}", flush=True)
+    return torch.cat(found)
+
+
+def compare(
+    folder: Path, text: Path, tokens: int, window: int, sinks: int, every: int, picture: bool
+) -> dict:
+    """Read a text in three ways; return mean negative log-likelihood for each stretch of `every` tokens."""
+    m = ch.load(folder)
+    raw = gzip.decompress(text.read_bytes()) if text.suffix == ".gz" else text.read_bytes()
+    ids = m.prompt_ids(raw.decode()[: 8 * tokens])[: tokens + 1]
+    ways = {
+        "dense": ch.Cache(tokens + 1),
+        f"window {window}": ch.StreamCache(m.config, window, 0),
+        f"window {window} with {sinks} sinks": ch.StreamCache(m.config, window, sinks),
+    }
+    curves, figures = {}, {}
+    for name, cache in ways.items():
+        started = time.process_time()
+        losses = likelihoods(m, ids, cache, name)
+        curves[name] = [round(float(part.mean()), 4) for part in losses.split(every)]
+        figures[name] = {
+            "within_window": round(float(losses[:window].mean()), 4),
+            "past_window": round(float(losses[window : m.config.max_positions].mean()), 4),
+            "past_training": round(float(losses[m.config.max_positions :].mean()), 4),
+            "cpu_seconds": round(time.process_time() - started, 1),
+        }
+        print(name, figures[name], flush=True)
+    title = f"{folder.name}: trained on {m.config.max_positions:,} tokens at a time"
+    if picture:
+        figure, axes = single(8, 4, title, "tokens read", "negative log-likelihood of a token", grid="both")
+        for name, curve in curves.items():
+            axes.plot([(place + 0.5) * every for place in range(len(curve))], curve, label=name)
+        axes.axvline(m.config.max_positions, color="grey", linestyle=":")
+        axes.legend()
+        save_picture(figure, ROOT / "docs" / "images" / f"streaming_{folder.name}.png")
+    return {
+        "title": title,
+        "text": text.name,
+        "tokens": len(ids) - 1,
+        "every": every,
+        "rows": figures,
+        "curves": curves,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint; without one, a tiny model of random weights"
+    )
+    parser.add_argument("--text", type=Path, help="a text file, .gz too")
+    parser.add_argument("--tokens", type=int, help="default: 1,000,000; of a text, 16,384")
+    parser.add_argument(
+        "--window", type=int, help="tokens that are kept, sinks too; default: 256; of a text, 1024"
+    )
+    parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--block", type=int, default=50_000)
+    parser.add_argument("--new", type=int, default=1000, help="generated at the end of each block")
+    parser.add_argument("--every", type=int, default=256, help="tokens of a point of the picture")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    about: dict[str, object] = {"device": device_name(), "torch": torch.__version__}
+    if options.model is not None:
+        tokens, window = options.tokens or 16_384, options.window or 1024
+        found = compare(
+            options.model, options.text, tokens, window, options.sinks, options.every, options.save
+        )
+        name = f"streaming_{options.model.name}"
+    else:
+        window = options.window or 256
+        rows = measure_tokens(options.tokens or 1_000_000, options.block, options.new, window, options.sinks)
+        found = {"title": f"one text, window {window} with {options.sinks} sinks", "rows": rows}
+        name = "streaming"
+    if options.save:
+        save(name, [{**about, **found}])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Attending by blocks: each block of queries meets only the blocks of keys that a mask may allow.
+
+`plan_blocks` finds them from the same predicates as the dense mask, so that time and memory grow with the
+keys that are seen, not with all pairs. `attend_blocks` gathers them and gives the answer of the dense mask.
+The few queries that see everything, global tokens, are attended on their own.
+
+Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b tokens of a block, N blocks of
+queries, M blocks of keys that each of them meets, G global queries of a row.
+"""
+
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
+from clearhead.model import masks
+from clearhead.model.attend import fused
+
+SMALLEST, LARGEST = 32, 256  # tokens of a block
+WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
+AT_ONCE = 1 << 24  # values of gathered keys in one product, where nothing is kept for a backward pass
+NEVER = 1 << 60  # a position that no token has
+APART = 1 << 32  # between the positions of two documents
+
+Bias = Callable[[Tensor, Tensor], Tensor | None]  # positions [B, T], [B, S] -> [B, H, T, S]
+
+
+def block_size(kind: Kind) -> int | None:
+    """Return how many tokens a block should have for this kind; None: blocks do not pay."""
+    match kind:
+        case Windowed() | Dilated():
+            half = (kind.reach or 1) // 2
+            return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
+        case Blocks(size):
+            return size
+        case _:
+            return None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
+def plan_blocks(
+    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+) -> masks.BlockPlan | None:
+    """Return the plan of one pass over these tokens; None where a dense mask is as good."""
+    size, T, S = block_size(kind), queries.length, keys.length
+    if size is None or min(T, S) < 4 * size or keys.until is not None:
+        return None
+    rows = max(queries.order.shape[0], keys.order.shape[0])
+    padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
+    met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
+    N, count = met.shape[1], int(met.sum(2).amax())
+    if count == 0 or count * size * WORTH > S:
+        return None
+    order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
+    slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
+    q = padded_q.map(lambda x: x.reshape(-1, size))  # B·N b
+    k = padded_k.map(lambda x: x.gather(1, slots).view(-1, count * size))  # B·N M·b
+    mask, _ = masks.compose(q, k, causal=causal, kind=kind)
+    assert mask is not None  # padding is spelled out
+    there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
+    found = bias(q.positions, k.positions)
+    plan = masks.BlockPlan(
+        size,
+        order,
+        mask.view(rows, N, size, -1) & there,
+        None if found is None else found.view(rows, N, *found.shape[1:]),
+    )
+    return _with_globals(plan, queries, keys, kind, causal, bias) if isinstance(kind, Blocks) else plan
+
+
+@functools.lru_cache(maxsize=256)
+def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | None:
+    """Return the size of a block and how many each meets, in rows without padding; None: a dense mask."""
+    size = block_size(kind)
+    if size is None or length < 4 * size:
+        return None
+    tokens = masks.tokens_from(1, length, torch.device("cpu"))
+    if isinstance(kind, Blocks) and not causal:
+        tokens = tokens.counted()
+    padded = _padded(tokens, size, 1)
+    count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
+    return None if count == 0 or count * size * WORTH > length else (size, count)
+
+
+def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
+    """Return the tokens of whole blocks, with padding and documents spelled out for each row."""
+    missing = -tokens.length % size
+    order, positions, real, documents = (nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors())
+    totals = None if tokens.totals is None else nnf.pad(tokens.totals.expand(rows, -1), (0, missing))
+    packed = None if tokens.documents is None else documents
+    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals)
+
+
+def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
+    """Return which blocks of keys may hold one that a block of queries sees: [B, N, blocks of keys].
+
+    It goes by the least and the largest position of each block, so it may name a block too many. Positions of
+    different documents are far apart.
+    """
+
+    def both(values: Callable[[masks.Tokens], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return least and largest values of queries, [B, N, 1], and of keys, [B, 1, blocks of keys]."""
+        low, high = _ends(values(queries), queries, size)
+        least, most = _ends(values(keys), keys, size)
+        return low[:, :, None], high[:, :, None], least[:, None], most[:, None]
+
+    if isinstance(kind, Blocks):
+        met = _meeting_blocks(queries, keys, kind, causal, size)
+    else:
+        q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions + tokens.document_ids() * APART)
+        reach = kind.reach or 1
+        met = (k_high > q_low - reach) & (k_low < q_high + reach)
+    q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions)
+    met = met | (k_low < kind.kept_first)
+    met = met & (q_high > -NEVER) & (k_high > -NEVER)  # neither is padding alone
+    if causal:
+        _, last, first, _ = both(lambda tokens: tokens.order)
+        met = met & (first <= last)
+    if queries.documents is not None:
+        q_low, q_high, k_low, k_high = both(lambda tokens: tokens.document_ids())
+        met = met & (k_low <= q_high) & (k_high >= q_low)
+    return met
+
+
+def _ends(x: Tensor, tokens: masks.Tokens, size: int) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest value of real tokens in each block: [B, N] each."""
+    assert tokens.real is not None
+    low = torch.where(tokens.real, x, NEVER).view(x.shape[0], -1, size).amin(-1)
+    high = torch.where(tokens.real, x, -NEVER).view(x.shape[0], -1, size).amax(-1)
+    return low, high
+
+
+def _meeting_blocks(
+    queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, size: int
+) -> Tensor:
+    """Return the same for blocks of positions: [B, N, blocks of keys]."""
+    B, half = queries.order.shape[0], kind.window // 2
+    # Blocks count on from one document to the next. Where two share a number, one is met too many.
+    before = ((queries.order - queries.positions) // kind.size).clamp(min=0)
+    block = keys.positions // kind.size + ((keys.order - keys.positions) // kind.size).clamp(min=0)
+    near = [queries.positions // kind.size + step for step in range(-half, half + 1)]
+    wanted = torch.stack([*near, *masks.random_blocks(kind, queries, causal)], dim=-1)  # B T wanted
+    wanted, count = wanted + before[..., None], int(block.amax()) + 1
+    assert queries.real is not None and keys.real is not None
+
+    def held(blocks: Tensor, real: Tensor) -> Tensor:
+        """Mark the blocks that the tokens of each block name: [B, T, n] -> [B, N, count]."""
+        inside = (blocks >= 0) & (blocks < count) & real[..., None]
+        table = torch.zeros(B, real.shape[1] // size, count, device=real.device)
+        places = blocks.clamp(0, count - 1).view(B, -1, size * blocks.shape[-1])
+        return table.scatter_reduce(2, places, inside.view_as(places).float(), "amax")
+
+    met = held(wanted, queries.real) @ held(block[..., None], keys.real).transpose(1, 2) > 0
+    k_low, _ = _ends(keys.positions, keys, size)
+    met = met | (k_low < kind.first)[:, None]
+    if kind.last and keys.totals is not None:
+        _, ahead = _ends(keys.positions - keys.totals + kind.last + NEVER, keys, size)
+        met = met | (ahead >= NEVER)[:, None]
+    return met
+
+
+def _with_globals(
+    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
+) -> masks.BlockPlan:
+    """Add the queries that see everything to a plan."""
+    everywhere = queries.positions < kind.first
+    if kind.last and queries.totals is not None:
+        everywhere = everywhere | (queries.positions >= queries.totals - kind.last)
+    everywhere = everywhere & queries.real_mask()
+    count = int(everywhere.sum(1).amax())
+    if count == 0:
+        return plan
+    slots = everywhere.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]  # B G
+    picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
+    picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
+    mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
+    return masks.BlockPlan(
+        plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked.positions, keys.positions)
+    )
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: masks.BlockPlan,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    heads: list[int] | None = None,
+) -> Tensor:
+    """Attend as the plan says: q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
+
+    `heads` are the heads that pruning has left, where the plan has a bias for each.
+    """
+    B, H, T, _ = q.shape
+    b, (rows, N, M) = plan.size, plan.index.shape
+    attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
+
+    def of_heads(bias: Tensor | None) -> Tensor | None:
+        return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
+
+    def in_blocks(x: Tensor) -> Tensor:
+        """[B, heads, tokens, E] -> [B, blocks, heads, b, E]."""
+        x = nnf.pad(x, (0, 0, 0, -x.shape[2] % b))
+        return x.view(B, x.shape[1], -1, b, x.shape[3]).transpose(1, 2)
+
+    q_blocks, k_blocks, v_blocks = in_blocks(q), in_blocks(k), in_blocks(v)
+    kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    some = N if kept else max(1, AT_ONCE // (M * b * k.shape[1] * k.shape[3]))
+    answers = []
+    for row in range(B):
+        of_plan = row if rows > 1 else 0
+        index, mask = plan.index[of_plan], plan.mask[of_plan, :, None]
+        bias = None if plan.bias is None else of_heads(plan.bias[of_plan])
+        for start in range(0, N, some):
+            part = slice(start, start + some)
+            k_met, v_met = (
+                x[row][index[part]].transpose(1, 2).flatten(2, 3) for x in (k_blocks, v_blocks)
+            )  # n K M·b E
+            bias_met = None if bias is None else bias[part]
+            answers.append(attend(q_blocks[row, part], k_met, v_met, mask[part], bias_met))
+    z = torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
+    if plan.globals is None:
+        return z
+    slots = plan.globals.expand(B, -1)[:, None, :, None]
+    picked = q.gather(2, slots.expand(-1, H, -1, q.shape[3]))
+    full = attend(picked, k, v, plan.global_mask, of_heads(plan.global_bias))
+    return z.scatter(2, slots.expand(-1, H, -1, z.shape[3]), full)

@@ -1,0 +1,210 @@
+"""Attention with formulas of its own: linear, low-rank and the gated delta rule, as modules of a block.
+
+Each is called as `Attention` is. `attention_for` returns the module of a layer by its kind.
+
+Shapes: B batch, T length, D model, H heads, K key/value heads, E head width, R mixtures, F features.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.config import StackSpec
+from clearhead.config.kinds import FULL, GatedDeltaKind, LinearKind, LowRank
+from clearhead.errors import InputError, refuse
+from clearhead.model import masks
+from clearhead.model.attend import fused
+from clearhead.model.attention import Attention, attention_steps
+from clearhead.model.cache import LayerKeys, StateKeys
+from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
+from clearhead.model.kinds.linear import (
+    CHUNK,
+    FEATURES,
+    Features,
+    LinearState,
+    attend_linear,
+    orthogonal_features,
+)
+from clearhead.model.steps import Pass, Step
+from clearhead.model.taps import SILENT, Tap
+
+
+class LinearAttention(Attention):
+    """Attention whose softmax is a product of features: the keys add up to a state of constant size."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: LinearKind) -> None:
+        super().__init__(spec, name)
+        self.features, self.seed, self.causal = kind.features, kind.seed, spec.causal
+        self.count = spec.n_features(kind)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, T, E], and to the state."""
+        tokens = tokens_of(view)
+        fq, fk = self.mapped(q), self.mapped(k)
+        keys = cache if isinstance(cache, StateKeys) else None
+        state = LinearState(*keys.state) if keys is not None and keys.state else None
+        documents = None if tokens.documents is None else (tokens.documents, tokens.documents)
+        if state is not None and state.document is None and documents is not None:
+            raise InputError("this cache was filled without documents: name them from its first call on")
+        z, after = attend_linear(
+            fq.values, fk.values, v,
+            causal=self.causal, log_scale=fk.log_scale, real=tokens.real, documents=documents, state=state,
+        )  # fmt: skip
+        if keys is not None and after is not None:
+            keys.keep(*(part for part in after if part is not None))
+        return z
+
+    def mapped(self, x: Tensor) -> Features:
+        """Return the features of queries or keys: [B, H, T, E] -> [B, H, T, F]."""
+        if self.features != "favor":
+            return FEATURES[self.features](x)
+        projection = projection_of(self.count, self.d_head, self.seed, x.device)
+        return FEATURES[self.features](x, projection, self.scale)
+
+
+@functools.lru_cache(maxsize=64)
+def projection_of(count: int, d_head: int, seed: int, device: torch.device) -> Tensor:
+    """Return the random features [F, E] of a seed, drawn once for each device."""
+    with torch.inference_mode(False):
+        return orthogonal_features(count, d_head, seed).to(device)
+
+
+class LowRankAttention(Attention):
+    """Attention to R mixtures of the keys, with learned weights for each position (Linformer)."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: LowRank) -> None:
+        super().__init__(spec, name)
+        shape = (spec.max_positions, kind.rank)
+        self.k_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+        self.v_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to mixtures of keys and values [B, K, T, E]."""
+        tokens = tokens_of(view)
+        refuse(
+            tokens.documents is not None,
+            "low-rank attention mixes all tokens of a row, and packed documents must not meet: pad them",
+        )
+
+        def mixed(x: Tensor, weights: Tensor) -> Tensor:
+            """[B, K, T, E] -> [B, K, R, E]."""
+            shares = weights[tokens.positions]  # B|1 T R
+            if tokens.real is not None:
+                shares = shares.masked_fill(~tokens.real[..., None], 0.0)
+            return shares.transpose(1, 2)[:, None] @ x
+
+        dropout = self.dropout if self.training else 0.0
+        return fused(q, mixed(k, self.k_mix), mixed(v, self.v_mix), scale=self.scale, dropout=dropout)
+
+
+class DeltaLayer(GatedDelta):
+    """A layer of the gated delta rule in a block."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: GatedDeltaKind) -> None:
+        super().__init__(spec.d_model, *spec.delta_sizes(kind), kernel=kind.kernel, eps=spec.norm.eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cache: LayerKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]."""
+        tokens, held = tokens_of(view), GatedDeltaState()
+        keys = cache if isinstance(cache, StateKeys) else None
+        if keys is not None and keys.state:
+            held.memory, held.tail, *document = keys.state
+            held.document = document[0] if document else None
+        y = super().forward(x, tokens.real, tokens.documents, held if keys is not None else None, tap)
+        if keys is not None and held.memory is not None and held.tail is not None:
+            keys.keep(held.memory, held.tail, *(() if held.document is None else (held.document,)))
+        return y
+
+
+def tokens_of(view: masks.View) -> masks.Tokens:
+    """Return the tokens that a view describes."""
+    assert view.tokens is not None  # the stack gives them to every kind that does not choose among keys
+    return view.tokens
+
+
+def attention_for(spec: StackSpec, name: str, layer: int) -> nn.Module:
+    """Build the self-attention of a layer."""
+    kind = spec.kinds[layer]
+    match kind:
+        case LinearKind():
+            return LinearAttention(spec, name, kind)
+        case LowRank():
+            return LowRankAttention(spec, name, kind)
+        case GatedDeltaKind():
+            return DeltaLayer(spec, name, kind)
+        case _:
+            return Attention(spec, name)
+
+
+def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]:
+    """Yield the steps of the self-attention of a layer on rows of T tokens."""
+    name, kind = f"{spec.prefix}blocks.{layer}.attention", spec.kinds[layer]
+    match kind:
+        case GatedDeltaKind():
+            yield from gated_delta_steps(run, name, T, spec.d_model, *spec.delta_sizes(kind), kind.kernel)
+        case LinearKind():
+            yield from _in_place_of_scores(spec, run, name, T, linear_products(spec, run, name, T, kind))
+        case LowRank():
+            yield from _in_place_of_scores(spec, run, name, T, low_rank_products(spec, run, name, T, kind))
+        case _:
+            yield from attention_steps(spec, run, name, T, T, kind, "attention")
+
+
+def _in_place_of_scores(
+    spec: StackSpec, run: Pass, name: str, T: int, products: Iterator[Step]
+) -> Iterator[Step]:
+    """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
+    for step in attention_steps(spec, run, name, T, T, FULL, "attention"):
+        if step.name == f"{name}.scores":
+            yield from products
+        elif step.name == f"{name}.z":
+            yield dataclasses.replace(step, m=0, n=0, k=0)
+        else:
+            yield step
+
+
+def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
+    """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
+    H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.n_features(kind), spec.d_value + 1
+    if kind.features == "favor":
+        each = run.batch * (H + K)  # their rows have no gradient
+        yield Step(f"{name}.features", "attention", m=T, n=F, k=spec.d_head, count=each, gradients=1)
+    C = min(CHUNK, T) if spec.causal else T
+    N = -(-T // C)
+    features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
+    states = run.batch * K * (N + 1) * F * V
+    square = run.batch * N * H * C * C if spec.causal else 0
+    # Favor scales features and pairs, and keeps both factors.
+    maps, pairs = {"elu": (3, 1), "relu": (1, 1), "favor": (2, 3)}[kind.features]
+    kept = (maps * features + values + states + pairs * square) * run.wide
+    yield Step(f"{name}.state", "attention", m=F, n=V, k=C, count=run.batch * K * N, kept=kept)
+    yield Step(f"{name}.read", "attention", m=H // K * C, n=V, k=F, count=run.batch * K * N)
+    if spec.causal:
+        yield Step(f"{name}.scores", "attention", m=H // K * C, n=C, k=F, count=run.batch * K * N)
+        yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)
+
+
+def low_rank_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
+    """Yield the mixing of keys and values, and the attention to the mixtures."""
+    B, H, K, E, Ev = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
+    R, weights = kind.rank, spec.max_positions * kind.rank
+    for part, width in (("k_mix", E), ("v_mix", Ev)):
+        kept = (T * R + B * K * R * width) * run.size
+        yield Step(f"{name}.{part}", "attention", weights, m=R, n=width, k=T, count=B * K, kept=kept)
+    yield Step(f"{name}.scores", "attention", m=H // K * T, n=R, k=E, count=B * K, kept=B * H * T * 4)
+    yield Step(f"{name}.mixed", "attention", m=H // K * T, n=Ev, k=R, count=B * K)

@@ -1,0 +1,186 @@
+"""Every kind of attention in the equality matrix, and long rows by blocks against the dense mask."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.config.kinds import KINDS, read_kind
+from clearhead.inside.checks.plainly import plainly
+from clearhead.model import stack
+from tests.equality.test_matrix import Case
+from tests.harness import build, gradients, in_pieces, some_ids
+
+# Every kind that is registered, with sizes that matter in short rows, and more of some.
+TEXTS = [str(kind().shortened(3)) for kind in KINDS.values()] + [
+    "window(3, sinks=2)",
+    "dilated(2, 3, sinks=1)",
+    "strided(3, sinks=1)",
+    "blocks(2, 1, 2, 0, 1)",
+    "blocks(2, 3, 0, 0, 2, sinks=1)",
+    "linear(relu)",
+    "linear(favor, 20, seed=3)",
+]
+MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
+LONG = ["window(20)", "window(20, sinks=3)", "dilated(8, 3, sinks=2)", "blocks(32, 3, 5)", "blocks(24, 3)"]
+
+
+HALVES = ("gated-delta", "low-rank")  # one is for decoders, one for encoders
+
+
+def model_of(attention, **choices) -> ch.Transformer | None:
+    """The model, or None where the config refuses the kind in this family."""
+    texts = [attention] if isinstance(attention, str) else attention
+    refused = {"encoder": ("gated-delta",), "decoder": ("low-rank",)}.get(choices["family"], HALVES)
+    ends = choices["family"] == "decoder" and any(getattr(read_kind(text), "last", 0) for text in texts)
+    if not ends and not any(text.startswith(refused) for text in texts):
+        return build(attention=attention, **choices)
+    with pytest.raises(ch.ConfigError, match=r"it is for|where its text ends"):
+        build(attention=attention, **choices)
+    return None
+
+
+@pytest.mark.ledger("J1", "J2", "C5", "D1")
+@pytest.mark.parametrize("attention", [*TEXTS, *MIXED], ids=str)
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder-decoder"])
+def test_every_kind_is_the_same_however_it_is_run(family, attention, differences):
+    if not isinstance(attention, str) and family == "encoder-decoder":
+        return  # its encoder has one layer here
+    schemes = ("learned", "rope") if isinstance(attention, str) else ("learned",)
+    for number, (positions, heads) in enumerate(itertools.product(schemes, (4, 2))):
+        choices = {"family": family, "positions": positions, "n_kv_heads": heads, "attention": attention}
+        if model_of(**choices) is None:
+            return
+        case = Case(differences, number, **choices)
+        case.backward()
+        with torch.no_grad():
+            case.padded()
+            case.saved()
+            if case.causal:
+                case.cached()
+                case.future()
+            alone = case.model(case.ids[:1], **{name: x[:1] for name, x in case.source.items()}).logits
+            case.equal("alone", alone, case.logits[:1])
+            weights = case.model.state_dict()
+            formula = plainly(case.model.config, weights, case.ids, **case.source)
+            case.equal("formula", case.logits.double().cpu().float(), formula.float())
+
+
+@pytest.mark.parametrize("attention", [*TEXTS, *MIXED], ids=str)
+@pytest.mark.parametrize("family", ["encoder", "decoder"])
+def test_packed_documents_do_not_meet(family, attention):
+    model = model_of(attention, family=family, positions="rope", n_kv_heads=2)
+    if model is None:
+        return
+    ids, documents = some_ids(2, 11), torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2]]).expand(2, -1)
+    if "low-rank" in attention:
+        with pytest.raises(ch.InputError, match="packed documents must not meet"):
+            model(ids, documents=documents)
+        return
+    with torch.no_grad():
+        alone = torch.cat([model(piece).logits for piece in ids.split((4, 2, 5), dim=1)], dim=1)
+        assert (model(ids, documents=documents).logits - alone).abs().max() < 1e-5
+        if family == "decoder":
+            cached = in_pieces(model, ids, [3, 1, 4, 3], ch.Cache(), documents=documents)
+            assert (cached - alone).abs().max() < 1e-5
+
+
+@pytest.mark.ledger("J1", "J2", "L7")
+@pytest.mark.parametrize("attention", [*LONG, "blocks(32, 3, 5, 7, 1)", "blocks(32, 1, 4, 0, 2)"])
+@pytest.mark.parametrize("family", ["encoder", "decoder"])
+def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
+    """Rows so long that keys are gathered by blocks: plain, padded, packed, forward and backward."""
+    plans, plan_blocks = [], stack.plan_blocks
+
+    def watched(*given):
+        plans.append(plan_blocks(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(stack, "plan_blocks", watched)
+    length = 620
+    for positions in ("rope", "alibi", "relative"):
+        choices = {"family": family, "positions": positions, "n_kv_heads": 2, "n_layers": 1}
+        model = model_of(attention, **choices, max_positions=length)
+        if model is None:
+            return
+        ids, mask = some_ids(2, length), torch.ones(2, length, dtype=torch.bool)
+        mask[1, :90], mask[0, 300:320] = False, False
+        documents = (torch.arange(length) // 210)[None].expand(2, -1)
+        for given in ({}, {"mask": mask}, {"documents": documents}):
+            real = given.get("mask", torch.ones_like(mask))
+            plans.clear()
+            blocked = model(ids, **given).logits[real]
+            assert given or plans[0] is not None, "blocks were not used"
+            with ch.attending(model, "eager"):
+                dense = model(ids, **given).logits[real]
+            assert (blocked - dense).abs().max() < 1e-5
+            if positions == "rope":
+                generator = torch.Generator().manual_seed(1)
+                weights = torch.randn(dense.shape, generator=generator) / dense.numel() ** 0.5
+                mine, theirs = (gradients(model, (logits * weights).sum()) for logits in (blocked, dense))
+                assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
+
+
+def test_a_long_prompt_in_blocks_goes_on_as_one_pass():
+    """Prompts read in pieces that are long enough for blocks, into growing and window caches."""
+    for attention in ("window(20, sinks=3)", "dilated(8, 3)", "blocks(32, 3, 5, 0, 1)"):
+        model = build(attention=attention, positions="rope", max_positions=700)
+        ids = some_ids(2, 640)
+        with torch.no_grad():
+            whole = model(ids).logits
+            for form in (ch.Cache, ch.WindowCache):
+                assert (in_pieces(model, ids, [300, 330, 1, 9], form()) - whole).abs().max() < 1e-5
+
+
+WRONG = {
+    "windw(3)": 'did you mean "window"',
+    "window(0)": "size 0: it must be a whole number, 1 or more",
+    "window(3, 4, 5)": 'has "5": window takes size, sinks',
+    "window(size=2, size=3)": "gives size twice",
+    "linear(foo)": "choose from elu, relu, favor",
+    "full(3)": "full takes nothing in brackets",
+    "blocks(4, 2)": "choose an odd number of blocks",
+    "low-rank(4)": "it is for encoders",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_kind_is_named(text):
+    with pytest.raises(ch.ConfigError, match=WRONG[text].replace("(", r"\(")):
+        build(attention=text)
+
+
+@pytest.mark.parametrize("attention", ["linear", "gated-delta", "low-rank(4)"])
+def test_what_has_no_meaning_is_refused(attention):
+    family = "encoder" if attention.startswith("low") else "decoder"
+    for choice, says in (
+        ({"attention_softcap": 5.0}, "no scores for attention_softcap"),
+        ({"attention_sink": True}, "no softmax for attention_sink"),
+        ({"positions": "alibi"}, "could add a bias"),
+        ({"window": 4}, "leave window out"),
+        ({"attention": (attention, "full"), "layer_groups": 1}, "give both the same kind"),
+    ):
+        with pytest.raises(ch.ConfigError, match=says):
+            build(**{"family": family, "attention": attention, **choice})
+    with pytest.raises(ch.ConfigError, match="do not repeat"):
+        build(attention=("full", "linear", "full"))
+
+
+def test_a_state_does_not_step_back():
+    model, cache = build(attention="linear"), ch.Cache()
+    model(some_ids(2, 5), cache=cache)
+    with pytest.raises(ch.InputError, match="cannot step back to 3 of 5 tokens"):
+        cache.crop(3)
+    cache.crop(0)
+    with torch.no_grad():
+        ids = some_ids(2, 6, seed=4)
+        assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=ch.Cache()).logits)
+
+
+def test_kinds_read_back_as_written():
+    for text in [*TEXTS, *LONG]:
+        kind = read_kind(text)
+        assert read_kind(str(kind)) == kind
