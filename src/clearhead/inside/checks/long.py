@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
-from clearhead.generate.prompts import turns_by_length
+from clearhead.generate.prompts import Prompts, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.inside.checks.forward import cache_forms
 from clearhead.inside.checks.plain_inputs import PlainRow
@@ -196,7 +196,7 @@ def _switched(inputs: LongInputs) -> float:
     made.load_state_dict(model.state_dict(), assign=True)
     given = inputs.own(0)
     ids, sources = given["ids"][0].tolist(), (given.get("source"), None)
-    prompts = decode.Prompts([ids[: max(trained - NEW, 1)]], *sources)
+    prompts = Prompts([ids[: max(trained - NEW, 1)]], *sources)
     request = Request(max_new_tokens=2 * NEW, logprobs=True)
     (row,) = decode.decode(prepared(made), request, prompts)
     plain, text, start = Plain(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
