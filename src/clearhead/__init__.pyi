@@ -31,7 +31,7 @@ from clearhead.model.cache import Cache as Cache
 from clearhead.model.cache import WindowCache as WindowCache
 from clearhead.model.feedforward import balance_loss as balance_loss
 from clearhead.model.fixed_cache import FixedCache as FixedCache
-from clearhead.model.stream_cache import StreamCache as StreamCache
+from clearhead.model.kinds.stream_cache import StreamCache as StreamCache
 from clearhead.model.taps import Recording as Recording
 from clearhead.model.taps import edit as edit
 from clearhead.model.taps import record as record

@@ -19,6 +19,7 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
+from clearhead.model.kinds.choices import random_blocks
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
@@ -143,7 +144,9 @@ def _meeting_blocks(
     before = ((queries.order - queries.positions) // kind.size).clamp(min=0)
     block = keys.positions // kind.size + ((keys.order - keys.positions) // kind.size).clamp(min=0)
     near = [queries.positions // kind.size + step for step in range(-half, half + 1)]
-    wanted = torch.stack([*near, *masks.random_blocks(kind, queries, causal)], dim=-1)  # B T wanted
+    wanted = torch.stack(
+        [*near, *random_blocks(kind, queries.positions, queries.totals, causal)], dim=-1
+    )  # B T wanted
     wanted, count = wanted + before[..., None], int(block.amax()) + 1
     assert queries.real is not None and keys.real is not None
 
