@@ -42,19 +42,26 @@ def block_size(kind: Kind) -> int | None:
             return None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good."""
-    size, T, S = block_size(kind), queries.length, keys.length
-    if size is None or min(T, S) < 4 * size or keys.until is not None:
-        return None
+    size = block_size(kind)
+    if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
+        return None  # a compiled step of one token goes no further
+    plan: masks.BlockPlan | None = _planned(size, queries, keys, kind, causal, bias)
+    return plan
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
+def _planned(
+    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+) -> masks.BlockPlan | None:
     rows = max(queries.order.shape[0], keys.order.shape[0])
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
     met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
-    if count == 0 or count * size * WORTH > S:
+    if count == 0 or count * size * WORTH > keys.length:
         return None
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
