@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Windowed
+from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
 from clearhead.model.kinds.choices import random_blocks
@@ -46,25 +46,22 @@ def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good."""
-    if kind == FULL or keys.until is not None:
-        return None
     size = block_size(kind)
-    if size is None or min(queries.length, keys.length) < 4 * size:
-        return None
-    plan: masks.BlockPlan | None = _planned(queries, keys, kind, causal, bias, size)
+    if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
+        return None  # a compiled step of one token goes no further
+    plan: masks.BlockPlan | None = _planned(size, queries, keys, kind, causal, bias)
     return plan
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def _planned(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, size: int
+    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
-    S = keys.length
     rows = max(queries.order.shape[0], keys.order.shape[0])
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
     met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
-    if count == 0 or count * size * WORTH > S:
+    if count == 0 or count * size * WORTH > keys.length:
         return None
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
