@@ -20,6 +20,7 @@ import torch
 HERE = pathlib.Path(__file__).parent
 # What a change of the model, the fast paths or generation can break on a device.
 FILES = (
+    "equality/test_kinds.py",
     "equality/test_matrix.py",
     "faults/test_planted.py",
     "fast/test_prepare.py",

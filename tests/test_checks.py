@@ -120,6 +120,10 @@ OTHERS = {
     "parallel": {"parallel": True},
     "parallel, two norms": {"parallel": True, "parallel_norms": 2},
     "shared layers": {"layer_groups": 1, "d_embedding": 8},
+    "clamped gates": {
+        **{"gated": True, "gated_clamp": 0.3, "gated_shift": 0.5, "activation": "quick_gelu"},
+        **{"n_experts": 3, "router_bias": True, "attention_sink": True, "window": (4, None)},
+    },
     "all experts weighed": {"n_experts": 4, "router_order": "softmax_topk", "router_renormalise": False},
     "pruned": {"positions": "alibi", "n_kv_heads": 2, "pruned_heads": {"blocks.1.attention": (0, 1)}},
     "scaled residuals": {

@@ -109,6 +109,10 @@ WRONG = {
         {"qk_norm": "full", "pruned_heads": {"blocks.0.attention": (0,)}},
         "qk_norm full",
     ),
+    "clamp without gate": ({"gated_clamp": 7.0}, "gated_clamp 7.0 needs a gate: set gated true"),
+    "shift without gate": ({"gated_shift": -1.0}, "gated_shift -1.0 needs a gate: set gated true"),
+    "clamp at nothing": ({"gated": True, "gated_clamp": 0.0}, "gated_clamp 0.0 must be above 0"),
+    "router's bias without router": ({"router_bias": True}, "router_bias needs a router: set n_experts"),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size is not set"),
     "two vocabularies": (
         {"family": "encoder-decoder", "source_vocab_size": 5},
@@ -179,6 +183,8 @@ def test_every_cross_check(name):
 def test_rope_scaling_checks():
     with pytest.raises(ch.ConfigError, match="factor 0 must be positive"):
         ch.RopeScaling(kind="linear", factor=0)
+    with pytest.raises(ch.ConfigError, match="beta_slow 0 must be positive"):
+        ch.RopeScaling(kind="yarn", factor=2.0, beta_slow=0)
     with pytest.raises(ch.ConfigError, match="longrope needs short_factor and long_factor"):
         ch.RopeScaling(kind="longrope", short_factor=(1.0,))
     with pytest.raises(ch.ConfigError, match='did you mean "linear"'):
@@ -301,7 +307,7 @@ CHOICES = {
     "qk_norm": st.sampled_from(["none", "head", "full"]),
     "bias": st.booleans(),
     "qkv_bias": st.sampled_from([None, True, False]),
-    "activation": st.sampled_from(["relu", "gelu", "gelu_tanh", "silu", "relu2"]),
+    "activation": st.sampled_from(["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]),
     "gated": st.booleans(),
     "n_experts": st.sampled_from([0, 2, 5]),
     "norm": st.sampled_from(["layernorm", "rmsnorm"]),

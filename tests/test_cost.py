@@ -21,6 +21,7 @@ from clearhead import (
 )
 from clearhead.config import StackSpec
 from clearhead.costs import Cost, attention_matrix_bytes, cost
+from clearhead.fast.training import join_projections
 from clearhead.presets import PRESETS, preset
 from clearhead.training import optim
 
@@ -55,11 +56,22 @@ ODD: dict[str, ModelConfig] = {
     "qk-norm-full": small.replace(qk_norm="full", norm="rmsnorm"),
     "relu2": small.replace(activation="relu2"),
     "relu-gated": small.replace(activation="relu", gated=True, feedforward_bias=False),
+    "quick-gelu": small.replace(activation="quick_gelu"),
+    "clamped": small.replace(gated=True, gated_clamp=0.5, gated_shift=1.0, activation="silu"),
+    "shifted-quick-gelu": small.replace(gated=True, gated_shift=1.0, activation="quick_gelu"),
     "factorised": small.replace(d_embedding=8),
     "factorised-encoder": encoder.replace(d_embedding=8, embedding_norm=True, n_types=2),
     "factorised-untied": small.replace(d_embedding=8, tie_embeddings=False),
     "experts": small.replace(n_experts=4, n_active_experts=2),
     "experts-gated": small.replace(n_experts=5, n_active_experts=3, gated=True, router_order="softmax_topk"),
+    "experts-clamped": small.replace(
+        n_experts=4,
+        gated=True,
+        gated_clamp=0.5,
+        gated_shift=1.0,
+        activation="quick_gelu",
+        router_bias=True,
+    ),
     "sink": small.replace(attention_sink=True),
     "sink-grouped-capped-window": small.replace(
         attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"
@@ -225,8 +237,10 @@ def test_flops_by_part_are_those_of_the_modules() -> None:
     assert figures.flops.forward.head == sum(counts["Transformer.head"].values())
 
 
-def bytes_kept(model: Transformer, dtype: torch.dtype) -> int:
-    """Bytes of all the storages that autograd keeps, the parameters' own left out."""
+def bytes_kept(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all the storages that autograd keeps of a model as `train` runs it, without the parameters."""
+    model = Transformer(config)
+    join_projections(model)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -235,27 +249,33 @@ def bytes_kept(model: Transformer, dtype: torch.dtype) -> int:
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run(model, "cpu", dtype)
+    narrow = torch.autocast("cpu", dtype, enabled=dtype is not torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), narrow:
+        run(model, "cpu")
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
 @pytest.mark.ledger("I1")
 @pytest.mark.parametrize("name", [*ODD, *(name for name in PRESETS if name.startswith("micro"))])
 def test_activations_are_the_bytes_that_autograd_keeps(name: str) -> None:
-    config = ALL[name]
-    assert priced(config).memory.activations.total == pytest.approx(
-        bytes_kept(Transformer(config), torch.float32), rel=0.01
+    memory = priced(ALL[name]).memory
+    assert memory.activations.total + memory.copies == pytest.approx(
+        bytes_kept(ALL[name], torch.float32), rel=0.01
     )
+
+
+# LayerNorm reads what a product returned: on a CPU in half precision; the figures are those of a GPU.
+NARROW_NORMS = {"output-norm", "qk-norm-head", "captions"} | {name for name in ODD if "factorised" in name}
 
 
 @pytest.mark.ledger("I1")
 @pytest.mark.filterwarnings("ignore:mkldnn")
-@pytest.mark.parametrize("name", ["plain", "grouped-query", "post-norm", "two-stacks", "softcap", "experts"])
+@pytest.mark.parametrize("name", [name for name in ODD if name not in NARROW_NORMS])
 def test_activations_in_half_precision(name: str) -> None:
-    model = Transformer(ODD[name]).bfloat16()
-    assert priced(ODD[name], "bfloat16").memory.activations.total == pytest.approx(
-        bytes_kept(model, torch.bfloat16), rel=0.05
+    """They are those of a run under autocast, with the copies that it keeps of the weights."""
+    memory = priced(ODD[name], "bfloat16").memory
+    assert memory.activations.total + memory.copies == pytest.approx(
+        bytes_kept(ODD[name], torch.bfloat16), rel=0.02
     )
 
 
@@ -326,7 +346,7 @@ def test_training_counts_what_the_trainer_allocates(dtype: str, tmp_path, monkey
     bytes = sum(x.untyped_storage().nbytes() for x in (*weights, *weights, *moments))  # a gradient per weight
     memory = cost(done.model.config, dtype=dtype).memory
     assert memory.learning == bytes
-    assert memory.training == bytes + memory.activations.total + memory.loss
+    assert memory.training == bytes + memory.activations.total + memory.copies + memory.loss
 
 
 @pytest.mark.ledger("I1", "M4")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.errors import ConfigError, InputError
-from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
+from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
 from clearhead.model.steps import Pass
 from clearhead.model.taps import Tap
 from tests.harness import chunks, scramble, worst

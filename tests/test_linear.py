@@ -10,7 +10,14 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.model.linear import FEATURES, Features, attend_linear, favor, orthogonal_features, product
+from clearhead.model.kinds.linear import (
+    FEATURES,
+    Features,
+    attend_linear,
+    favor,
+    orthogonal_features,
+    product,
+)
 from tests.harness import worst
 
 B, H, K, T, E, VALUE = 2, 4, 2, 11, 6, 3

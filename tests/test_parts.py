@@ -138,6 +138,7 @@ ACTIVATION_REFERENCES = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
     "gelu_tanh": lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + (-x).exp()),
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
     "relu2": lambda x: x.clamp(min=0) ** 2,
 }
 

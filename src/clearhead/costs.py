@@ -4,11 +4,13 @@ Every figure is a sum over the steps that the parts of the model yield. What is 
 
     parameters      every weight once; tied tables and shared layers count where they are first used
     flops           2·m·n·k for each matrix product and convolution; attention in full, T x S
-    activations     bytes kept for the backward pass with the fused kernel, each tensor once, in `dtype`.
-                    Statistics are float32 and dropout masks one byte, as on a GPU. Without a fused kernel
-                    (values of another width than keys, a learned bias, a soft-cap) the pattern [B, H, T, S]
-                    is kept. Not counted: the copies of autocast and, on a CPU, wider dropout masks and the
-                    pattern that the kernel keeps for attention dropout
+    activations     bytes that `train` keeps for the backward pass with the fused kernel, each tensor once. In
+                    half precision it runs under autocast: the residual stream and the inputs of norms are
+                    float32, each product keeps its own copy of its input. Statistics are float32 and dropout
+                    masks one byte, as on a GPU. Without a fused kernel (values of another width than keys, a
+                    learned bias, a soft-cap) the pattern [B, H, T, S] is kept. Not counted: on a CPU, wider
+                    dropout masks and the pattern that the kernel keeps for attention dropout
+    copies          bytes of weights that are kept too: those of q, k and v joined, and under autocast of all
 """
 
 import math
@@ -84,6 +86,7 @@ class MemoryUse:
         int  # weights, gradients and AdamW's two moments as `train` keeps them: float32 in any precision
     )
     activations: Parts  # kept for the backward pass
+    copies: int  # of weights, kept for the backward pass: of q, k and v joined; in half precision, of all
     loss: int  # log-probabilities that cross-entropy keeps, in float32 at least, unless computed in chunks
     attention_matrix: int  # the largest [B, H, T, S] of one layer, which the eager kernel allocates
     kv_cache: int  # self-attention keys and values of `length` tokens, in `Cache` and `FixedCache`
@@ -92,8 +95,8 @@ class MemoryUse:
 
     @property
     def training(self) -> int:
-        """What training takes: float32 weights, gradients and moments; activations in `dtype`; the loss."""
-        return self.learning + self.activations.total + self.loss
+        """What training takes: float32 weights, gradients and moments; activations, copies, the loss."""
+        return self.learning + self.activations.total + self.copies + self.loss
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def cost(
         length: tokens, vectors or frames of each row, of the decoder where there are two stacks; None:
             as many as the model has positions for, or one image.
         batch: rows.
-        dtype: of weights and activations: float64, float32, bfloat16 or float16.
+        dtype: float64, float32, bfloat16 or float16: of weights and caches in use, of products in training.
         source_length: the same for the encoder where there are two stacks; None: as `length`.
     """
     config = preset(config) if isinstance(config, str) else config
@@ -150,7 +153,8 @@ def cost(
     elif source_length is not None:
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
-    steps = tuple(model_steps(config, Pass(batch, size), length, source_length or 0))
+    run = Pass(batch, size)
+    steps = tuple(model_steps(config, run, length, source_length or 0))
     active = sum(step.parameters - step.idle for step in steps)
     parameters = Parameters(**vars(_by_part(steps, "parameters")), active=active)
     out = next((step for step in steps if step.name == "head.out"), Step("", "head"))
@@ -158,6 +162,7 @@ def cost(
         weights=parameters.total * size,
         learning=parameters.total * LEARNING["adamw"],
         activations=_by_part(steps, "kept"),
+        copies=sum(s.weights for s in steps if s.gradients > 1 and (s.joined or run.half)) * size,
         loss=out.m * out.n * max(size, 4),
         attention_matrix=max(
             (step.m * step.n * step.count * size for step in steps if step.name.endswith(".scores")),

@@ -13,6 +13,9 @@ CONFIGS = {
         n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False
     ),
     "experts": ch.preset("micro-decoder").replace(n_experts=4, gated=True),
+    "clamped": ch.preset("micro-decoder").replace(
+        norm="rmsnorm", gated=True, gated_clamp=0.3, gated_shift=1.0, activation="quick_gelu"
+    ),
     "encoder-decoder": ch.preset("micro-encoder-decoder"),
     "encoder": ch.preset("micro-encoder"),
 }
@@ -52,6 +55,14 @@ def test_an_option_that_the_kernels_do_not_know_is_not_lost():
     fast = prepared(model, kernels=True)
     assert [isinstance(block, StepBlock) for block in fast.decoder.blocks] == [False, True]
     assert fast.decoder.blocks[0].attention.added is attention.added
+
+
+@pytest.mark.parametrize("option", [{"gated_clamp": 0.3}, {"gated_shift": 1.0}])
+def test_clamped_and_shifted_gates_are_not_for_the_kernels(option):
+    config = CONFIGS["grouped, gated"].replace(activation="silu", n_layers=1)
+    for shape, suits in ((config, True), (config.replace(**option), False)):
+        fast = prepared(ch.Transformer(shape).eval(), kernels=True)
+        assert isinstance(fast.decoder.blocks[0], StepBlock) == suits
 
 
 def test_the_copy_runs_none_of_the_models_hooks():

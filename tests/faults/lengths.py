@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from clearhead.config.kinds import FULL
+from clearhead.config.kinds import FULL, Windowed
 from clearhead.fast import parts
 from clearhead.generate import decode
-from clearhead.model import cache, masks, positions, transformer
+from clearhead.model import cache, masks, positions, stack, transformer
 from clearhead.model.attend import KERNELS
 from tests.faults.plants import code
 
@@ -99,6 +99,31 @@ def dynamic_grows_late(monkeypatch):
 
 
 @code
+def dynamic_stands_still_alone(monkeypatch):
+    """The base does not grow for a token that is read by itself."""
+    right = positions.rope_frequencies
+
+    def alone(width, base, scaling, max_positions, where):
+        where = where.clamp(max=scaling.original_positions - 1) if where.shape[-1] == 1 else where
+        return right(width, base, scaling, max_positions, where)
+
+    monkeypatch.setattr(positions, "rope_frequencies", alone)
+
+
+@code
+def longrope_keeps_what_it_read(monkeypatch):
+    """Past the trained length, the keys read within it stay turned by the short divisors."""
+    monkeypatch.setattr(decode, "is_stretched", lambda model, length: False)
+
+
+@code
+def longrope_is_read_again_late(monkeypatch):
+    """The text is read again one token after the length at which the divisors change."""
+    right = decode.is_stretched
+    monkeypatch.setattr(decode, "is_stretched", lambda model, length: right(model, length - 1))
+
+
+@code
 def coarse_distances(monkeypatch):
     """ALiBi's distances are rounded to 8 bits, which is exact up to 256."""
     right = positions.AlibiPositions.bias
@@ -132,6 +157,19 @@ def long_rows_lose_the_window(monkeypatch):
         return right(queries, keys, kind=kind if keys.length <= 512 else FULL, **options)
 
     monkeypatch.setattr(masks, "compose", compose)
+    monkeypatch.setattr(stack, "plan_blocks", lambda *given: None)
+
+
+@code
+def blocks_miss_the_farthest(monkeypatch):
+    """Where keys are gathered by blocks, each query loses the farthest key of its window."""
+    right = stack.plan_blocks
+
+    def plan(queries, keys, kind, causal, bias):
+        shorter = Windowed(kind.size - 1) if isinstance(kind, Windowed) else kind
+        return right(queries, keys, shorter, causal, bias)
+
+    monkeypatch.setattr(stack, "plan_blocks", plan)
 
 
 @code

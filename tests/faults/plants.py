@@ -286,6 +286,12 @@ def router_order(monkeypatch):
 
 
 @code
+def gates_unclamped(monkeypatch):
+    """A limit so high that no fresh model reaches it is forgotten."""
+    built_with(monkeypatch, feedforward.FeedForward, lambda part: setattr(part, "clamp", None))
+
+
+@code
 def mean_over_padding(monkeypatch):
     """The mean over all tokens, padding too."""
     right = heads.pool

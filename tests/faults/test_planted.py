@@ -37,6 +37,7 @@ DYNAMIC = ch.RopeScaling(kind="dynamic", factor=2.0, original_positions=16)
 CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
 
 LONG, FAR, PROMPTED = "model = formula (long)", "model = formula (far)", "cached = formula (long)"
+SWITCH = "cached = formula (switch)"
 SHORT = {
     "model = formula",
     "model = formula (lively)",
@@ -90,6 +91,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "bucket_sides": ({**T5, **BUCKETS}, CODE),
     "padding_in_the_source": ({**T5, **BUCKETS}, PADDED | {"model = formula (lively)", LONG, PROMPTED}),
     "router_order": ({"n_experts": 4}, CODE),
+    "gates_unclamped": ({**LLAMA, "gated_clamp": 7.0, "gated_shift": 1.0}, CODE - {"model = formula"}),
     "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
     "ring_forgets": (WINDOWED, RING | CACHED),
     # from some length, distance or position on
@@ -98,11 +100,15 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "offset_shortens_the_table": ({**BART, "max_positions": 128}, {LONG, FAR, PROMPTED}),
     "far_buckets_at_half_distance": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
     "buckets_begin_again": ({**T5, "relative_max_distance": 128}, {LONG, FAR, PROMPTED}),
-    "longrope_switches_early": ({**LLAMA, "rope_scaling": LONGROPE}, {FAR}),
-    "dynamic_grows_late": ({**LLAMA, "rope_scaling": DYNAMIC}, {FAR}),
+    "longrope_switches_early": ({**LLAMA, "rope_scaling": LONGROPE}, {FAR, SWITCH}),
+    "dynamic_grows_late": ({**LLAMA, "rope_scaling": DYNAMIC}, {FAR, SWITCH}),
+    "dynamic_stands_still_alone": ({**LLAMA, "rope_scaling": DYNAMIC}, {SWITCH}),
+    "longrope_keeps_what_it_read": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
+    "longrope_is_read_again_late": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
     "coarse_distances": ({"positions": "alibi"}, {LONG, PROMPTED}),
     "coarse_sinusoids": ({"positions": "sinusoidal"}, {LONG, PROMPTED}),
     "long_rows_lose_the_window": (WINDOWED, {LONG, PROMPTED}),
+    "blocks_miss_the_farthest": (WINDOWED, {LONG, PROMPTED}),
     "blocks_of_queries": (LLAMA, {LONG}),
     "source_past_512": ({**T5, **BUCKETS}, {LONG, PROMPTED}),
     "sink_past_512": ({"attention_sink": True, "positions": "rope"}, {LONG, PROMPTED}),

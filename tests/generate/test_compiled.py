@@ -165,9 +165,31 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
 
 
 @pytest.mark.cpu
+def test_many_models_are_compiled_in_one_process():
+    """The compiler makes a few results of a function: each step counts by itself, then goes on uncompiled."""
+    models = [built(DECODER.replace(n_layers=1, d_model=width)) for width in (16, 24)]
+    given, all_steps = prompts_of(DECODER), [Steps(model, backend="eager") for model in models]
+
+    def compare():
+        for model, steps in zip(models, all_steps):
+            same(decode_compiled(model, asking(4), given, steps=steps), decode(model, asking(4), given))
+
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compare()
+        assert [str(one.message) for one in said if "uncompiled" in str(one.message)] == []
+        torch.use_deterministic_algorithms(True)  # the compiler begins again when a setting changes
+        try:
+            compare()
+            compare()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert sum("uncompiled" in str(one.message) for one in said) == len(models)  # once for each
+
+
+@pytest.mark.cpu
 def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
     monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
-    torch._dynamo.reset()  # other tests have compiled other models in this process
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)

@@ -11,6 +11,8 @@ import torch
 
 import clearhead as ch
 
+BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")
+
 
 class Replay:
     """Recompute a trace step by step.
@@ -79,6 +81,7 @@ class Replay:
             "gelu": lambda: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
             "gelu_tanh": lambda: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
             "silu": lambda: x / (1 + torch.exp(-x)),
+            "quick_gelu": lambda: x / (1 + torch.exp(-1.702 * x)),
         }[kind]()
 
     def read(self, block: str, sublayer: str) -> torch.Tensor:
@@ -288,12 +291,25 @@ class Replay:
         x = self.read(at.removesuffix(".feedforward"), "feedforward")
         if leaf in ("up", "gate"):
             return self.linear(x, name)
-        if leaf == "activated":
-            return self.activation(v[f"{at}.gate" if config.gated else f"{at}.up"], config.activation)
-        if leaf == "gated":
-            return v[f"{at}.activated"] * v[f"{at}.up"]
+        if leaf in BENT:
+            return self.bent(at, leaf)
         assert leaf == "down", leaf
         return self.linear(v[f"{at}.gated" if config.gated else f"{at}.activated"], name)
+
+    def bent(self, at: str, leaf: str) -> torch.Tensor:
+        """What happens between the wide projections and the narrow one."""
+        config, v = self.config, self.values
+        if leaf == "gate_clamped":
+            return torch.where(v[f"{at}.gate"] < config.gated_clamp, v[f"{at}.gate"], config.gated_clamp)
+        if leaf == "up_clamped":
+            return v[f"{at}.up"].clamp(-config.gated_clamp, config.gated_clamp)
+        if leaf == "up_shifted":
+            return self.latest(f"{at}.up", f"{at}.up_clamped") + config.gated_shift
+        if leaf == "activated":
+            gate = self.latest(f"{at}.gate", f"{at}.gate_clamped") if config.gated else v[f"{at}.up"]
+            return self.activation(gate, config.activation)
+        up = self.latest(f"{at}.up", f"{at}.up_clamped", f"{at}.up_shifted")
+        return v[f"{at}.activated"] * up
 
     def experts(self, name: str, at: str, leaf: str) -> torch.Tensor:
         """Row by row: `pairs` are (expert, token, which of its choices), expert by expert."""
@@ -325,11 +341,8 @@ class Replay:
             for row, (_, token, place) in enumerate(pairs):
                 mixed[token] += v[f"{at}.weights"][token, place] * v[f"{at}.experts.down"][row]
             return mixed[None]
-        if leaf in ("activated", "gated"):
-            inner = f"{at}.experts"
-            if leaf == "gated":
-                return v[f"{inner}.activated"] * v[f"{inner}.up"]
-            return self.activation(v[f"{inner}.gate" if config.gated else f"{inner}.up"], config.activation)
+        if leaf in BENT:
+            return self.bent(f"{at}.experts", leaf)
         last = f"{at}.experts.gated" if config.gated else f"{at}.experts.activated"
         inputs = v[last] if leaf == "down" else v[f"{at}.sorted"]
         return torch.stack(

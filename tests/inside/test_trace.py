@@ -31,6 +31,7 @@ GROUPED = {
     "activation": "silu",
     "bias": False,
 }
+CLAMPED = {"gated_clamp": 0.4, "gated_shift": 1.0, "activation": "quick_gelu"}
 SANDWICH = {
     **GROUPED,
     "activation": "gelu_tanh",
@@ -76,6 +77,8 @@ SHAPES = {
     "parallel": {"parallel": True, "positions": "rope", "rope_fraction": 0.5, "rope_layout": "interleaved"},
     "parallel-two-norms": {"parallel": True, "parallel_norms": 2, "positions": "alibi"},
     "experts": GROUPED | {"n_experts": 4, "n_active_experts": 2},
+    "clamped": GROUPED | CLAMPED,
+    "experts-clamped": GROUPED | CLAMPED | {"n_experts": 4, "bias": True, "router_bias": True},
     "experts-softmax-first": {"n_experts": 3, "router_order": "softmax_topk", "router_renormalise": False},
     "output-norm": {
         "norm_position": "output",
@@ -282,7 +285,7 @@ def test_symbols_say_the_shapes_and_taps_the_values(name):
             assert worst(step.value, recorded[tap]) <= 1e-5, tap
     if ODD[name].n_experts:
         ends = {
-            "pre": "gate" if ODD[name].gated else "up",
+            "pre": "gate_clamped" if ODD[name].gated_clamp else "gate" if ODD[name].gated else "up",
             "post": "gated" if ODD[name].gated else "activated",
             "out": "down",
         }

@@ -92,6 +92,9 @@ SUBJECTS = {
     ),
     "Mistral": Subject("MistralConfig", "MistralForCausalLM", {**GROUPED, **WINDOW}),
     "Mixtral": Subject("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "gpt-oss": Subject(
+        "GptOssConfig", "GptOssForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8, "num_local_experts": 4}
+    ),
     "Qwen2": Subject("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
     "Qwen2 windows": Subject(
         "Qwen2Config",

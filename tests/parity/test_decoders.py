@@ -197,6 +197,15 @@ def test_gemma3(options, tmp_path):
     check("Gemma3", options, tmp_path)
 
 
+OSS = {**GROUPED, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 16,
+}
 NEOX_KEYS = {"rotary_pct": 0.5, "rotary_emb_base": 700.0}
 QWEN_KEYS = {**WINDOW, "max_window_layers": 2, "rope_theta": 5e5}
 GEMMA3_KEYS = {
@@ -226,8 +235,14 @@ GEMMA3_KEYS = {
             GEMMA3_KEYS,
             {"window": (8, 8, None, 8, 8, None, 8), "rope_base": 5e5, "rope_local_base": 90.0},
         ),
+        (
+            "GptOss",
+            OSS,
+            {"rope_theta": 500.0, "rope_scaling": YARN},
+            {"window": (7, None, 7), "rope_base": 500.0, "gated_clamp": 7.0},
+        ),
     ],
-    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3"],
+    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3", "gpt-oss"],
 )
 def test_keys_of_older_files(kind, options, keys, expected):
     config = config_of(kind, {**options, **keys})
@@ -262,6 +277,58 @@ EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}
 )
 def test_mixtral(options, tmp_path):
     check("Mixtral", options, tmp_path)
+
+
+@pytest.mark.ledger("L6", "D5")
+@options(
+    two_of_five=OSS,
+    no_attention_bias_tied={**OSS, **TIED, "attention_bias": False, "num_experts_per_tok": 5},
+    scaled={**OSS, "rope_theta": 500.0, "rope_scaling": YARN, "num_experts_per_tok": 1},
+    full_narrow_limit={
+        **OSS,
+        "layer_types": ["full_attention"] * 3,
+        "swiglu_limit": 0.02,  # so that most gates feel it
+        "swiglu_alpha": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
+)
+def test_gpt_oss(options, tmp_path):
+    check("GptOss", options, tmp_path)
+
+
+@pytest.mark.ledger("I1")
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"),
+    [(24, 32, 20_914_757_184, 3.61e9), (36, 128, 116_829_156_672, 5.13e9)],
+    ids=["20b", "120b"],
+)
+def test_gpt_oss_has_its_published_size(layers, experts, total, active):
+    """Active parameters are published without the token table."""
+    config = config_of("GptOss", {"num_hidden_layers": layers, "num_local_experts": experts})
+    counts = ch.cost(ARCHITECTURES["gpt_oss"].read(config.to_dict())).parameters
+    assert counts.total == total
+    assert counts.active - counts.embedding == pytest.approx(active, rel=1e-3)
+
+
+@options(
+    no_betas={"beta_fast": 0.0, "beta_slow": 0},
+    null_truncate={"truncate": None},
+    ends_crossed={"original_max_position_embeddings": 1},
+)
+def test_yarn_at_its_edges(options, tmp_path):
+    """0 stands for the usual beta, null for no rounding; with ends that cross, nothing is interpolated."""
+    config = config_of("Llama", {**GROUPED, "rope_parameters": {**YARN, "truncate": False, **options}})
+    model = reference("LlamaForCausalLM", config, tmp_path)
+    ids, _ = batch(config)
+    with torch.no_grad():
+        close("logits", ch.load(tmp_path).model(ids).logits, model(ids).logits, LOGITS)
+
+
+def test_a_scaling_without_its_factor_is_refused():
+    theirs = config_of("Llama", {**GROUPED, "rope_parameters": YARN}).to_dict()
+    theirs["rope_parameters"]["factor"] = None
+    with pytest.raises(CheckpointError, match="rope_type yarn and no factor"):
+        ARCHITECTURES["llama"].read(theirs)
 
 
 @options(
@@ -398,6 +465,7 @@ def test_falcon(options, fresh, tmp_path):
         ("Qwen2", {**GROUPED, **WINDOW, "max_window_layers": 1}),
         ("Gemma2", {**GROUPED, "head_dim": 10, "sliding_window": 6}),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}),
+        ("GptOss", OSS),
         ("Falcon", FALCON),
         (
             "GPT2",
@@ -441,6 +509,7 @@ def test_classifiers(kind, options, side, tmp_path):
         ("GPTNeoXModel", SMALL),
         ("Gemma3TextModel", {**DEEP, "sliding_window": 8}),
         ("MixtralModel", {**GROUPED, "num_local_experts": 3}),
+        ("GptOssModel", OSS),
         ("FalconModel", {**FALCON, **NEW}),
         ("PhiModel", SMALL),
     ],
@@ -481,6 +550,8 @@ def test_base_models(kind, options, tmp_path):
             {**GROUPED, "num_local_experts": 3},
             "model.layers.2.block_sparse_moe.experts.1.w3.weight",
         ),
+        ("GptOss", OSS, "model.layers.1.mlp.experts.gate_up_proj"),
+        ("GptOss", OSS, "model.layers.2.mlp.experts.down_proj_bias"),
         ("GPTNeoX", SMALL, "gpt_neox.layers.0.attention.query_key_value.bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -521,6 +592,8 @@ def test_a_missing_and_an_unknown_tensor_are_named(kind, options, key, tmp_path)
         ("Falcon", FALCON, {"alibi": True}, "alibi True"),
         ("Falcon", FALCON, {**NEW, "parallel_attn": False}, "not supported together"),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}, {"num_local_experts": 0}, "num_local_experts 0"),
+        ("GptOss", OSS, {"swiglu_alpha": 1.5}, 'swiglu_alpha "1.5": supported are 1.702, 1.0'),
+        ("GptOss", OSS, {"swiglu_limit": 0.0}, "gated_clamp 0.0 must be above 0"),
     ],
 )
 def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):

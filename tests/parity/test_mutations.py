@@ -15,6 +15,7 @@ FIELDS = {
     "GPT-NeoX": ("head_dim", "rotary_emb_base"),
     "Llama scaled": ("rope_scaling", "rope_theta"),
     "Mistral": ("layer_types", "per_layer_config"),
+    "gpt-oss": ("swiglu_limit", "swiglu_alpha", "layer_types"),
     "Gemma3": ("attn_logit_softcapping", "rope_local_base_freq"),
     "Phi3 longrope": ("original_max_position_embeddings",),
     "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),

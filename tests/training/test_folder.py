@@ -12,6 +12,7 @@ import pytest
 import clearhead as ch
 from clearhead.training.folder import BEFORE, LOCK, MOVING
 from clearhead.training.state import newest
+from tests.training.kills import survive
 from tests.training.test_run import StopAt, child, run, same, text, weights
 
 assert text  # the fixture
@@ -69,6 +70,12 @@ def test_of_two_runs_that_start_together_one_is_made(text, tmp_path):
         codes = sorted(map(wait, started))
         assert codes == [0, 1, 1]
         assert ch.load(folder).config.d_model == 16 and newest(folder).name == "step-2"
+
+
+def test_a_run_survives_kills_and_a_second_run(text, tmp_path):
+    """`python -m tests.training.kills` does the same with twenty kills."""
+    steps = [kill.step for kill in survive(text, tmp_path, kills=4)]
+    assert steps[-1] and steps == sorted(steps, key=lambda step: step or 0)
 
 
 def test_the_first_stage_is_locked_with_its_run(text, tmp_path):

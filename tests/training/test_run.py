@@ -203,15 +203,17 @@ def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
     assert newest(out).name.startswith("step-")
 
 
-def test_a_full_disk_leaves_earlier_checkpoints(text, tmp_path):
+@pytest.mark.parametrize(("size", "step"), [(9000, 4), (5000, 24)], ids=["checkpoint", "log"])
+def test_a_full_disk_leaves_what_was_written_earlier(text, tmp_path, size, step):
     """A limit on the size of files stands for a full disk: a write fails in the middle."""
     folder = tmp_path / "run"
-    run(text, folder, stop=StopAt(4))
+    run(text, folder, "train.steps=28", stop=StopAt(step))
     before = weights(folder / "last")
+    log = [line for line in read_log(folder) if line["event"] != "finished"]
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         try:
             ch.train(resume=folder)
         except ch.CheckpointError as error:
@@ -220,8 +222,9 @@ def test_a_full_disk_leaves_earlier_checkpoints(text, tmp_path):
             os._exit(3)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child(limited), 0)[1]) == 0
-    assert newest(folder).name == "step-4" and same(weights(folder / "last"), before)
-    assert ch.train(resume=folder).step == 12
+    assert newest(folder).name == f"step-{step}" and same(weights(folder / "last"), before)
+    assert read_log(folder)[: len(log)] == log
+    assert ch.train(resume=folder).step == 28
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):

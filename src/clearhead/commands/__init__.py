@@ -20,6 +20,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "demo": Command("models:demo", "take the tour: train, generate, look inside, check"),
         "train": Command("train:train", "train a model from your own files"),
         "eval": Command("train:evaluate", "measure a model on data it has not seen"),
+        "long": Command("long:long", "measure a language model on long contexts"),
     },
     "use": {
         "generate": Command("use:generate", "continue a text"),

@@ -19,8 +19,9 @@ HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
 WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
 COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
 FROM_ZERO = ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset")
-ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap")
+ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp")
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
+GATED = ("gated_clamp", "gated_shift")
 TWO_STACKS = ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size")
 
 
@@ -46,6 +47,17 @@ def check_given(config: Fields) -> None:
             (config.init_std < 0, f"init_std {config.init_std} must be 0 or more: 0.02 is usual"),
             (config.attention_scale == 0, "attention_scale 0 makes every score 0: leave it out"),
             (config.norm_eps <= 0, f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual"),
+            *(
+                (
+                    not config.gated and getattr(config, name),
+                    f"{name} {getattr(config, name)} needs a gate: set gated true, or leave {name} out",
+                )
+                for name in GATED
+            ),
+            (
+                config.router_bias and not config.n_experts,
+                "router_bias needs a router: set n_experts, or leave router_bias out",
+            ),
             (
                 config.norm == "rmsnorm" and config.norm_bias,
                 "rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm",

@@ -20,7 +20,7 @@ PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "no
 BIASES = ("alibi", "relative")  # schemes that add a bias to the scores, one for each head
 NormName = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post", "sandwich", "output"]
-ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "relu2"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
@@ -46,7 +46,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        refuse(self.factor <= 0, f"rope scaling factor {self.factor} must be positive", ConfigError)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            refuse(value <= 0, f"rope scaling {name} {value} must be positive", ConfigError)
         refuse(
             self.kind == "longrope" and (self.short_factor is None or self.long_factor is None),
             "rope scaling longrope needs short_factor and long_factor, one number per rotated pair",
@@ -104,11 +106,15 @@ class StackFields:
     # Feed-forward
     activation: ActivationName = "gelu"
     gated: bool = False
+    # gated: before the activation the gate is at most this, and what it multiplies lies within -this and this
+    gated_clamp: float | None = None
+    gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
     # softmax over the chosen, or over all
     router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+    router_bias: bool = False
 
     # Residual
     norm_position: NormPosition = "pre"

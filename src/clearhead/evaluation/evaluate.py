@@ -119,10 +119,7 @@ def data_plan(
     `settings` change it. Parallel files are read in the direction of the recipe's.
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
-    if recipe is None and folder is not None:
-        # Look in the folder of a run, and in the run of a checkpoint.
-        places = (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
-        recipe = next((place for place in places if place.is_file()), None)
+    recipe = run_recipe(folder) if recipe is None else recipe
     stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
     if changes["format"] == "corpus" and asked.format is None:
@@ -131,6 +128,12 @@ def data_plan(
         [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
     )
     return replace(asked, **changes)
+
+
+def run_recipe(folder: Path | None) -> Path | None:
+    """Return the recipe of the run in this folder, or of the run that a checkpoint is of, if any."""
+    places = () if folder is None else (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
+    return next((place for place in places if place.is_file()), None)
 
 
 def task_for(loaded: Model, wanted: str | None) -> str:

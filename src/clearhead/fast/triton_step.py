@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ACTIVATION_NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "relu2": 4}
+ACTIVATION_NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "relu2": 5}
 
 
 class Tile(NamedTuple):
@@ -36,6 +36,8 @@ def _activate(x, kind: tl.constexpr):
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif kind == 3:
         y = x * tl.sigmoid(x)
+    elif kind == 4:
+        y = x * tl.sigmoid(1.702 * x)
     else:
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return y

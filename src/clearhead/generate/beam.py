@@ -30,7 +30,7 @@ from clearhead.generate.decode import (
 from clearhead.generate.prompts import Prompts, is_stretched
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, Standing, adjust
-from clearhead.model.cache import Cache
+from clearhead.model.cache import Cache, StateKeys
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
@@ -241,6 +241,10 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
     if not len(to) or cache.length == since:
         return
     origins = rows[to]
-    for buffer in (buffer for keys in cache.layers.values() for buffer in keys.read()):
-        new = buffer.narrow(2, since, cache.length - since)
-        new.index_copy_(0, to, new.index_select(0, origins))
+    for keys in cache.layers.values():
+        if isinstance(keys, StateKeys):
+            keys.reorder(rows)
+            continue
+        for buffer in keys.read():
+            new = buffer.narrow(2, since, cache.length - since)
+            new.index_copy_(0, to, new.index_select(0, origins))

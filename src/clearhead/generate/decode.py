@@ -24,7 +24,7 @@ from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_roo
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, History, Standing, adjust_by, best_of, distribution, draw
 from clearhead.model.cache import Cache, WindowCache
-from clearhead.model.stream_cache import StreamCache, check_stream
+from clearhead.model.kinds.stream_cache import StreamCache, check_stream
 from clearhead.model.transformer import Transformer
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come

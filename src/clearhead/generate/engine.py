@@ -11,13 +11,13 @@ Shapes: B rows, V vocabulary.
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from types import NoneType
+from types import FunctionType, MethodType, NoneType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.errors import refuse
+from clearhead.errors import first_line, refuse
 from clearhead.fast.parts import fingerprint, refresh, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -29,7 +29,7 @@ from clearhead.generate.decode import (
     decode,
     prefill,
 )
-from clearhead.generate.prompts import Prompts, slides, streams, turns_by_length
+from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.model.attention import Attention
@@ -71,9 +71,12 @@ class CompiledStep:
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
         self._forward()  # parts of the model make now what they make at first use, before the compiler
         options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
-        run = torch.compile(self._forward, fullgraph=True, dynamic=False, backend=backend, options=options)
-        with torch._dynamo.config.patch(recompile_limit=64):  # one for each size
-            run()
+        # The compiler keeps what it made by code object, a few for each: a step has a code object of its own.
+        step = FunctionType(CompiledStep._forward.__code__.replace(), globals())
+        run = torch.compile(
+            MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
+        )
+        run()
         self.replay: Callable[[], object] = _recorded(run) if device.type == "cuda" else run
 
     def _forward(self) -> None:
@@ -94,9 +97,15 @@ class CompiledStep:
 
     def ahead(self, count: int) -> Tensor:
         """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
-        start = self.cache.length
+        start, compiler = self.cache.length, torch._dynamo.exc
         for _ in range(count):
-            self.replay()
+            try:
+                self.replay()
+            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
+                # A setting of the process has changed, and compiling for it failed before anything ran.
+                warn_uncompiled(first_line(error))
+                self.replay = self._forward
+                self.replay()
         # A step that runs uncompiled, because someone watches, counts by itself.
         self.cache.length = start + count
         return self.made[:, start : start + count]
@@ -157,7 +166,7 @@ class Steps:
             try:
                 self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
             except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
-                self.unfit = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                self.unfit = first_line(error)
                 warn_uncompiled(self.unfit)
         return self.made.get(size)
 
@@ -238,7 +247,10 @@ class Prefix:
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
         """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
-        self.cache.crop(0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1]))
+        shared = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
+        if shared < self.cache.length and not steps_back(self.model):
+            shared = 0  # a state does not step back
+        self.cache.crop(shared)
         self.cache.reserve = room
         return self.cache
 

@@ -52,6 +52,11 @@ class Prompts:
         return Prompts(ids, source, None if bool(mask.all()) else mask)
 
 
+def steps_back(model: Transformer) -> bool:
+    """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
+    return all(kind.chooses for kind in model.main.spec.kinds)
+
+
 def turns_by_length(model: Transformer) -> bool:
     """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
     scaling = model.config.rope_scaling

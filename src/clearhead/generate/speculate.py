@@ -30,7 +30,7 @@ from clearhead.generate.decode import (
     prefill,
     report,
 )
-from clearhead.generate.prompts import Prompts, slides, streams, turns_by_length
+from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.generate.request import Request, Sampling
 from clearhead.generate.sampling import adjust_by, distribution, draw
 from clearhead.model.cache import Cache
@@ -207,6 +207,12 @@ def speculate(
 ) -> list[Continuation]:
     """Decode with one guesser for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
+    models = [model, *(guesser.model for guesser in guessers if isinstance(guesser, Draft))]
+    refuse(
+        not all(map(steps_back, models)),
+        "a layer of the model, or of its draft, keeps a state that cannot take a wrong guess back: "
+        "leave lookup and draft out",
+    )
     refuse(
         turns_by_length(model) or slides(model, request, prompts) or streams(model, request, prompts),
         "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ WITHOUT_EFFECT = (
 POOLER_KEY = "has_pooler"
 WITHOUT_POOLER: Json = {"head": "none", "pooler": "none"}
 BOTH_KEY = "is_encoder_decoder"
+QUANTIZATION = "quantization_config"
 SECTION = "clearhead"  # of config.json: our own config, where no architecture expresses all of it
 
 # The largest values of some fields; of every other number it is MOST_WIDE.
@@ -54,6 +55,7 @@ class Architecture:
     carried: tuple[str, ...] = ()  # tensors of other heads than the class's own: kept, and written back
     tied: tuple[str, ...] = ()  # token tables that are one unless the file has others; the last is the output
     aliases: Mapping[str, str] = field(default_factory=dict)  # {further name: key}; it goes before the key
+    quantized: tuple[str, ...] = ()  # the quant_methods of files whose weights can be read
 
     def read(self, theirs: Json) -> ModelConfig:
         """Return our config, from a config.json."""
@@ -61,7 +63,7 @@ class Architecture:
         try:
             values = self._values({**theirs, **renamed})
             check_sizes(values)
-            check_common(theirs, values.get("family", "decoder"))
+            check_common(theirs, values.get("family", "decoder"), self.quantized)
             return ModelConfig(**values)
         except CheckpointError:
             raise
@@ -175,12 +177,16 @@ def check_sizes(values: Json) -> None:
         )
 
 
-def check_common(theirs: Json, family: str) -> None:
+def check_common(theirs: Json, family: str, quantized: Collection[str]) -> None:
     """Refuse what a config.json of any architecture can state, and transformers heeds, and we do not."""
     layers = theirs.get("per_layer_config")
     refuse(layers, f"config.json has per_layer_config {str(layers)[:40]}: every layer must have one config")
-    stored = theirs.get("quantization_config")
-    refuse(stored, f"config.json has quantization_config {str(stored)[:40]}: weights must be floating point")
+    stored = theirs.get(QUANTIZATION)
+    refuse(
+        stored and not (isinstance(stored, dict) and stored.get("quant_method") in quantized),
+        f"config.json has {QUANTIZATION} {str(stored)[:40]}: "
+        f"weights must be {' or '.join((*quantized, 'floating point'))}",
+    )
     for key, families in (("is_causal", ("decoder", "encoder-decoder")), (BOTH_KEY, ("encoder-decoder",))):
         refuse(
             family in families and not theirs.get(key, True),

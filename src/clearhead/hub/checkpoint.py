@@ -22,6 +22,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
 from clearhead.hub.files import read_json, refuse, write_json
+from clearhead.hub.mxfp4 import unpacked
 from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
@@ -76,7 +77,7 @@ def describe(folder: Path) -> Description:
 def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the class whose rules read every tensor; unchanged unless there is one kind."""
     try:
-        entries = open_weights(folder)
+        entries, theirs = unpacked(open_weights(folder), theirs)
     except CheckpointError:
         return theirs
     found: list[tuple[int, dict[str, Any]]] = []
@@ -121,7 +122,8 @@ def load_model(
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
     `mapped` weights are pages of the file.
     """
-    description, model, sources = _fill(folder, description, open_weights(folder, mapped))
+    entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
+    description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}

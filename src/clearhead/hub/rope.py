@@ -40,6 +40,7 @@ def rope(
     fraction_key: str = "partial_rotary_factor",
     kinds: tuple[str, ...] = tuple(KEYS_BY_KIND),
     trained: int | None = None,
+    usual: Json | None = None,
 ) -> ConfigPart:
     """Return the part for base, partial rotation and scaling, in old keys (rope_scaling) or new.
 
@@ -51,12 +52,14 @@ def rope(
         fraction_key: the key of the fraction outside rope_parameters.
         kinds: scalings that this architecture has.
         trained: the length before scaling, where config.json does not state it; None: the context's.
+        usual: the rope_parameters where config.json has none; None: no scaling.
     """
 
     def read(theirs: Json) -> Json:
-        stated = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-        usual = 1.0 if fraction is None else fraction
-        part = stated.get("partial_rotary_factor", theirs.get(fraction_key, usual))
+        parameters = theirs.get("rope_parameters")
+        stated = theirs.get("rope_scaling") or (usual if parameters is None else parameters) or {}
+        whole = 1.0 if fraction is None else fraction
+        part = stated.get("partial_rotary_factor", theirs.get(fraction_key, whole))
         part = 1.0 if part is None else float(part)
         refuse(
             fraction is None and part != 1,
@@ -143,6 +146,13 @@ def read_scaling(
         f"config.json has {TRAINED} {trained}: it must be 1 at least",
     )
     merged = stated if trained is None else {**stated, TRAINED: trained}
+    refuse(
+        kind != "longrope" and merged.get("factor") is None,
+        f"config.json has rope_type {kind} and no factor: state it",
+    )
+    # transformers reads these so: 0 stands for the usual beta, null for false.
+    merged = {key: value or None if key.startswith("beta_") else value for key, value in merged.items()}
+    merged |= {"truncate": bool(merged["truncate"])} if "truncate" in merged else {}
     given = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
     values: Json = {
         SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value

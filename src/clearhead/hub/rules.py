@@ -57,6 +57,22 @@ def _save_head_groups(ours: Tensors, config: ModelConfig) -> Tensors:
     return [groups.reshape(-1, *ours[0].shape[1:]).contiguous()]
 
 
+def _load_interleaved(theirs: Tensors, shapes: list[Shape], config: ModelConfig) -> Tensors:
+    X, whole = config.n_experts, theirs[0]
+    parts = whole.reshape(X, *whole.shape[1:-1], -1, len(shapes) // X)  # expert in out part
+    return [x.contiguous() for x in _reversed(parts).flatten(0, 1)]
+
+
+def _save_interleaved(ours: Tensors, config: ModelConfig) -> Tensors:
+    parts = torch.stack(ours).reshape(config.n_experts, -1, *ours[0].shape)  # expert part out in
+    return [_reversed(parts).flatten(-2)]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    """Reverse the order of all axes but the first."""
+    return x.permute(0, *range(x.ndim - 1, 0, -1))
+
+
 # Only the name differs.
 SAME = Operation(lambda theirs, shapes, config: theirs, lambda ours, config: ours, copies=False)
 # Their matrix is [in, out], ours is [out, in].
@@ -79,6 +95,9 @@ EXPERTS = Operation(
     lambda theirs, shapes, config: [x.contiguous() for x in _split(theirs[0].flatten(0, 1), shapes)],
     lambda ours, config: [torch.cat(ours).reshape(config.n_experts, -1, ours[0].shape[1])],
 )
+# Their one tensor [expert, in, out] (of biases [expert, out]) holds every expert, and of several matrices of
+# an expert the outputs in turn: gate, up, gate, up, ...
+INTERLEAVED_EXPERTS = Operation(_load_interleaved, _save_interleaved)
 
 
 def reshaped(shape: Callable[[ModelConfig], Shape]) -> Operation:

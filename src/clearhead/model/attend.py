@@ -154,7 +154,7 @@ def attend_bytes(
         each = (run.size if capped else 0) + run.wide + copied
         return values * each + columns + (2 * square if masked else 0)
     if not fused:
-        return values * run.size + (square if masked and own and spec.positions == "relative" else 0)
+        return values * run.wide + (square if masked and own and spec.positions == "relative" else 0)
     log_sums = run.batch * H * T * 4
     if own and spec.positions in BIASES and masked:
         return log_sums + H * square * run.size

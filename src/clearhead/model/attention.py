@@ -15,8 +15,8 @@ from clearhead.config import StackSpec
 from clearhead.config.kinds import Kind
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
-from clearhead.model.blocks import attend_blocks, plain_blocks
 from clearhead.model.cache import CrossKeys, LayerKeys
+from clearhead.model.kinds.blocks import attend_blocks, plain_blocks
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -133,13 +133,20 @@ def attention_steps(
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     eager = spec.attention_softcap is not None or spec.attention_sink
     fused = not eager and Ev == E and not (own and spec.positions == "relative")
-    repeated = not fused and not eager  # PyTorch's unfused path copies keys and values for each head
+    repeated = not fused and not eager  # PyTorch's unfused path copies and widens all, for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
-        kept = rows * (H if repeated else heads) * width * run.size
-        yield linear_step(f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept)
+        kept = rows * width * (H * run.wide if repeated else heads * run.size)
+        if not own and projection != "q" and run.half:
+            kept += rows * D * run.size  # its own copy of the source
+        yield linear_step(
+            f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept, joined=own
+        )
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
+    # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
+    changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
+    pinned = B * T * (H + K) * E * run.size if own and changed and fused else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
@@ -151,7 +158,7 @@ def attention_steps(
         mask = queries * met * (run.size if not eager else 1)
         kept = B * (gathered + queries * H * (E * run.size + 4)) + mask
     yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer)
+    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

@@ -26,6 +26,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return nnf.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Compute GELU by its sigmoid approximation."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def relu2(x: Tensor) -> Tensor:
     """Compute ReLU, squared."""
     return torch.relu(x).square()
@@ -35,17 +40,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": nnf.gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "silu": nnf.silu,
     "relu2": relu2,
 }
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))) or, if gated, down(activation(gate(x)) * up(x))."""
+    """down(activation(up(x))) or, if gated, down(activation(gate(x)) * up(x)).
+
+    A clamp bounds gate and up; a shift is added to up.
+    """
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
+        self.clamp, self.shift = spec.gated_clamp, spec.gated_shift or None
         self.dropout = spec.feedforward_dropout
         self.gate = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias) if spec.gated else None
         self.up = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias)
@@ -54,10 +64,12 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
         pre, up = self.project(x)
-        pre = tap("pre", tap.step("up" if up is None else "gate", pre))  # B T F
-        post = tap.step("activated", self.activation(pre))
+        pre = tap.step("up" if up is None else "gate", pre)  # B T F
+        if self.clamp is not None:
+            pre = tap.step("gate_clamped", pre.clamp(max=self.clamp))
+        post = tap.step("activated", self.activation(tap("pre", pre)))
         if up is not None:
-            post = tap.step("gated", post * tap.step("up", up))
+            post = tap.step("gated", post * self._factor(tap.step("up", up), tap))
         post = tap("post", post)
         if self.training:
             post = nnf.dropout(post, self.dropout)
@@ -67,6 +79,16 @@ class FeedForward(nn.Module):
         """Return the input of the activation and, if gated, its factor: [B, T, D] -> [B, T, F]."""
         return (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
 
+    def _factor(self, up: Tensor, tap: Tap) -> Tensor:
+        """Clamp and shift what the gate multiplies: [B, T, F] -> [B, T, F]."""
+        if self.clamp is not None:
+            up = tap.step("up_clamped", up.clamp(-self.clamp, self.clamp))
+        return up if self.shift is None else tap.step("up_shifted", up + self.shift)
+
+
+# What an activation keeps for the backward pass beside its output: its input, but for these.
+ACTIVATION_COPIES = {"relu": 0, "quick_gelu": 2}
+
 
 def feedforward_steps(
     spec: StackSpec, run: Pass, name: str, rows: int, copies: int = 1, idle: int = 0
@@ -75,12 +97,14 @@ def feedforward_steps(
     D, F, bias, wide_values = spec.d_model, spec.d_ff, spec.feedforward_bias, rows * spec.d_ff * run.size
 
     def experts(step: Step) -> Step:
-        return dataclasses.replace(step, parameters=copies * step.parameters, idle=idle * step.parameters)
+        parameters, weights = copies * step.parameters, copies * step.weights
+        return dataclasses.replace(step, parameters=parameters, weights=weights, idle=idle * step.parameters)
 
     for projection in ("gate", "up") if spec.gated else ("up",):
-        # The input of the activation is kept, but for relu: its backward pass needs the output alone.
         activated = projection == "gate" or not spec.gated
-        kept = wide_values * (2 if activated and spec.activation != "relu" else 1)
+        copies_kept = 1 + (ACTIVATION_COPIES.get(spec.activation, 1) if activated else 0)
+        copies_kept += spec.gated_clamp is not None  # the input of the clamp
+        kept = wide_values * copies_kept
         yield experts(linear_step(f"{name}.{projection}", "feedforward", rows, D, F, bias, kept=kept))
     if spec.feedforward_dropout:
         yield Step(f"{name}.dropout", "feedforward", kept=rows * F)
@@ -95,7 +119,7 @@ class Experts(nn.Module):
         super().__init__()
         self.n_active = spec.n_active_experts
         self.order, self.renormalise = spec.router_order, spec.router_renormalise
-        self.router = nn.Linear(spec.d_model, spec.n_experts, bias=False)
+        self.router = nn.Linear(spec.d_model, spec.n_experts, bias=spec.router_bias)
         self.experts = nn.ModuleList(FeedForward(spec) for _ in range(spec.n_experts))
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
@@ -153,7 +177,8 @@ def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[S
     # Softmax over the chosen; or over all, then the chosen and their sum. Weights and indices come on top.
     softmax = A if spec.router_order == "topk_softmax" else X + A + 1
     each = softmax * run.wide + A * (run.size + 3 * INDEX)
-    yield linear_step(f"{name}.router", "feedforward", rows, D, X, False, kept=rows * each)
-    # The inputs of the experts, their outputs, and the weighted outputs.
-    yield Step(f"{name}.sorted", "feedforward", kept=3 * rows * A * D * run.size)
+    yield linear_step(f"{name}.router", "feedforward", rows, D, X, spec.router_bias, kept=rows * each)
+    # The inputs of the experts, one for each product in half precision, their outputs, and these weighted.
+    each = (3 if run.half and spec.gated else 2) * run.size + run.wide
+    yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
     yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, copies=X, idle=X - A)

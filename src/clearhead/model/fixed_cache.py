@@ -11,7 +11,7 @@ from clearhead.config import ModelConfig
 from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache, GrowingKeys, LayerKeys, StateKeys
-from clearhead.model.linear import ABSENT
+from clearhead.model.kinds.linear import ABSENT
 from clearhead.model.masks import Slots, Tokens, empty_slots
 
 

@@ -10,17 +10,15 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from clearhead.config.kinds import FULL, Blocks, Dilated, Kind, Strided, Windowed
+from clearhead.config.kinds import FULL, Kind, Windowed
 from clearhead.errors import refuse
+from clearhead.model.kinds.choices import chosen
 from clearhead.model.positions import Rotary
-
-if TYPE_CHECKING:
-    from clearhead.model.blocks import BlockPlan
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,19 @@ def join(a: Tokens, b: Tokens) -> Tokens:
 
 
 @dataclass(frozen=True)
+class BlockPlan:
+    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+
+    size: int  # b
+    index: Tensor  # B|1 N M: numbers of the blocks of keys
+    mask: Tensor  # B|1 N b M·b
+    bias: Tensor | None  # B|1 N H b M·b
+    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
+    global_mask: Tensor | None = None  # B|1 1 G S
+    global_bias: Tensor | None = None  # B|1 H G S
+
+
+@dataclass(frozen=True)
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
@@ -163,7 +174,7 @@ class View:
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
     tokens: Tokens | None = None  # the queries, for kinds of attention with a formula of their own
-    blocks: "BlockPlan | None" = None  # stands for mask and bias, which `dense` spells out
+    blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
 
     def unrotated(self) -> "View":
@@ -208,54 +219,11 @@ def compose(
         refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
         allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
     if kind != FULL:
-        allowed.append(chosen(kind, queries, keys, causal))
+        allowed.append(chosen(kind, queries.positions, keys.positions, queries.totals, causal))
     if not allowed:
         return None, False
     mask = functools.reduce(torch.logical_and, allowed)
     return mask.expand(-1, queries.length, -1)[:, None], False
-
-
-def chosen(kind: Kind, queries: Tokens, keys: Tokens, causal: bool) -> Tensor:
-    """Return which keys a kind of attention chooses for each query: [B|1, T, S]."""
-    q, k = queries.positions[:, :, None], keys.positions[:, None, :]
-    distance = (q - k).abs()
-    match kind:
-        case Windowed(size, sinks):
-            found = distance < size
-        case Dilated(size, step, sinks):
-            found = (distance < size * step) & (distance % step == 0)
-        case Strided(step, sinks):
-            found = (distance < step) | (distance % step == 0)
-        case Blocks(size, window, first, last, sinks=sinks):
-            q_block, k_block = q // size, k // size
-            found = (q_block - k_block).abs() <= window // 2
-            for target in random_blocks(kind, queries, causal):
-                found = found | (k_block == target[:, :, None])
-            found = found | (q < first) | (k < first)
-            if queries.totals is not None:
-                end = queries.totals[:, :, None] - last
-                found = found | (q >= end) | (k >= end)
-        case _:
-            raise TypeError(f"{kind} does not choose among keys")
-    return found | (k < sinks) if sinks else found
-
-
-def random_blocks(kind: Blocks, queries: Tokens, causal: bool) -> list[Tensor]:
-    """Draw a block of keys for each query, `random` times, by seed and the query's own block: each [B|1, T].
-
-    A decoder's query draws among the blocks up to its own, so that it needs no later token to know them.
-    """
-    block, drawn = queries.positions // kind.size, []
-    if causal or queries.totals is None:
-        among = block + 1
-    else:
-        among = (queries.totals + kind.size - 1) // kind.size
-    for number in range(kind.random):
-        mixed = (block * 0x9E3779B1 + number * 0x85EBCA77 + kind.seed * 0xC2B2AE3D + 1) & 0x7FFFFFFF
-        for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-            mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
-        drawn.append(mixed % among.clamp(min=1))
-    return drawn
 
 
 def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:

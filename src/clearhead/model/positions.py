@@ -201,7 +201,7 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
-    interpolate = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    interpolate = ((steps - low) / ((high - low) or 0.001)).clamp(0, 1)
     growth = math.log(max(scaling.factor, 1))
     factor = 0.1 * growth + 1
     if scaling.mscale and scaling.mscale_all_dim:

@@ -25,11 +25,11 @@ from clearhead.config import StackSpec
 from clearhead.config.kinds import FULL, Blocks, Kind
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
-from clearhead.model.blocks import plan_blocks
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds import attention_for, kind_steps
+from clearhead.model.kinds.blocks import plan_blocks
+from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
@@ -127,10 +127,12 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
     for part, steps in sublayers.items():
         residual = f"{name}.{part}_residual"
         second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
-        if not (second and spec.parallel_norms == 1):
-            if place in ("pre", "sandwich"):
-                yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
-            yield Step(f"{residual}.read", part, kept=rows * D * run.size)
+        shared = second and spec.parallel_norms == 1  # it reads what attention has read
+        if place in ("pre", "sandwich") and not shared:
+            yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
+        if run.half or not shared:
+            products = 2 if part == "feedforward" and spec.gated and not spec.n_experts else 1
+            yield Step(f"{residual}.read", part, kept=(products if run.half else 1) * rows * D * run.size)
         yield from steps
         if place in ("sandwich", "output"):
             yield norm_step(f"{residual}.inside", spec.norm, run, rows, D)
@@ -260,5 +262,5 @@ def stack_steps(
             yield step.reused() if block in spec.block_of[:layer] else step
     if spec.final_norm:
         yield norm_step(f"{spec.prefix}norm", spec.norm, run, rows, spec.d_model)
-    if spec.prefix:  # every cross-attention reads the output of this stack, which is kept once
+    if spec.prefix and not run.half:  # every cross-attention reads the output of this stack: it is kept once
         yield Step(f"{spec.prefix}hidden", "cross", kept=rows * spec.d_model * run.size)

@@ -30,6 +30,8 @@ class Step:
     count: int = 1
     gradients: int = 2  # products in the backward pass: one for each factor that has a gradient
     kept: int = 0  # bytes held for the backward pass
+    weights: int = 0  # of its matrix, without those that an earlier step has counted
+    joined: bool = False  # training concatenates its matrix with others, anew in each pass
 
     @property
     def forward(self) -> int:
@@ -43,34 +45,43 @@ class Step:
 
     def reused(self) -> Self:
         """Return the same step without weights, which an earlier step has counted."""
-        return dataclasses.replace(self, parameters=0, idle=0)
+        return dataclasses.replace(self, parameters=0, idle=0, weights=self.weights if self.joined else 0)
 
 
 class Pass(NamedTuple):
-    """The size of one forward pass."""
+    """The size of one forward pass. In half precision its weights are float32, under autocast."""
 
     batch: int  # rows
-    size: int  # bytes of one value
+    size: int  # bytes of one value of a product
 
     @property
     def wide(self) -> int:
-        """Bytes of one value where half precision is widened."""
+        """Bytes of one value of a weight, of the residual stream, and where half precision is widened."""
         return max(self.size, 4)
 
+    @property
+    def half(self) -> bool:
+        """Return True where products read copies of their inputs and of their weights."""
+        return self.size < self.wide
 
-def linear_step(name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool, **more: int) -> Step:
+
+def linear_step(
+    name: str, part: Part, rows: int, d_in: int, d_out: int, bias: bool, joined: bool = False, **more: int
+) -> Step:
     """Return the step of a linear layer on `rows` vectors."""
-    return Step(name, part, (d_in + bias) * d_out, m=rows, n=d_out, k=d_in, **more)
+    parameters, weights = (d_in + bias) * d_out, d_in * d_out
+    return Step(name, part, parameters, m=rows, n=d_out, k=d_in, weights=weights, joined=joined, **more)
 
 
 def norm_step(
     name: str, norm: NormSpec, run: Pass, rows: int, width: int, groups: int = 1, input_kept: bool = False
 ) -> Step:
-    """Return the step of `groups` norms of `width` in each row; an earlier step may have kept the input."""
+    """Return the step of `groups` norms of `width` in each row; an earlier step may have kept the input.
+
+    The input is float32 at least: the residual stream, or a copy of what a product returned.
+    """
     parameters, values = width * (1 + norm.bias), rows * groups * width
     inputs = 0 if input_kept else values
     if norm.kind == "layernorm":
-        return Step(name, "norms", parameters, kept=inputs * run.size + 2 * rows * groups * 4)
-    if run.size < run.wide:  # the input is widened, and the copy is kept
-        return Step(name, "norms", parameters, kept=2 * values * run.wide + rows * groups * run.wide)
-    return Step(name, "norms", parameters, kept=(values + inputs + rows * groups) * run.size)
+        return Step(name, "norms", parameters, kept=inputs * run.wide + 2 * rows * groups * 4)
+    return Step(name, "norms", parameters, kept=(values + inputs + rows * groups) * run.wide)

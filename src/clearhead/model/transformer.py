@@ -18,6 +18,7 @@ from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.feedforward import FeedForward
+from clearhead.model.kinds.gated_delta import GatedDelta
 from clearhead.model.stack import Memory, Stack, stack_steps
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import Tap, tap_for, unwrapped
@@ -249,6 +250,6 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
     for stack in stacks:
         writes = stack.spec.n_layers * (3 if stack.spec.cross else 2)
         for part in stack.modules():
-            if isinstance(part, Attention | FeedForward):
-                writer = part.out if isinstance(part, Attention) else part.down
+            if isinstance(part, Attention | FeedForward | GatedDelta):
+                writer = part.down if isinstance(part, FeedForward) else part.out
                 nn.init.normal_(writer.weight, std=std / math.sqrt(writes))

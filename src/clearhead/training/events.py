@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.hub.files import write_text
 
 LOG, CURVE = "log.jsonl", "loss.png"
 CURVES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # kind of event, label, style
@@ -101,8 +102,7 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
     """
     path = folder / LOG
     kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
-    with _reporting(path):
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     board: Any = _tensorboard(folder) if tensorboard else None
 
     def tell(event: Event) -> None:

@@ -4,7 +4,7 @@ transformers, which opens the same directory.
 A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too
 small to show, so two copies are made with the same code and other weights:
 
-    lively    large random weights, norms and biases too, and windows short enough to matter
+    lively    large random weights, norms and biases too, windows and clamps tight enough to matter
     quiet     weights so small that what every norm reads is as small as its eps, which decides the output
 
 Shapes: B rows, T tokens.
@@ -28,13 +28,14 @@ from clearhead.inside.checks.forward import cache_forms, through
 from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.model.feedforward import FeedForward
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
 REFERENCE_TOLERANCE = 1e-4
 REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer
 NEW_TOKENS = 50
-WINDOW = 4  # in the lively copy
+WINDOW, CLAMP = 4, 0.5  # in the lively copy, at most
 TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
 
 
@@ -110,11 +111,15 @@ def _quiet(inputs: Inputs) -> float:
 
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
-    """Return a float32 copy with large random weights, and with windows shorter than the inputs."""
+    """Return a float32 copy with large random weights, short windows, and clamps that they reach."""
     made = copy.deepcopy(model).float()
+    limit = model.config.gated_clamp and min(model.config.gated_clamp, CLAMP)
     made.config = config = model.config.replace(
-        window=_shorter(model.config.window), attention=_shorter(model.config.attention)
+        window=_shorter(model.config.window), attention=_shorter(model.config.attention), gated_clamp=limit
     )
+    for part in made.modules():
+        if isinstance(part, FeedForward) and part.clamp is not None:
+            part.clamp = limit
     for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
         if stack is not None and spec is not None:
             stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)

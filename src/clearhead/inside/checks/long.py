@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, D model, V vocabulary.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from clearhead.config import ModelConfig
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
-from clearhead.generate.prompts import turns_by_length
+from clearhead.generate.prompts import Prompts, turns_by_length
+from clearhead.generate.request import Request
 from clearhead.inside.checks.forward import cache_forms
 from clearhead.inside.checks.plain_inputs import PlainRow
 from clearhead.inside.checks.plainly import Plain
@@ -76,6 +78,12 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             f"the same through the fast copy and each form of cache: a prompt, then {NEW} tokens",
             lambda _: _generated(long()),
             fits=fits and inputs.caches and not turns_by_length(inputs.model),
+        ),
+        row(
+            "cached = formula (switch)",
+            f"log-probabilities of {2 * NEW} new tokens across the length at which angles change",
+            lambda _: _switched(long()),
+            fits=fits and inputs.caches and turns_by_length(inputs.model),
         ),
     ]
 
@@ -172,6 +180,35 @@ def _continued(fast: Transformer, inputs: LongInputs, cache: Cache, count: int) 
     return torch.stack(logits, dim=1)
 
 
+def _switched(inputs: LongInputs) -> float:
+    """Generate from within the trained length to past it; a copy has a short one, if that is far away.
+
+    A token keeps the angles of the length at which it was read, under `dynamic`. Under `longrope` all are
+    read again where the length changes them.
+    """
+    model, config = inputs.model, inputs.model.config
+    scaling = config.rope_scaling
+    assert scaling is not None
+    trained = min(scaling.original_positions or config.max_positions, USUAL)
+    near = config.replace(rope_scaling=dataclasses.replace(scaling, original_positions=trained))
+    with torch.device("meta"):
+        made = Transformer(near).eval()
+    made.load_state_dict(model.state_dict(), assign=True)
+    given = inputs.own(0)
+    ids, sources = given["ids"][0].tolist(), (given.get("source"), None)
+    prompts = Prompts([ids[: max(trained - NEW, 1)]], *sources)
+    request = Request(max_new_tokens=2 * NEW, logprobs=True)
+    (row,) = decode.decode(prepared(made), request, prompts)
+    plain, text, start = Plain(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
+    expected = []
+    for end in range(start, len(text)):
+        together = end if scaling.kind == "longrope" else start
+        lengths = torch.arange(1, end + 1).clamp(min=together)
+        read = plain.read(0, torch.tensor([text[:end]]), None, *sources, lengths=lengths)
+        expected.append(plain.head(read[0][-1:], read[1])[0].log_softmax(-1)[text[end]])
+    return gap(torch.tensor(row.logprobs), torch.stack(expected))
+
+
 @torch.no_grad()
 def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
     """Return a copy with the last layer, and with the first of each kind: of each window, rotated or not.
@@ -190,7 +227,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
-    made.config = config.replace(
+    made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
 }
 
 
@@ -34,7 +35,7 @@ class PlainRow:
     real: list[bool]  # which tokens are no padding
     positions: list[int]
     order: list[int]  # how many real tokens stand before each
-    longest: int  # of all rows: the highest position, and one
+    lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
     @cached_property
     def distances(self) -> tuple[Tensor, Tensor]:
@@ -80,8 +81,9 @@ class PlainInputs:
         mask: Tensor | None,
         positions: Tensor | None = None,
         types: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> PlainRow:
-        """Return one row of a batch."""
+        """Return one row of a batch; `lengths` [T] is how long it was as each of its tokens was read."""
         config, B = self.config, x.shape[0]
         time = config.n_patches + config.class_token if plan.input == "patches" else x.shape[1]
         heard = torch.ones(B, time) if mask is None else mask.cpu().expand(B, -1).double()
@@ -100,7 +102,7 @@ class PlainInputs:
             real=real,
             positions=places,
             order=order,
-            longest=longest,
+            lengths=[longest] * len(places) if lengths is None else lengths.tolist(),
         )
 
     def table(self, stack: str) -> str:
@@ -155,12 +157,17 @@ class PlainInputs:
     def rotated(self, x: Tensor, row: PlainRow, window: int | None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
         R, half = int(x.shape[1] * self.config.rope_fraction), self.config.rope_layout == "half"
-        speeds, factor = _speeds(R, row.longest, self.config, window)
+        turns = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
         first = torch.arange(R // 2) if half else torch.arange(0, R, 2)
         second = first + (R // 2 if half else 1)
         angles = torch.tensor(
-            [[position * speed for speed in speeds] for position in row.positions], dtype=torch.float64
+            [
+                [place * speed for speed in turns[length][0]]
+                for place, length in zip(row.positions, row.lengths)
+            ],
+            dtype=torch.float64,
         )
+        factor = torch.tensor([[turns[length][1]] for length in row.lengths], dtype=torch.float64)  # T 1
         cos, sin = angles.cos() * factor, angles.sin() * factor  # T R/2
         turned = x.clone()
         turned[:, first] = x[:, first] * cos - x[:, second] * sin
@@ -243,7 +250,7 @@ def _yarn(R: int, base: float, trained: int, scaling: RopeScaling) -> list[float
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, R - 1)
-    return [1 - (pair - first) / max(last - first, 0.001) for pair in range(R // 2)]
+    return [1 - (pair - first) / (last - first if first != last else 0.001) for pair in range(R // 2)]
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:

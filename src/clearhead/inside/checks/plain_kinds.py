@@ -19,7 +19,7 @@ from clearhead.config.kinds import (
     Windowed,
 )
 from clearhead.inside.checks.plain_inputs import PlainInputs, PlainRow
-from clearhead.model.linear import orthogonal_features
+from clearhead.model.kinds.linear import orthogonal_features
 
 MASK = 0x7FFFFFFF
 

@@ -58,13 +58,14 @@ class Plain(PlainInputs):
         source_mask: Tensor | None = None,
         positions: Tensor | None = None,
         types: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, PlainRow]:
         """Return the last states [T, D] of one row of a batch, and the row."""
         memory = None
         if source is not None:
             heard = self.row(number, self.config.stacks[0], source, source_mask)
             memory = self.stack(heard), heard
-        row = self.row(number, self.config.main, ids, mask, positions, types)
+        row = self.row(number, self.config.main, ids, mask, positions, types, lengths)
         return self.stack(row, memory), row
 
     # Blocks -------------------------------------------------------------------------------------------------
@@ -175,7 +176,9 @@ class Plain(PlainInputs):
         """Apply the feed-forward to each token by itself: [T, D] -> [T, D]."""
         activation, up = ACTIVATIONS[self.config.activation], self.linear(f"{name}.up", x)
         if self.config.gated:
-            return self.linear(f"{name}.down", activation(self.linear(f"{name}.gate", x)) * up)
+            gate, most = self.linear(f"{name}.gate", x), self.config.gated_clamp or torch.inf
+            gate, up = torch.where(gate > most, most, gate), up.sign() * up.abs().clamp(max=most)
+            return self.linear(f"{name}.down", activation(gate) * (up + self.config.gated_shift))
         return self.linear(f"{name}.down", activation(up))
 
     def experts(self, name: str, x: Tensor) -> Tensor:

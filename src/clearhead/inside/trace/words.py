@@ -227,7 +227,9 @@ WORDS = {
         "post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."
     ),
     # Feed-forward
-    "feedforward.router": Words("router", "B T X", "x · Wr", "How well each expert suits each token."),
+    "feedforward.router": Words(
+        "router", "B T X", "x · Wr{router_bias}", "How well each expert suits each token."
+    ),
     "feedforward.chosen": Words(
         *("choice of experts", "B·T A", "the best {n_active} of {n_experts}"),
         "Each token visits a few experts, so that weights are many and work is little.",
@@ -249,6 +251,17 @@ WORDS = {
     "feedforward.up": Words(
         *("expand", "{rows} F", "x · Wu{feedforward_bias}"),
         "Each token by itself looks for many features, in a wider space.",
+    ),
+    "feedforward.gate_clamped": Words(
+        "clamp", "{rows} F", "min(gate, {clamp})", "Bounds the gate, so that none runs away."
+    ),
+    "feedforward.up_clamped": Words(
+        *("clamp", "{rows} F", "min(max(up, −{clamp}), {clamp})"),
+        "Bounds what the gate multiplies, so that none runs away.",
+    ),
+    "feedforward.up_shifted": Words(
+        *("shift", "{rows} F", "up + {shift}"),
+        "A feature that was not found still lets some of the gate through.",
     ),
     "feedforward.activated": Words(
         "activate", "{rows} F", "{activation}(x)", "The bend: without it the two linear maps would be one."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import ConfigError, refuse
 from clearhead.model.dtypes import uncast, wide
-from clearhead.model.linear import CHUNK, product
+from clearhead.model.kinds.linear import CHUNK, product
 from clearhead.model.norms import RMSNorm
 from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap

@@ -6,7 +6,6 @@ Shapes: B batch, T length, D model, H heads, K key/value heads, E head width, R 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -20,8 +19,15 @@ from clearhead.model import masks
 from clearhead.model.attend import fused
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
-from clearhead.model.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
-from clearhead.model.linear import CHUNK, FEATURES, Features, LinearState, attend_linear, orthogonal_features
+from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
+from clearhead.model.kinds.linear import (
+    CHUNK,
+    FEATURES,
+    Features,
+    LinearState,
+    attend_linear,
+    orthogonal_features,
+)
 from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
 
@@ -33,6 +39,7 @@ class LinearAttention(Attention):
         super().__init__(spec, name)
         self.features, self.seed, self.causal = kind.features, kind.seed, spec.causal
         self.count = spec.n_features(kind)
+        self._rows: Tensor | None = None  # F E: random features of the seed, drawn when first used
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
@@ -57,15 +64,10 @@ class LinearAttention(Attention):
         """Return the features of queries or keys: [B, H, T, E] -> [B, H, T, F]."""
         if self.features != "favor":
             return FEATURES[self.features](x)
-        projection = projection_of(self.count, self.d_head, self.seed, x.device)
-        return FEATURES[self.features](x, projection, self.scale)
-
-
-@functools.lru_cache(maxsize=64)
-def projection_of(count: int, d_head: int, seed: int, device: torch.device) -> Tensor:
-    """Return the random features [F, E] of a seed, drawn once for each device."""
-    with torch.inference_mode(False):
-        return orthogonal_features(count, d_head, seed).to(device)
+        if self._rows is None or self._rows.device != x.device:
+            with torch.inference_mode(False):
+                self._rows = orthogonal_features(self.count, self.d_head, self.seed).to(x.device)
+        return FEATURES[self.features](x, self._rows, self.scale)
 
 
 class LowRankAttention(Attention):

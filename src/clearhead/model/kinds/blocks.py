@@ -10,7 +10,6 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
+from clearhead.model.kinds.choices import random_blocks
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
@@ -28,19 +28,6 @@ NEVER = 1 << 60  # a position that no token has
 APART = 1 << 32  # between the positions of two documents
 
 Bias = Callable[[Tensor, Tensor], Tensor | None]  # positions [B, T], [B, S] -> [B, H, T, S]
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """Which keys the blocks of queries meet, with masks and biases of these alone."""
-
-    size: int  # b
-    index: Tensor  # B|1 N M: numbers of the blocks of keys
-    mask: Tensor  # B|1 N b M·b
-    bias: Tensor | None  # B|1 N H b M·b
-    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
-    global_mask: Tensor | None = None  # B|1 1 G S
-    global_bias: Tensor | None = None  # B|1 H G S
 
 
 def block_size(kind: Kind) -> int | None:
@@ -58,7 +45,7 @@ def block_size(kind: Kind) -> int | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
-) -> BlockPlan | None:
+) -> masks.BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good."""
     size, T, S = block_size(kind), queries.length, keys.length
     if size is None or min(T, S) < 4 * size or keys.until is not None:
@@ -77,7 +64,7 @@ def plan_blocks(
     assert mask is not None  # padding is spelled out
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
     found = bias(q.positions, k.positions)
-    plan = BlockPlan(
+    plan = masks.BlockPlan(
         size,
         order,
         mask.view(rows, N, size, -1) & there,
@@ -157,7 +144,9 @@ def _meeting_blocks(
     before = ((queries.order - queries.positions) // kind.size).clamp(min=0)
     block = keys.positions // kind.size + ((keys.order - keys.positions) // kind.size).clamp(min=0)
     near = [queries.positions // kind.size + step for step in range(-half, half + 1)]
-    wanted = torch.stack([*near, *masks.random_blocks(kind, queries, causal)], dim=-1)  # B T wanted
+    wanted = torch.stack(
+        [*near, *random_blocks(kind, queries.positions, queries.totals, causal)], dim=-1
+    )  # B T wanted
     wanted, count = wanted + before[..., None], int(block.amax()) + 1
     assert queries.real is not None and keys.real is not None
 
@@ -178,8 +167,8 @@ def _meeting_blocks(
 
 
 def _with_globals(
-    plan: BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
-) -> BlockPlan:
+    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
+) -> masks.BlockPlan:
     """Add the queries that see everything to a plan."""
     everywhere = queries.positions < kind.first
     if kind.last and queries.totals is not None:
@@ -192,7 +181,7 @@ def _with_globals(
     picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
     picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
-    return BlockPlan(
+    return masks.BlockPlan(
         plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked.positions, keys.positions)
     )
 
@@ -201,7 +190,7 @@ def attend_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: BlockPlan,
+    plan: masks.BlockPlan,
     scale: float | None = None,
     *,
     softcap: float | None = None,
