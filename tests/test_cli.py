@@ -8,13 +8,18 @@ import subprocess
 import sys
 import tomllib
 
+import numpy as np
 import pytest
 import torch
 
 import clearhead as ch
 from clearhead import cli
+from clearhead.commands.common import show_result
+from clearhead.commands.parts import _grid_tables
+from clearhead.inside.parts.importance import HeadTable
 from clearhead.model.cache import GrowingKeys
 from clearhead.recipe import Recipe, recipe_names
+from clearhead.report import table
 from clearhead.tasks.spec import sampled
 from clearhead.training.events import Validated, read_log
 from tests.test_use_commands import byte_tokenizer
@@ -94,6 +99,32 @@ def test_check_passes_and_fails(capsys, folder, monkeypatch):
     _, out, _ = inside("check", folder, capsys=capsys)
     said = [line for line in out.splitlines() if "1 token at a time through the cache" in line]
     assert [line.split(":")[0] for line in said] == ["cached = recomputed (growing, 1)"]  # it failed
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = inside(command, "--help", capsys=capsys)
+    usage, *lines = out.splitlines()
+    assert code == 0 and usage.startswith(f"usage: clearhead {command} ")
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_lists_and_titles_fit_a_terminal_of_80_columns(capsys, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = inside("train", capsys=capsys)[1]
+    out += inside("check", folder, capsys=capsys)[1]
+    grid = HeadTable("loss increase", ("0", "encoder.11"), np.arange(-16.0, 16.0).reshape(2, 16))
+    show_result({}, False, _grid_tables(grid))  # of all heads beside each other it would be 180 columns wide
+    out += (numbers := capsys.readouterr().out)
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert all(f"head {head} " in numbers and f"{head:+.4f} " in numbers for head in range(16))
+    made = table(
+        "a title that is wider than its table", ("a", "b"), [("1", "2")], "and a caption that is too"
+    )
+    show_result({}, False, [made])
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("a title that is wider than its table", "and a caption that is too")
 
 
 @pytest.mark.ledger("L2")

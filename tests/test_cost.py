@@ -22,6 +22,7 @@ from clearhead import (
 from clearhead.config import StackSpec
 from clearhead.costs import Cost, attention_matrix_bytes, cost
 from clearhead.fast.training import join_projections
+from clearhead.model.cache import StateKeys
 from clearhead.presets import PRESETS, preset
 from clearhead.training import optim
 
@@ -409,3 +410,50 @@ def test_steps_are_reached_by_name() -> None:
 def test_mistakes_are_named(call: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         call()
+
+
+KINDS = {
+    "linear": small.replace(attention="linear"),
+    "favor": small.replace(attention="linear(favor, 24)"),
+    "linear-encoder": encoder.replace(attention="linear(relu)"),
+    "low-rank": encoder.replace(attention="low-rank(8)"),
+    "gated-delta": small.replace(attention=("full", "gated-delta", "full")),
+    "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
+    "dilated": small.replace(attention="dilated(4, 3)"),
+    "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),
+}
+
+
+@pytest.mark.ledger("I1", "J1", "J2")
+@pytest.mark.parametrize("length", [12, 300])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_attention_says_what_it_costs(name, length, monkeypatch) -> None:
+    monkeypatch.setattr("tests.test_cost.LENGTH", length)
+    config = KINDS[name].replace(max_positions=512, positions="rope")
+    model, figures = Transformer(config), priced(config)
+    assert figures.parameters.total == sum(weight.numel() for weight in model.parameters())
+    kept = figures.memory.activations.total + figures.memory.copies
+    assert kept == pytest.approx(bytes_kept(config, torch.float32), rel=0.05)
+    if name.startswith("linear"):  # the others have products that PyTorch does not count
+        with FlopCounterMode(display=False) as forward:
+            run(model, "cpu")
+        assert figures.flops.forward.total == forward.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["linear", "favor", "gated-delta", "sinks", "dilated"])
+def test_caches_of_every_kind_hold_what_is_said(name) -> None:
+    config, cache = KINDS[name].replace(max_positions=512), WindowCache()
+    model = Transformer(config).eval()
+    with torch.no_grad():
+        model(torch.zeros(BATCH, 200, dtype=torch.long), cache=cache)
+        model(torch.zeros(BATCH, 1, dtype=torch.long), cache=cache)
+    held = [
+        part
+        for keys in cache.layers.values()
+        for part in (keys.state if isinstance(keys, StateKeys) else (keys.k, keys.v))
+    ]
+    expected = cost(config, 201, batch=BATCH).memory.window_cache
+    if "full" in config.attention:  # a growing layer has room to spare
+        assert expected <= sum(part.nbytes for part in held) <= 2 * expected
+    else:
+        assert expected == sum(part.nbytes for part in held)

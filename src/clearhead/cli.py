@@ -7,10 +7,13 @@ and 2 for wrong input.
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
@@ -85,6 +88,7 @@ def _run(name: str, arguments: list[str]) -> None:
 
         def parse(arguments: list[str]) -> Callable[[], None]:
             settings: Any = {"prog": f"clearhead {name}", "config": config, "registry": _text_options()}
+            settings["description"] = _wrapped(inspect.getdoc(command) or "")
             run: Callable[[], None] = tyro.cli(parsed, args=arguments, **settings)
             return run
 
@@ -110,6 +114,18 @@ def _run(name: str, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _wrapped(text: str) -> str:
+    """Break the paragraphs of a docstring at the width of the terminal; examples stay as they are.
+
+    The second line of a paragraph is indented, since tyro joins lines that are not.
+    """
+    width, lines = shutil.get_terminal_size().columns, re.sub(r"(?<=\S)\n(?=\S)", " ", text).splitlines()
+    whole = (
+        line if line[:1] == " " else textwrap.fill(line, width, subsequent_indent="  ") for line in lines
+    )
+    return "\n".join(whole)
 
 
 def _show_warning(

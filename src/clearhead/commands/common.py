@@ -133,11 +133,17 @@ def show_result(
         print(json.dumps(body, ensure_ascii=False))
         return
     from rich.console import Console
+    from rich.table import Table
 
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = max(console.width, width)
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        pieces = [part]
+        if isinstance(part, Table):  # rich would break title and caption at the width of the table
+            pieces = [piece for piece in (part.title, part, part.caption) if piece is not None]
+            part.title = part.caption = None
+        for piece in pieces:
+            console.print(piece, soft_wrap=isinstance(piece, str))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def long(
     For example:
       clearhead long my-gpt/ --text book.txt
       clearhead long my-gpt/ --text book.txt --length 4096 --plot long.png
-      clearhead long my-gpt/ --text book.txt --parts perplexity --scalings none linear ntk yarn llama3
+      clearhead long my-gpt/ --text book.txt --parts perplexity --scalings ntk yarn
       clearhead long my-gpt/ --parts cost --length 8192 --json
     """
     model = load_model(folder, tokenizer, device, dtype, plot)

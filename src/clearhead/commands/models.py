@@ -109,16 +109,12 @@ def check(
     failed = sum(not row.passed for row in rows)
     skipped = sum(row.verdict == "skipped" for row in rows)
     counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
-    left_out = {
-        "--reference: transformers on the same directory": reference,
-        "--compile: the compiled model": compile,
-        "--details: why rows were skipped": details or not skipped,
-    }
-    hints = "; ".join(what for what, asked in left_out.items() if not asked)
-    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s."
+    left_out = {"--reference": reference, "--compile": compile, "--details": details or not skipped}
+    hints = ", ".join(option for option, asked in left_out.items() if not asked)
+    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s"
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
     table = [check_table(rows), *check_details(rows, details)]
-    show_result(body, json, [*table, last + (f" Not asked for: {hints}." if hints else "")])
+    show_result(body, json, [*table, last + (f"; see also {hints}" if hints else "")])
     if failed:
         sys.exit(1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,8 +26,11 @@ from clearhead.errors import CheckpointError, refuse
 from clearhead.report import table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from clearhead.inside.parts import ablate as ablation
     from clearhead.inside.parts import examples
+    from clearhead.inside.parts.importance import HeadTable
 
 NAMED = 4  # parts named in a title
 HeadNames = Annotated[
@@ -107,22 +112,25 @@ def ablate(
         return
     with progress() as on_progress:
         grid = ablate_each(model, read, how, on_progress=on_progress)
-    numbers = range(grid.values.shape[1])
-    rows = (
-        (name, *("" if value != value else f"{value:+.4f}" for value in row))
-        for name, row in zip(grid.rows, grid.values)
-    )
     show_result(
         {"how": how, "rows": read.rows, "targets": read.targets, **grid.to_dict()},
         json,
-        [
-            f"{folder}: loss increase without each head ({how})",
-            table("", ("layer", *(f">head {number}" for number in numbers)), rows),
-        ],
+        [f"{folder}: loss increase without each head ({how})", *_grid_tables(grid)],
         plot,
         lambda: pictures.draw_map(grid, f"{folder}: each head alone at {how}"),
-        width=25 + 11 * len(numbers),
     )
+
+
+def _grid_tables(grid: HeadTable) -> Iterator[Table]:
+    """Show a number for each head, in as many tables as the width of the terminal takes."""
+    count, most = grid.values.shape[1], max((shutil.get_terminal_size().columns - 20) // 10, 1)
+    for start in range(0, count, most):
+        numbers = range(start, min(start + most, count))
+        rows = (
+            (name, *("" if row[number] != row[number] else f"{row[number]:+.4f}" for number in numbers))
+            for name, row in zip(grid.rows, grid.values)
+        )
+        yield table("", ("layer", *(f">head {number}" for number in numbers)), rows)
 
 
 def _read_examples(
@@ -201,7 +209,7 @@ def prune(
     For example:
       clearhead prune my-model/ smaller/ --heads 0.1 3.2
       clearhead prune my-model/ half/ --keep 0.5 --data valid.txt
-      clearhead prune my-model/ --curve --data valid.txt --by ablation --plot curve.png
+      clearhead prune my-model/ --curve --data valid.txt --by ablation --plot c.png
     """
     refuse(
         out is None and not curve,

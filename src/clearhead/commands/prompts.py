@@ -68,8 +68,8 @@ def attention(
 
     For example:
       clearhead attention my-model/ "The cat sat on the mat."
-      clearhead attention my-model/ "The cat sat on the mat." --head 3.2 --plot head.png
-      clearhead attention my-model/ "Ein Hund" --kind cross --plot cross.svg --output cross.npz
+      clearhead attention my-model/ "The cat sat on the mat" --head 3.2 --plot h.png
+      clearhead attention my-model/ "Ein Hund" --kind cross --output cross.npz
     """
     refuse(
         sum((layer is not None, head is not None, rollout, entropy)) > 1,
@@ -188,7 +188,7 @@ def lens(
 
     For example:
       clearhead lens my-model/ "The cat sat on the" --plot lens.png
-      clearhead lens my-model/ "The cat sat on the" --contributions --token " mat" --against " floor"
+      clearhead lens my-model/ "The cat sat on the" --contributions --token " mat"
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
     refuse(
@@ -279,8 +279,8 @@ def patch(
     corrupt run and 1 in the clean run.
 
     For example:
-      clearhead patch my-model/ "Anna gave Tom a book. Anna" "Anna gave Tom a book. Tom" --plot patch.png
-      clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France" --part residual heads
+      clearhead patch my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom" --plot map.png
+      clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France"
       clearhead patch my-model/ "Paris is in" "Rome is in" --json
     """
     model = load_model(folder, tokenizer=tokenizer, plot=plot)

@@ -65,8 +65,8 @@ def train(
     For example:
       clearhead train my.txt
       clearhead train stdlib-docs --out my-model
-      clearhead train reviews.tsv --set data.columns='{text = "review", label = "stars"}'
-      clearhead train train.en train.de --recipe original-transformer --set train.steps=5000
+      clearhead train a.tsv --set data.columns='{text = "review", label = "stars"}'
+      clearhead train train.en train.de --recipe original-transformer
       clearhead train my.txt --dry-run
       clearhead train --recipe char-gpt --show
       clearhead train --resume runs/my
@@ -131,11 +131,12 @@ def _list(json: bool) -> None:
 
     body = {"corpora": {name: corpus.sentence for name, corpus in CORPORA.items()}, "recipes": recipe_names()}
     corpora, recipes = (
-        [f"  {name:<22} {sentence}" for name, sentence in listed.items()] for listed in body.values()
+        table("", ("", ""), listed.items(), box=None, show_header=False, padding=(0, 0, 0, 2))
+        for listed in body.values()
     )
     first = "clearhead train FILE ...     trains on your files; or on one of these:"
     second = "\n--recipe NAME                how; without it, by what the data are:"
-    show_result(body, json, [first, *corpora, second, *recipes])
+    show_result(body, json, [first, corpora, second, recipes])
 
 
 @contextmanager
@@ -210,7 +211,7 @@ class Watcher:
             more = [f"validation  {self.validated}"] if self.validated else []
             bar = progress_bar.ProgressBar(total=1.0, completed=event.step / event.steps)
             self.live.start()
-            shown = console.Group(line, *more, bar)
+            shown = console.Group("  ".join(words[:4]), "  ".join(words[4:]), *more, bar)
             self.live.update(panel.Panel(shown, title="training", border_style="dim"))
         elif time.monotonic() - self.last > EVERY or event.step in (1, event.steps):
             self.last = time.monotonic()
@@ -218,7 +219,7 @@ class Watcher:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=not self.console.is_terminal)
 
 
 def evaluate(
@@ -258,7 +259,7 @@ def evaluate(
     For example:
       clearhead eval my-model/ test.txt
       clearhead eval my-model/ test.en test.de --beams 5 --output test.out
-      clearhead eval my-model/ reviews.tsv --set data.columns='{text = "review", label = "stars"}'
+      clearhead eval my-model/ a.tsv --set data.columns='{text="body",label="mark"}'
       clearhead eval my-model/ reviews.tsv --plot confusion.png
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """

@@ -42,7 +42,7 @@ def generate(
 
     For example:
       clearhead generate my-model/ "Once upon a time"
-      clearhead generate my-model/ "Once upon" --temperature 0.8 --top-p 0.95 --seed 1 --stream
+      clearhead generate my-model/ "Once upon" --temperature 0.8 --seed 1 --stream
       clearhead generate my-model/ "Once upon" --beams 4 --num-return 2 --json
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
@@ -114,7 +114,7 @@ def translate(
 
     For example:
       clearhead translate my-model/ "Ein Hund läuft."
-      clearhead translate my-model/ --file german.txt --output english.txt --batch-size 32
+      clearhead translate my-model/ --file german.txt --output english.txt
       cat german.txt | clearhead translate my-model/ --beams 1
     """
     model = options.load(folder)

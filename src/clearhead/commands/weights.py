@@ -67,7 +67,7 @@ def geometry(
       clearhead geometry my-model/ analogy man king woman --k 5
       clearhead geometry my-model/ map red green blue one two three --plot map.png
       clearhead geometry my-model/ positions --length 40 --plot positions.png
-      clearhead geometry my-model/ word bank "the bank of the river" "the bank lends money" --json
+      clearhead geometry my-model/ word bank "the river bank" "the bank lends"
     """
     least, most, takes = TAKES[what]
     fits = least <= len(words) and (most is None or len(words) <= most)
@@ -194,7 +194,7 @@ def memories(
     For example:
       clearhead memories my-model/ corpus.txt
       clearhead memories my-model/ corpus.txt --neuron 2.117 --plot neuron.png
-      clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation --json
+      clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation
       clearhead memories my-model/ --token the
     """
     refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
@@ -212,9 +212,9 @@ def memories(
         listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
         body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
         tables = [_neuron_table(one) for one in listed] if neuron else [_list_table(listed)]
-    depth = f" Agreement: the answer is among the first {found.depth} promoted." if found.agrees else ""
     notes = [
-        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.{depth}",
+        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.",
+        *([f"Agreement: the answer is among the first {found.depth} promoted."] if found.agrees else ()),
         f"Promoted tokens: {found.note}.",
     ]
     show_result(body, json, [*tables, *notes], plot, lambda: _draw(found, neuron, sort))

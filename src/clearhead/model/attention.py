@@ -135,28 +135,35 @@ def attention_steps(
     fused = not eager and Ev == E and not (own and spec.positions == "relative")
     repeated = not fused and not eager  # PyTorch's unfused path copies and widens all, for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
-        kept = rows * width * (H * run.wide if repeated else heads * run.size)
+        kept = rows * width * (H * run.wide if repeated else heads * run.size) if blocks is None else 0
         if not own and projection != "q" and run.half:
             kept += rows * D * run.size  # its own copy of the source
         yield linear_step(
-            f"{name}.{projection}", kind, rows, D, heads * width, spec.qkv_bias, kept=kept, joined=own
+            f"{name}.{projection}",
+            kind,
+            rows,
+            D,
+            heads * width,
+            spec.qkv_bias,
+            kept=kept,
+            joined=own and sees.chooses,
         )
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
-    pinned = B * T * (H + K) * E * run.size if own and changed and fused else 0
+    pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
     queries, met = T, S
-    if blocks is not None:  # gathered keys and values, queries by blocks, log-sums and a mask of what is met
+    if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
         size, count = blocks
         queries, met = -(-T // size) * size, size * count
         gathered = queries // size * met * K * (E + Ev) * run.size
         mask = queries * met * (run.size if not eager else 1)
-        kept = B * (gathered + queries * H * (E * run.size + 4)) + mask
+        kept, pinned = B * (gathered + queries * H * ((E + Ev) * run.size + 4) + mask), 0
     yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
     yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:

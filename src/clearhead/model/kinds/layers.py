@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.config.kinds import FULL, GatedDeltaKind, LinearKind, LowRank
+from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank
 from clearhead.errors import InputError, refuse
 from clearhead.model import masks
 from clearhead.model.attend import fused
@@ -153,18 +153,22 @@ def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]
         case GatedDeltaKind():
             yield from gated_delta_steps(run, name, T, spec.d_model, *spec.delta_sizes(kind), kind.kernel)
         case LinearKind():
-            yield from _in_place_of_scores(spec, run, name, T, linear_products(spec, run, name, T, kind))
+            yield from _in_place_of_scores(
+                spec, run, name, T, kind, linear_products(spec, run, name, T, kind)
+            )
         case LowRank():
-            yield from _in_place_of_scores(spec, run, name, T, low_rank_products(spec, run, name, T, kind))
+            yield from _in_place_of_scores(
+                spec, run, name, T, kind, low_rank_products(spec, run, name, T, kind)
+            )
         case _:
             yield from attention_steps(spec, run, name, T, T, kind, "attention")
 
 
 def _in_place_of_scores(
-    spec: StackSpec, run: Pass, name: str, T: int, products: Iterator[Step]
+    spec: StackSpec, run: Pass, name: str, T: int, kind: Kind, products: Iterator[Step]
 ) -> Iterator[Step]:
     """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
-    for step in attention_steps(spec, run, name, T, T, FULL, "attention"):
+    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
         if step.name == f"{name}.scores":
             yield from products
         elif step.name == f"{name}.z":
@@ -182,7 +186,7 @@ def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearK
     C = min(CHUNK, T) if spec.causal else T
     N = -(-T // C)
     features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
-    states = run.batch * K * (N + 1) * F * V
+    states = run.batch * K * (N + spec.causal) * F * V
     square = run.batch * N * H * C * C if spec.causal else 0
     # Favor scales features and pairs, and keeps both factors.
     maps, pairs = {"elu": (3, 1), "relu": (1, 1), "favor": (2, 3)}[kind.features]
