@@ -237,7 +237,8 @@ def test_equals_transformers_whole_and_in_pieces():
     (found * probe).sum().backward()
     pairs = [(b, a), (ours.out.weight, theirs.out_proj.weight), (ours.conv, theirs.conv1d.weight)]
     for mine, other in (*pairs, (ours.log_rate, theirs.A_log), (ours.decay_bias, theirs.dt_bias)):
-        assert worst(mine.grad, other.grad) <= 1e-5 * max(1, other.grad.abs().max())
+        # Sums over tokens in float32, in another order: three roundings of the largest gradient.
+        assert worst(mine.grad, other.grad) <= 3e-5 * max(1, other.grad.abs().max())
 
     state, start = GatedDeltaState(), 0
     with torch.no_grad():

@@ -54,7 +54,7 @@ class Prompts:
 
 def steps_back(model: Transformer) -> bool:
     """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
-    return all(kind.chooses for kind in model.main.spec.kinds)
+    return all(kind.chooses for kind in model.config.main.kinds)
 
 
 def turns_by_length(model: Transformer) -> bool:

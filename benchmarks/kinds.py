@@ -1,0 +1,119 @@
+"""What each kind of attention costs: time and memory of a training step of one layer against its length.
+
+    python benchmarks/kinds.py [--longest 65536] [--device cuda] [--save]
+
+One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
+that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
+at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+
+import numpy as np
+import torch
+
+import clearhead as ch
+from common import device_name, save
+
+KINDS = {
+    "full": "full",
+    "window": "window(256)",
+    "window, 4 sinks": "window(256, sinks=4)",
+    "dilated": "dilated(64, 4)",
+    "blocks": "blocks(64, 3, 64, 0, 3)",
+    "linear, elu": "linear(elu)",
+    "linear, favor": "linear(favor, 128)",
+    "low-rank": "low-rank(128)",
+    "gated-delta": "gated-delta",
+}
+SLOPE_FROM, PATIENCE = 4096, 60.0
+
+
+def measure(kind: str, length: int, device: str) -> dict[str, float]:
+    """Seconds of the quicker of two steps, peak bytes (a GPU's own count), FLOPs and bytes by `ch.cost`."""
+    family = "encoder" if kind.startswith("low-rank") else "decoder"
+    config = ch.ModelConfig(
+        family=family, vocab_size=256, d_model=512, n_layers=1, n_heads=8, positions="rope",
+        max_positions=length, attention=kind, head="none",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = ch.Transformer(config).to(device)
+    ids = torch.randint(256, (1, length), device=device)
+    seconds = []
+    for _ in range(2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        model(ids).hidden.sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] > PATIENCE:
+            break
+    priced = ch.cost(config, length)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return {
+        "seconds": min(seconds),
+        "peak_bytes": peak,
+        "flops": priced.flops.forward.total + priced.flops.backward.total,
+        "activation_bytes": priced.memory.activations.total,
+    }
+
+
+def slope(points: dict[int, dict[str, float]], name: str) -> float | None:
+    """The slope of log quantity against log length, over the lengths that count."""
+    lengths = [length for length in points if length >= SLOPE_FROM]
+    if len(lengths) < 2:
+        return None
+    values = [points[length][name] for length in lengths]
+    return round(float(np.polyfit(np.log(lengths), np.log(values), 1)[0]), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--longest", type=int, default=65536)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    lengths = [length for length in (1024 << power for power in range(9)) if length <= options.longest]
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in options.kinds}
+    for length in lengths:
+        for name in options.kinds:
+            before = found[name].get(length // 2)
+            if before is not None and before["seconds"] > PATIENCE / 4:
+                continue
+            found[name][length] = measure(KINDS[name], length, options.device)
+            print(f"{name:<18}{length:>8}  {found[name][length]['seconds']:9.3f} s", flush=True)
+    rows = []
+    for name, points in found.items():
+        full = found.get("full", {})
+        quicker = [n for n in points if n in full and points[n]["seconds"] < full[n]["seconds"]]
+        row = {
+            "kind": KINDS[name],
+            "slope_of_time": slope(points, "seconds"),
+            "slope_of_flops": slope(points, "flops"),
+            "slope_of_activations": slope(points, "activation_bytes"),
+            "quicker_than_full_from": min(quicker, default=None),
+            "points": points,
+        }
+        rows.append(row)
+        print(f"{name:<18} time {row['slope_of_time']}  FLOPs {row['slope_of_flops']}  "
+              f"from {row['quicker_than_full_from']}")  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
+          f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
+    if options.save:
+        save(f"kinds_{options.device}", [{"device": device_name(), "peak_bytes": peak, "rows": rows}])
+
+
+if __name__ == "__main__":
+    main()
