@@ -68,7 +68,7 @@ class Full(Kind):
 
 @dataclass(frozen=True)
 class Windowed(Kind):
-    """Keys nearer than `size`, in steps of `step`, and the first `sinks` tokens."""
+    """Keys nearer than `size`, and the first `sinks` tokens."""
 
     name = "window"
     size: int = 128
