@@ -135,7 +135,7 @@ def load_model(
         twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
         entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
         wrong = f"{folder}: tensor {rule.theirs} has"
-        tensors = _read(rule, entry, [shapes[name] for name in rule.ours], description.config, dtype)
+        tensors = _read(rule, entry, [shapes[name] for name in rule.ours], description.config)
         for name, tensor in zip(rule.ours, tensors):
             refuse(
                 tensor.shape != shapes[name],
@@ -143,10 +143,13 @@ def load_model(
             )
             whole = not tensor.is_floating_point()
             refuse(whole, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
-        if mapped:
-            return [tensor.clone() for tensor in tensors] if twice else tensors
-        entry.release()
-        return [room[name].copy_(tensor) for name, tensor in zip(rule.ours, tensors)]
+        new = [
+            cast(tensor, dtypes[name], rule.theirs, into=room.get(name))
+            for name, tensor in zip(rule.ours, tensors)
+        ]
+        if not mapped or any(made is not tensor for made, tensor in zip(new, tensors)):
+            entry.release()
+        return [tensor.clone() for tensor in new] if mapped and twice else new
 
     sources.sort(key=lambda source: -math.prod(source[1].shape))  # first what is held twice for a moment
     # One reader at a time holds one tensor twice at most.
@@ -162,9 +165,7 @@ def load_model(
     return model.eval(), description
 
 
-def _read(
-    rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig, dtype: torch.dtype | None
-) -> list[Tensor]:
+def _read(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
     """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
     theirs = entry.read()
     if not theirs.is_floating_point():
@@ -173,9 +174,7 @@ def _read(
         ours = rule.operation.load([theirs], shapes, config)
     except RuntimeError:  # it cannot be split into those shapes
         return [theirs]
-    if dtype is not None:
-        ours = [cast(tensor, dtype, rule.theirs) for tensor in ours]
-    if rule.operation.copies or dtype not in (None, theirs.dtype):
+    if rule.operation.copies:
         entry.release()
     return ours
 

@@ -213,7 +213,7 @@ def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int,
     """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
 
     def read() -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
         with reading(path, "cannot be read"), path.open("rb") as file:
             file.seek(body + start)
             into = tensor.reshape(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
@@ -286,9 +286,9 @@ def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
         refuse(is_so, f"{path}: tensor {name} is {kind}: save it as a dense tensor of {known}")
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in another dtype; refuse numbers that are too large for it."""
-    new = tensor.to(dtype)
+def cast(tensor: Tensor, dtype: torch.dtype, name: str, into: Tensor | None = None) -> Tensor:
+    """Return a tensor in another dtype, in `into` where given; refuse numbers that are too large for it."""
+    new = tensor.to(dtype) if into is None else into.copy_(tensor)
     narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and new.isinf().any() and not tensor.isinf().any():
         raise CheckpointError(
