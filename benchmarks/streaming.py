@@ -21,7 +21,9 @@ import gzip
 import itertools
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -106,12 +108,14 @@ def likelihoods(m: ch.Model, ids: list[int], cache: ch.Cache, name: str) -> torc
 
 
 def compare(
-    folder: Path, text: Path, tokens: int, window: int, sinks: int, every: int, picture: bool
-) -> dict:
-    """Read a text in three ways; return mean negative log-likelihood for each stretch of `every` tokens."""
+    folder: Path, text: Path, tokens: int, window: int, sinks: int, every: int
+) -> Iterator[dict[str, Any]]:
+    """Read a text in three ways; after each, yield mean negative log-likelihoods of `every` tokens so far."""
     m = ch.load(folder)
     raw = gzip.decompress(text.read_bytes()) if text.suffix == ".gz" else text.read_bytes()
     ids = m.prompt_ids(raw.decode()[: 8 * tokens])[: tokens + 1]
+    title = f"{folder.name}: trained on {m.config.max_positions:,} tokens at a time"
+    about = {"title": title, "trained": m.config.max_positions, "text": text.name, "tokens": len(ids) - 1}
     ways = {
         "dense": ch.Cache(tokens + 1),
         f"window {window}": ch.StreamCache(m.config, window, 0),
@@ -129,22 +133,19 @@ def compare(
             "cpu_seconds": round(time.process_time() - started, 1),
         }
         print(name, figures[name], flush=True)
-    title = f"{folder.name}: trained on {m.config.max_positions:,} tokens at a time"
-    if picture:
-        figure, axes = single(8, 4, title, "tokens read", "negative log-likelihood of a token", grid="both")
-        for name, curve in curves.items():
-            axes.plot([(place + 0.5) * every for place in range(len(curve))], curve, label=name)
-        axes.axvline(m.config.max_positions, color="grey", linestyle=":")
-        axes.legend()
-        save_picture(figure, ROOT / "docs" / "images" / f"streaming_{folder.name}.png")
-    return {
-        "title": title,
-        "text": text.name,
-        "tokens": len(ids) - 1,
-        "every": every,
-        "rows": figures,
-        "curves": curves,
-    }
+        yield {**about, "every": every, "rows": figures, "curves": curves}
+
+
+def draw(found: dict[str, Any], out: Path) -> None:
+    """Draw the curves against the tokens read, and a line at the trained length."""
+    figure, axes = single(
+        8, 4, found["title"], "tokens read", "negative log-likelihood of a token", grid="both"
+    )
+    for name, curve in found["curves"].items():
+        axes.plot([(place + 0.5) * found["every"] for place in range(len(curve))], curve, label=name)
+    axes.axvline(found["trained"], color="grey", linestyle=":")
+    axes.legend()
+    save_picture(figure, out)
 
 
 def main() -> None:
@@ -169,17 +170,17 @@ def main() -> None:
     about: dict[str, object] = {"device": device_name(), "torch": torch.__version__}
     if options.model is not None:
         tokens, window = options.tokens or 16_384, options.window or 1024
-        found = compare(
-            options.model, options.text, tokens, window, options.sinks, options.every, options.save
-        )
         name = f"streaming_{options.model.name}"
+        for found in compare(options.model, options.text, tokens, window, options.sinks, options.every):
+            if options.save:
+                save(name, [{**about, **found}])
+                draw(found, ROOT / "docs" / "images" / f"{name}.png")
     else:
         window = options.window or 256
         rows = measure_tokens(options.tokens or 1_000_000, options.block, options.new, window, options.sinks)
         found = {"title": f"one text, window {window} with {options.sinks} sinks", "rows": rows}
-        name = "streaming"
-    if options.save:
-        save(name, [{**about, **found}])
+        if options.save:
+            save("streaming", [{**about, **found}])
 
 
 if __name__ == "__main__":
