@@ -1,8 +1,8 @@
 """What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
 
     python benchmarks/kinds_learn.py features [--save]
-    python benchmarks/kinds_learn.py copying [--steps 1500] [--kinds full linear] [--save]
-    python benchmarks/kinds_learn.py digits [--steps 600] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py copying [--steps 400] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py text [--steps 250] [--data ../shared/data] [--save]
 
 features: error of FAVOR+ against the exact softmax in float64, by number of random features; orthogonal or
@@ -145,7 +145,7 @@ def features(options: argparse.Namespace) -> list[dict[str, Any]]:
 # Copying
 
 
-def copies(seed: int, symbols: int = 10, length: int = 31, batch: int = 32) -> Iterator[Batch]:
+def copies(seed: int, symbols: int = 10, length: int = 31, batch: int = 16) -> Iterator[Batch]:
     """Rows `0 w 0 w` of random symbols; what is wanted is the second half."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -161,7 +161,7 @@ def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
     for kind in options.kinds:
         model = model_of(kind, 11, 64, positions="learned")
         held = list(itertools.islice(copies(FIXED), 8))
-        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 1500, 1e-3, 100)})
+        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 400, 3e-3, 25)})
     if options.save:
         figure, axes = single(7, 4, "Copying 31 symbols", "steps", "loss of a copied symbol", grid="both")
         for row in rows:
@@ -183,7 +183,7 @@ def pictures() -> Tensor:
     return torch.tensor(load_digits().images, dtype=torch.long).flatten(1)
 
 
-def pixels(rows: Tensor, batch: int = 32) -> Iterator[Batch]:
+def pixels(rows: Tensor, batch: int = 16) -> Iterator[Batch]:
     """Batches of digits: the pixels before each one, after a sign that begins, and the pixel itself."""
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -199,7 +199,7 @@ def digits(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows, painters = [], {}
     for kind in options.kinds:
         model = model_of(kind, 18, 64, positions="learned")
-        row = learn(model, pixels(train), held, options.steps or 600, 3e-3, 100)
+        row = learn(model, pixels(train), held, options.steps or 400, 3e-3, 50)
         rows.append({"kind": kind, "bits_a_pixel": round(row["loss"] / math.log(2), 4), **row})
         painters[kind] = ch.Model(model_of(kind, 256, 785, positions="learned", n_layers=4).eval())
     for row in rows:
@@ -231,7 +231,7 @@ def registered(most: int) -> Iterator[str]:
 
 
 def windows(
-    text: Tensor, family: str, symbols: int, length: int, seed: int, batch: int = 8
+    text: Tensor, family: str, symbols: int, length: int, seed: int, batch: int = 4
 ) -> Iterator[Batch]:
     """Batches of a text: each next character for a decoder, a share of masked ones for an encoder."""
     generator = torch.Generator().manual_seed(seed)
@@ -255,7 +255,7 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def row(kind: str, family: str) -> dict[str, Any]:
         model = model_of(kind, len(symbols) + 1, length, positions="rope", family=family)
-        held = list(itertools.islice(windows(test, family, len(symbols), length, FIXED), 8))
+        held = list(itertools.islice(windows(test, family, len(symbols), length, FIXED), 16))
         drawn = windows(train, family, len(symbols), length, 0)
         count = sum(part.numel() for part in model.parameters())
         return {"kind": kind, "family": family, "parameters": count} | learn(
