@@ -1,14 +1,16 @@
 """Stream: time and memory of a token over a million of them, and the likelihood of a long text by position.
 
     python benchmarks/streaming.py [--tokens 1000000] [--block 50000] [--new 1000] [--save]
+    python benchmarks/streaming.py --attention linear [--tokens 1000000] [--new 200] [--save]
     python benchmarks/streaming.py --model DIR --text FILE [--tokens 16384] [--window 1024] [--sinks 4]
         [--save]
 
 The first form feeds a tiny model of random weights one text. Of each block of tokens all but the last are
 read in pieces, and the last are generated, one at a time: CPU time of a generated token, bytes of the cache,
-memory of the process. `--new` as large as the block generates every token.
+memory of the process. `--new` as large as the block generates every token. The second form does the same with
+layers that keep a state, at 1,000, 10,000, 100,000 and 1,000,000 tokens.
 
-The second form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
+The third form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
 keys, also past the length the model was trained on; a window, the last keys alone; and a window of the same
 size whose first tokens are sinks. It writes negative log-likelihoods by position, and a picture into
 docs/images, both under the name of the checkpoint's folder.
@@ -22,6 +24,7 @@ import itertools
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,46 +49,39 @@ def resident() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def held(cache: ch.StreamCache) -> int:
-    """Bytes of the keys, values and slots that a cache holds."""
-    keys = [part for layer in cache.layers.values() for part in vars(layer).values()]
-    slots = [part for ring in cache.rings.values() for part in ring.tensors()]
-    return sum(part.nbytes for part in keys + slots if isinstance(part, torch.Tensor))
+def held(cache: ch.Cache) -> int:
+    """Bytes of the keys, values, states and slots that a cache holds."""
+    layers = [vars(layer).values() for layer in cache.layers.values()]
+    rings = [ring.tensors() for ring in getattr(cache, "rings", {}).values()]
+    found = torch.utils._pytree.tree_leaves([list(each) for each in layers + rings])
+    return sum(part.nbytes for part in {id(part): part for part in found}.values() if torch.is_tensor(part))
 
 
-def measure_tokens(tokens: int, block: int, new: int, window: int, sinks: int) -> list[dict[str, float]]:
-    """Read and generate one text; return a row of figures for each block."""
-    config = ch.ModelConfig(
-        vocab_size=256,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        positions="rope",
-        norm="rmsnorm",
-        gated=True,
-        bias=False,
-        max_positions=window,
-    )
-    model = prepared(ch.Transformer(config))
-    cache, rows = ch.StreamCache(config, window, sinks), []
-    request = Request(max_new_tokens=new, temperature=1.0, overflow="stream", sinks=sinks)
-    text = torch.randint(256, (block,)).tolist()  # what is read of each block
-    for start in range(0, tokens, block):
+def measure_tokens(
+    config: ch.ModelConfig, cache: ch.Cache, request: Request, ends: list[int]
+) -> list[dict[str, float]]:
+    """Read and generate one text; return a row of figures for each stretch of it, by where it ends."""
+    model, rows, new = prepared(ch.Transformer(config)), [], request.max_new_tokens
+    text = torch.randint(256, (ends[-1],)).tolist()  # what is read
+    for start, end in itertools.pairwise([0, *ends]):
         stamps: list[float] = []
 
         def watch(number: int, row: Continuation, stamps: list[float] = stamps) -> None:
             stamps.append(time.process_time())
 
+        began = time.process_time()
         with torch.inference_mode():
-            if block > new:
-                prefill(model, [text[: block - new]], cache)
+            if end - start > new:
+                prefill(model, [text[: end - start - new]], cache)
+            read = time.process_time() - began
             prompt = [0] * cache.length + text[-1:]  # the cache has read all but the last
             decode(model, request, Prompts([prompt]), Ends(on_token=watch), cache)
         steps = sorted(later - earlier for earlier, later in itertools.pairwise(stamps))
         row = {
-            "to": start + block,
+            "to": end,
             "ms_median": round(1e3 * steps[len(steps) // 2], 3),
             "ms_quickest_tenth": round(1e3 * steps[len(steps) // 10], 3),
+            "us_a_token_read": round(1e6 * read / max(1, end - start - new), 1),
             "cache_bytes": held(cache),
             "resident_mib": round(resident(), 1),
         }
@@ -159,6 +155,7 @@ def main() -> None:
         "--window", type=int, help="tokens that are kept, sinks too; default: 256; of a text, 1024"
     )
     parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--attention", default="full", help="of the tiny model, as in a config")
     parser.add_argument("--block", type=int, default=50_000)
     parser.add_argument("--new", type=int, default=1000, help="generated at the end of each block")
     parser.add_argument("--every", type=int, default=256, help="tokens of a point of the picture")
@@ -176,11 +173,23 @@ def main() -> None:
                 save(name, [{**about, **found}])
                 draw(found, ROOT / "docs" / "images" / f"{name}.png")
     else:
-        window = options.window or 256
-        rows = measure_tokens(options.tokens or 1_000_000, options.block, options.new, window, options.sinks)
-        found = {"title": f"one text, window {window} with {options.sinks} sinks", "rows": rows}
+        tokens, window = options.tokens or 1_000_000, options.window or 256
+        config = ch.ModelConfig(
+            vocab_size=256, d_model=32, n_layers=2, n_heads=4, positions="rope", norm="rmsnorm", gated=True,
+            bias=False, max_positions=window, attention=options.attention,
+        )  # fmt: skip
+        request = Request(max_new_tokens=options.new, temperature=1.0)
+        if options.attention == "full":
+            title, name = f"one text, window {window} with {options.sinks} sinks", "streaming"
+            request = replace(request, overflow="stream", sinks=options.sinks)
+            cache: ch.Cache = ch.StreamCache(config, window, options.sinks)
+            ends = list(range(options.block, tokens + 1, options.block))
+        else:
+            title, name = f"one text, attention {options.attention}", f"streaming_{options.attention}"
+            cache, ends = ch.Cache(), [end for end in (10**power for power in range(3, 9)) if end <= tokens]
+        found = {"title": title, "rows": measure_tokens(config, cache, request, ends)}
         if options.save:
-            save("streaming", [{**about, **found}])
+            save(name, [{**about, **found}])
 
 
 if __name__ == "__main__":
