@@ -1,7 +1,7 @@
 """What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
 
     python benchmarks/kinds_learn.py features [--save]
-    python benchmarks/kinds_learn.py copying [--steps 400] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py copying [--steps 800] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--save]
 
@@ -147,7 +147,7 @@ def features(options: argparse.Namespace) -> list[dict[str, Any]]:
 # Copying
 
 
-def copies(seed: int, symbols: int = 10, length: int = 31, batch: int = 16) -> Iterator[Batch]:
+def copies(seed: int, symbols: int = 10, length: int = 15, batch: int = 16) -> Iterator[Batch]:
     """Rows `0 w 0 w` of random symbols; what is wanted is the second half."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -161,11 +161,11 @@ def copies(seed: int, symbols: int = 10, length: int = 31, batch: int = 16) -> I
 def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for kind in options.kinds:
-        model = model_of(kind, 11, 64, positions="learned")
+        model = model_of(kind, 11, 32, positions="learned", n_heads=2)
         held = list(itertools.islice(copies(FIXED), 8))
-        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 400, 3e-3, 25)})
+        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 800, 3e-3, 50)})
     if options.save:
-        figure, axes = single(7, 4, "Copying 31 symbols", "steps", "loss of a copied symbol", grid="both")
+        figure, axes = single(7, 4, "Copying 15 symbols", "steps", "loss of a copied symbol", grid="both")
         for row in rows:
             steps = [point["step"] for point in row["history"]]
             axes.plot(steps, [point["loss"] for point in row["history"]], label=row["kind"])
