@@ -1,7 +1,7 @@
 """What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
 
     python benchmarks/kinds_learn.py features [--save]
-    python benchmarks/kinds_learn.py copying [--steps 800] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py copying [--steps 500] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--save]
 
@@ -163,7 +163,7 @@ def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
     for kind in options.kinds:
         model = model_of(kind, 11, 32, positions="learned", n_heads=2)
         held = list(itertools.islice(copies(FIXED), 8))
-        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 800, 3e-3, 50)})
+        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 500, 3e-3, 25)})
     if options.save:
         figure, axes = single(7, 4, "Copying 15 symbols", "steps", "loss of a copied symbol", grid="both")
         for row in rows:
