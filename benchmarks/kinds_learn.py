@@ -159,16 +159,16 @@ def copies(seed: int, symbols: int = 10, length: int = 15, batch: int = 16) -> I
 
 
 def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+    rows, steps = [], options.steps or 500
     for kind in options.kinds:
         model = model_of(kind, 11, 32, positions="learned", n_heads=2)
         held = list(itertools.islice(copies(FIXED), 8))
-        rows.append({"kind": kind, **learn(model, copies(0), held, options.steps or 500, 3e-3, 25)})
+        rows.append({"kind": kind, **learn(model, copies(0), held, steps, 3e-3, steps // 20)})
     if options.save:
         figure, axes = single(7, 4, "Copying 15 symbols", "steps", "loss of a copied symbol", grid="both")
         for row in rows:
-            steps = [point["step"] for point in row["history"]]
-            axes.plot(steps, [point["loss"] for point in row["history"]], label=row["kind"])
+            places = [point["step"] for point in row["history"]]
+            axes.plot(places, [point["loss"] for point in row["history"]], label=row["kind"])
         axes.set_yscale("log")
         axes.legend()
         save_picture(figure, ROOT / "docs" / "images" / "kinds_copying.png")
