@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import cli
+from clearhead import cli, tour
 from clearhead.commands.common import show_result
 from clearhead.commands.parts import _grid_tables
+from clearhead.generate import decode
 from clearhead.inside.parts.importance import HeadTable
 from clearhead.model.cache import GrowingKeys
 from clearhead.recipe import Recipe, recipe_names
@@ -198,7 +199,11 @@ def test_a_real_process(folder):
     assert run("nonsense").returncode == 2
 
 
-def test_the_tour_does_what_it_says(capsys, tmp_path):
+def test_the_tour_does_what_it_says(capsys, tmp_path, monkeypatch):
+    for settings in (tour.PROSE, tour.DATES):  # a short tour, of little data
+        monkeypatch.setitem(settings, "data.max_examples", 40)
+        monkeypatch.setitem(settings, "data.batch_size", 4)
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)  # the long rows need not be long
     code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
     assert "28 of 28 equal" in out

@@ -6,6 +6,7 @@ to start from.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -330,6 +331,7 @@ def _written(section: str, table: Any) -> str:
     return "\n".join([f"[{section}]", *lines, ""])
 
 
+@functools.cache
 def _comments(cls: type) -> dict[str, str]:
     """Return the comment beside each field in the source of a dataclass and of its bases."""
     found: dict[str, str] = {}

@@ -49,11 +49,12 @@ def plan_blocks(
     size = block_size(kind)
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
-    plan: masks.BlockPlan | None = _planned(size, queries, keys, kind, causal, bias)
+    # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
+    planned = torch.compiler.disable(_planned) if torch.compiler.is_compiling() else _planned
+    plan: masks.BlockPlan | None = planned(size, queries, keys, kind, causal, bias)
     return plan
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def _planned(
     size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
