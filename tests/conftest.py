@@ -34,6 +34,12 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Prompts are read in small pieces, so that `ch.check` needs no rows of a thousand tokens."""
+    monkeypatch.setattr("clearhead.generate.decode.PREFILL_CHUNK", 64)
+
+
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
     """The folder of data and weights beside the repository."""

@@ -235,11 +235,11 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.cpu
 def test_equal_to_transformers(name, tmp_path):
-    """Twenty random models: greedy, and three of four beams, with every stopping rule and either sign."""
+    """Twelve random models: greedy, and three of four beams, with every stopping rule and either sign."""
     kind, config = REFERENCES[name]
     choices = itertools.cycle(itertools.product([1.0, 0.0, 2.0, -1.0], [False, True, "never"]))
     ended = 0
-    for seed in range(20):
+    for seed in range(12):  # as many as there are choices
         folder = tmp_path / str(seed)
         reference = (seq2seq if config.is_encoder_decoder else harness).reference(kind, config, folder, seed)
         m = ch.load(folder)
@@ -257,7 +257,7 @@ def test_equal_to_transformers(name, tmp_path):
             options,
         )
         ended += sum(one.stop_reason == "eos" for one in made)
-    assert 3 < ended < 57  # some end by themselves, some by length
+    assert 2 < ended < 34  # some end by themselves, some by length
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"no_repeat_ngram": 2}, {"banned": (7, 9)}])
