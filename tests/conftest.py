@@ -9,10 +9,19 @@ import zlib
 # Before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# The same examples in every run, however slow the machine is; CLEARHEAD_SEARCH=1 draws new ones.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize="CLEARHEAD_SEARCH" not in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("suite")
 
 pytest_plugins = ["tests.device"]
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
@@ -32,6 +41,18 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _brief():
+    """Spare tiny runs what takes as long as they do: the picture of their loss, and waits for the disk.
+
+    The runs of test_recipes.py that learn draw theirs. No test pulls the plug.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clearhead.training.events.draw", lambda folder: None)
+        patch.setattr("os.fsync", lambda number: None)
+        yield
 
 
 @pytest.fixture
