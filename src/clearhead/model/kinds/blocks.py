@@ -50,9 +50,10 @@ def plan_blocks(
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
     # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
-    planned = torch.compiler.disable(_planned) if torch.compiler.is_compiling() else _planned
-    plan: masks.BlockPlan | None = planned(size, queries, keys, kind, causal, bias)
-    return plan
+    planned = _planned
+    if torch.compiler.is_compiling():
+        planned = torch.compiler.disable(_planned)  # type: ignore[no-untyped-call]
+    return planned(size, queries, keys, kind, causal, bias)
 
 
 def _planned(
