@@ -1,7 +1,7 @@
 """What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
 
     python benchmarks/kinds_learn.py features [--save]
-    python benchmarks/kinds_learn.py copying [--steps 500] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py copying [--steps 1200] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--save]
 
@@ -159,7 +159,7 @@ def copies(seed: int, symbols: int = 10, length: int = 15, batch: int = 16) -> I
 
 
 def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows, steps = [], options.steps or 500
+    rows, steps = [], options.steps or 1200
     for kind in options.kinds:
         model = model_of(kind, 11, 32, positions="learned", n_heads=2)
         held = list(itertools.islice(copies(FIXED), 8))
