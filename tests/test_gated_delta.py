@@ -187,6 +187,9 @@ def test_a_layer_shows_its_steps():
 
     layer()(vectors(), tap=Shown())
     assert seen == {
+        "q_projected": (B, T, K * E),
+        "k_projected": (B, T, K * E),
+        "v_projected": (B, T, H * VALUE),
         "q": (B, K, T, E),
         "k": (B, K, T, E),
         "v": (B, H, T, VALUE),

@@ -158,7 +158,7 @@ class GatedDelta(nn.Module):
         calls, and is updated.
         """
         B, T, _ = x.shape
-        mixed = [tap.step(name, part(x)) for name, part in (("q", self.q), ("k", self.k), ("v", self.v))]
+        mixed = [tap.step(f"{n}_projected", part(x)) for n, part in zip("qkv", (self.q, self.k, self.v))]
         convolved, starts = self._convolve(torch.cat(mixed, dim=-1), real, documents, state)
         q, k, v = tap.step("conv", convolved).tensor_split(self.borders, dim=-1)
         q, k = (_unit(each.reshape(B, T, self.n_key_heads, -1)).transpose(1, 2) for each in (q, k))
