@@ -81,7 +81,8 @@ ODD: dict[str, ModelConfig] = {
     ),
     "gated-heads": small.replace(attention_gate=True),
     "gated-heads-normed": small.replace(
-        attention_gate=True, n_kv_heads=2, positions="rope", rope_fraction=0.5, qk_norm="head", qkv_bias=False
+        **{"attention_gate": True, "n_kv_heads": 2, "positions": "rope", "rope_fraction": 0.5},
+        **{"qk_norm": "head", "norm": "rmsnorm", "qkv_bias": False},
     ),
     "two-stacks-gated-heads": both.replace(attention_gate=True, pruned_heads={"blocks.0.cross": (1,)}),
     "sink": small.replace(attention_sink=True),

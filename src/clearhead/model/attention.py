@@ -159,8 +159,8 @@ def attention_steps(
     # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
     pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
-    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
-    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
+    # Partly rotated queries are concatenated. The answer takes on their layout and, ungated, is copied again.
+    partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
     queries, met = T, S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
@@ -170,7 +170,9 @@ def attention_steps(
         mask = queries * met * (run.size if not eager else 1)
         kept, pinned = B * (gathered + queries * H * ((E + Ev) * run.size + 4) + mask), 0
     yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
+    yield Step(
+        f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=(1 + partly) * answer + pinned
+    )
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input
