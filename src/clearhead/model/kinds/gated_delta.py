@@ -103,12 +103,6 @@ class GatedDeltaState:
     memory: Tensor | None = None  # B H E V
     document: Tensor | None = None  # B: the document of the last real token
 
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row i by row `rows[i]`."""
-        for name in ("tail", "memory", "document"):
-            held = getattr(self, name)
-            setattr(self, name, None if held is None else held[rows])
-
 
 class GatedDelta(nn.Module):
     """A layer of the gated delta rule: projections, short convolution, rule, gated norm, output."""
