@@ -142,12 +142,12 @@ def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
         )
     ]
     if isinstance(kind, Blocks):
+        unknown = ", and a decoder does not know where its text ends: leave it out"
         rules += [
             (kind.window % 2 == 0, f"{said} has window {kind.window}: choose an odd number of blocks"),
-            (
-                kind.last and stack.causal,
-                f"{said} has last {kind.last}, and a decoder does not know where its text ends: leave it out",
-            ),
+            (kind.last and stack.causal, f"{said} has last {kind.last}{unknown}"),
+            (kind.full and stack.causal, f"{said} has full {kind.full}{unknown}"),
+            (kind.repeat and not kind.first, f"{said} has repeat {kind.repeat}: set first, whom it repeats"),
         ]
     if kind.chooses:
         return rules
@@ -333,11 +333,13 @@ def _image(config: Fields) -> Rules:
 
 
 def _head(config: Fields) -> Rules:
+    layered = config.head_layer and config.head not in ("tagger", "span")
     return [
         (
             config.head in ("classifier", "tagger") and config.n_classes < 1,
             f"head {config.head} needs n_classes, 1 at least",
         ),
+        (layered, f"head_layer is for head tagger or span, and head is {config.head}: leave it out"),
         (
             config.head == "mlm" and config.family != "encoder",
             f"head mlm reads both sides of a mask and family is {config.family}: "

@@ -129,6 +129,10 @@ WORDS = {
         *("position bias", "1 H T S", "{bias}"),
         "What will be added to a score for the distance between two tokens.",
     ),
+    "counts": Words(
+        *("repeated keys", "1 1 T S", "ln(times)"),
+        "A key that stands in the softmax several times weighs as much more.",
+    ),
     "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
     "norm": Words(
         "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
@@ -281,6 +285,10 @@ WORDS = {
     "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
     "head.norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
     "head.scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
+    "head.up": Words("expand", "B T F", "x · W + b", "One more layer on each state, wide at first."),
+    "head.activated": Words("activate", "B T F", "{head_activation}(x)", "The bend of that layer."),
+    "head.down": Words("contract", "B T D", "x · W + b", "What that layer has to say of each state."),
+    "head.added": Words("add", "B T D", "state + layer", "It joins the state that it was made from."),
     "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
     "head.pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
     "head.bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
@@ -307,7 +315,7 @@ _SUBLAYER = re.compile(r"^(?:attention|cross|feedforward)_residual\.")
 def words_of(name: str, shape: tuple[int, ...]) -> Words:
     """Return the words of a step: those of "residual.add" for "blocks.3.attention_residual.add"."""
     key = _SUBLAYER.sub("residual.", _PLACE.sub("", name)).replace("feedforward.experts.", "feedforward.")
-    key = "mask" if key.startswith("mask.") else key
+    key = key.partition(".")[0] if key.startswith(("mask.", "counts.")) else key
     title = key.rpartition(".")[2].replace("_", " ")
     own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
     return WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)
