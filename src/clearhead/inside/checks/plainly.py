@@ -122,6 +122,7 @@ class Plain(PlainInputs):
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
+        repeated = self.log_times(row, keys, kind) if isinstance(kind, Blocks) and kind.repeat else 0.0
         heads = plan.heads_of(f"{plan.prefix}blocks.{layer}.{'cross' if cross else 'attention'}")
         for number, head in enumerate(heads):
             shared = number // (plan.n_heads // plan.n_kv_heads)  # neighbours share a key/value head
@@ -143,8 +144,7 @@ class Plain(PlainInputs):
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
             if config.positions in BIASES and not cross:
                 scores = scores + self.bias(row, head)
-            if isinstance(kind, Blocks):
-                scores = scores + self.log_times(row, keys, kind)
+            scores = scores + repeated
             weights = _softmax(scores, seen)
             if config.attention_sink:  # keys share what the sink leaves of each softmax
                 keys_sum = scores.masked_fill(~seen, -torch.inf).logsumexp(-1, keepdim=True)
