@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def compare(name: str, length: int, rounds: int) -> dict[str, object]:
     """Time both models on the same ids."""
     config_name, model_name, options = CASES[name]

@@ -157,15 +157,20 @@ def attention_steps(
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
-    queries, met = T, S
+    pairs = T * S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
-        size, count = blocks
+        size, count, whole = blocks  # of queries, so many see all keys
         queries, met = -(-T // size) * size, size * count
+        pairs = queries * met + whole * S
         gathered = queries // size * met * K * (E + Ev) * run.size
-        mask = queries * met * (run.size if not eager else 1)
-        kept, pinned = B * (gathered + queries * H * ((E + Ev) * run.size + 4) + mask), 0
-    yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
+        mask = (B * queries * met + whole * S) * (run.size if not eager else 1)
+        kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
+        if whole:  # they read all of q, k and v
+            kept += B * T * (H * E + K * (E + Ev)) * run.size
+        else:
+            pinned = 0
+    yield Step(f"{name}.scores", kind, m=H // K, n=pairs, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K, n=Ev, k=pairs, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

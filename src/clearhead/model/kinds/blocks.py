@@ -81,8 +81,11 @@ def _planned(
 
 
 @functools.lru_cache(maxsize=256)
-def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | None:
-    """Return the size of a block and how many each meets, in rows without padding; None: a dense mask."""
+def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] | None:
+    """Return the size of a block, how many each meets, and the global queries of a row without padding.
+
+    None: a dense mask is made.
+    """
     size = block_size(kind)
     if size is None or length < 4 * size:
         return None
@@ -91,7 +94,8 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | Non
         tokens = tokens.counted()
     padded = _padded(tokens, size, 1)
     count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
-    return None if count == 0 or count * size * WORTH > length else (size, count)
+    globals_ = int(_seeing_all(tokens, kind).sum()) if isinstance(kind, Blocks) else 0
+    return None if count == 0 or count * size * WORTH > length else (size, count, globals_)
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
@@ -175,15 +179,20 @@ def _meeting_blocks(
     return met
 
 
-def _with_globals(
-    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
-) -> masks.BlockPlan:
-    """Add the queries that see everything to a plan."""
+def _seeing_all(queries: masks.Tokens, kind: Blocks) -> Tensor:
+    """Return which queries are global: [B|1, T]."""
     start, end = between_ends(kind, queries.totals)
     everywhere = queries.positions < start
     if end is not None:
         everywhere = everywhere | (queries.positions >= end)
-    everywhere = everywhere & queries.real_mask()
+    return everywhere & queries.real_mask()
+
+
+def _with_globals(
+    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
+) -> masks.BlockPlan:
+    """Add the queries that see everything to a plan."""
+    everywhere = _seeing_all(queries, kind)
     count = int(everywhere.sum(1).amax())
     if count == 0:
         return plan
