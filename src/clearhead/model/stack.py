@@ -27,8 +27,7 @@ from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds.blocks import plan_blocks
-from clearhead.model.kinds.choices import log_counts
+from clearhead.model.kinds.blocks import plan_blocks, with_counts
 from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
@@ -216,11 +215,9 @@ class Stack(nn.Module):
         """Return the view of attention for each kind; layers of the same kind share it."""
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
         kinds, views = dict.fromkeys(self.spec.kinds), {}
-
-        def of_kind(kind: Kind) -> str:
-            """End the name of a step where there are several kinds."""
-            return "" if len(kinds) == 1 else f".{kind.reach or kind}"
-
+        names = {
+            kind: "" if len(kinds) == 1 else f".{kind.reach or kind}" for kind in kinds
+        }  # of their steps
         for kind in kinds:
             rotary = scheme.rotary(tokens.positions, kind.reach, at)
             if not kind.chooses:
@@ -233,11 +230,7 @@ class Stack(nn.Module):
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind, tap: Tap = SILENT) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
-                counts = log_counts(kind, queries.positions, keys.positions, queries.totals, dtype)
-                if counts is None or (queries.plain and kind.sees_all(queries.length)):
-                    return total
-                counts = tap.step(f"counts{of_kind(kind)}", counts)
-                return counts if total is None else total + counts
+                return with_counts(total, queries, keys, kind, dtype, names[kind], tap)
 
             def dense(kind: Kind = kind, queries: Tokens = queries, keys: Tokens = keys) -> masks.View:
                 total = biased(queries, keys, kind, tap)
@@ -247,7 +240,7 @@ class Stack(nn.Module):
                 mask, plain = masks.compose(queries, keys, causal=causal, kind=kind, prefix=prefix)
                 if tap.traced:
                     whole = masks.spelled_out(mask, plain, queries, keys)
-                    mask, plain = tap.step(f"mask{of_kind(kind)}", whole), False
+                    mask, plain = tap.step(f"mask{names[kind]}", whole), False
                 return masks.View(mask, plain, total)
 
             plan = None

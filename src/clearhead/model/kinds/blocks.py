@@ -19,7 +19,8 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.kinds.choices import between_ends, random_blocks
+from clearhead.model.kinds.choices import between_ends, log_counts, random_blocks
+from clearhead.model.taps import SILENT, Tap
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
@@ -203,6 +204,23 @@ def _with_globals(
     picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
     return masks.BlockPlan(plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked, keys))
+
+
+def with_counts(
+    total: Tensor | None,
+    queries: masks.Tokens,
+    keys: masks.Tokens,
+    kind: Kind,
+    dtype: torch.dtype,
+    name: str = "",
+    tap: Tap = SILENT,
+) -> Tensor | None:
+    """Add to a bias how often each key counts; `name` ends that of the step: [B|1, 1|H, T, S], or None."""
+    counts = log_counts(kind, queries.positions, keys.positions, queries.totals, dtype)
+    if counts is None or (queries.plain and kind.sees_all(queries.length)):
+        return total
+    counts = tap.step(f"counts{name}", counts)
+    return counts if total is None else total + counts
 
 
 def attend_blocks(
