@@ -14,19 +14,24 @@ from pathlib import Path
 import torch
 
 
-def alternate(jobs: dict[str, Callable[[], None]], rounds: int, warm: int = 1) -> dict[str, float]:
-    """Median seconds of each job, the jobs taking turns so that noise falls on all of them alike."""
+def alternate(
+    jobs: dict[str, Callable[[], None]],
+    rounds: int,
+    warm: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of each job by `clock`, the jobs taking turns so that noise falls on all alike."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(warm + rounds):
         for name, job in jobs.items():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             job()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if turn >= warm:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 

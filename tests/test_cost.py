@@ -114,6 +114,7 @@ ODD: dict[str, ModelConfig] = {
     "embedding": encoder.replace(head="embedding", pooler="relu", pooling="mean"),
     "tagger": encoder.replace(head="tagger", n_classes=4),
     "span": encoder.replace(head="span"),
+    "span-layer": encoder.replace(head="span", head_layer=True, activation="silu"),
     "headless": encoder.replace(head="none"),
     "decoder-classifier": small.replace(n_classes=3),
     "image": image,
@@ -434,6 +435,7 @@ KINDS = {
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
     "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),
+    "blocks-repeated": encoder.replace(attention="blocks(16, 3, 1, 1, counted=blocks, repeat=2, full=40)"),
 }
 
 

@@ -19,11 +19,19 @@ TEXTS = [str(kind().shortened(3)) for kind in KINDS.values()] + [
     "strided(3, sinks=1)",
     "blocks(2, 1, 2, 0, 1)",
     "blocks(2, 3, 0, 0, 2, sinks=1)",
+    "blocks(2, 1, 1, counted=blocks, repeat=2)",
+    "blocks(2, 3, 1, 1, counted=blocks, repeat=3, full=7)",
+    "blocks(1, 3, 2, 1, repeat=1, full=20)",
     "linear(relu)",
     "linear(favor, 20, seed=3)",
 ]
 MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
 LONG = ["window(20)", "window(20, sinks=3)", "dilated(8, 3, sinks=2)", "blocks(32, 3, 5)", "blocks(24, 3)"]
+BLOCKS = [
+    "blocks(32, 3, 5, 7, 1)",
+    "blocks(32, 1, 4, 0, 2)",
+    "blocks(24, 3, 1, 1, counted=blocks, repeat=3, full=200)",
+]
 
 
 HALVES = ("gated-delta", "low-rank")  # one is for decoders, one for encoders
@@ -33,7 +41,10 @@ def model_of(attention, **choices) -> ch.Transformer | None:
     """The model, or None where the config refuses the kind in this family."""
     texts = [attention] if isinstance(attention, str) else attention
     refused = {"encoder": ("gated-delta",), "decoder": ("low-rank",)}.get(choices["family"], HALVES)
-    ends = choices["family"] == "decoder" and any(getattr(read_kind(text), "last", 0) for text in texts)
+    kinds = [read_kind(text) for text in texts]
+    ends = choices["family"] != "encoder" and any(
+        getattr(kind, name, 0) for kind in kinds for name in ("last", "full")
+    )
     if not ends and not any(text.startswith(refused) for text in texts):
         return build(attention=attention, **choices)
     with pytest.raises(ch.ConfigError, match=r"it is for|where its text ends"):
@@ -110,7 +121,7 @@ def test_packed_documents_do_not_meet(family, attention):
 
 
 @pytest.mark.ledger("J1", "J2", "L7")
-@pytest.mark.parametrize("attention", [*LONG, "blocks(32, 3, 5, 7, 1)", "blocks(32, 1, 4, 0, 2)"])
+@pytest.mark.parametrize("attention", [*LONG, *BLOCKS])
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
 def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
     """Rows so long that keys are gathered by blocks: plain, padded, packed, forward and backward."""
@@ -164,6 +175,9 @@ WRONG = {
     "linear(foo)": "choose from elu, relu, favor",
     "full(3)": "full takes nothing in brackets",
     "blocks(4, 2)": "choose an odd number of blocks",
+    "blocks(4, full=9)": "has full 9, and a decoder does not know where its text ends",
+    "blocks(4, repeat=2)": "has repeat 2: set first",
+    "blocks(4, counted=words)": "choose from tokens, blocks",
     "low-rank(4)": "it is for encoders",
 }
 
@@ -202,6 +216,6 @@ def test_a_state_does_not_step_back():
 
 
 def test_kinds_read_back_as_written():
-    for text in [*TEXTS, *LONG]:
+    for text in [*TEXTS, *LONG, *BLOCKS]:
         kind = read_kind(text)
         assert read_kind(str(kind)) == kind

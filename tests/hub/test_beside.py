@@ -82,6 +82,10 @@ KINDS: dict[str, tuple[Any, list[tuple[str, str | None]]]] = {
         [("bert", "XLMRobertaTokenizerFast"), ("roberta", "XLMRobertaTokenizer")],
     ),
     "Albert": (unigram(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]), [("albert", None)]),
+    "BigBird": (
+        unigram(["<pad>", "</s>", "<s>", "[CLS]", "[SEP]", "[MASK]", "<unk>"]),
+        [("big_bird", None), ("bert", "BigBirdTokenizer")],
+    ),
     "Llama": (
         sentence_pairs(["<unk>", "<s>", "</s>"]),
         [("llama", "LlamaTokenizerFast"), ("llama", None), ("mistral", None), ("granite", "LlamaTokenizer")],

@@ -79,6 +79,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "eos_id": -1,
             "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
         },
+        "big_bird": {
+            "model_type": "unigram",
+            "vocab_size": 150,
+            "normalization_rule_name": "identity",
+            **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 100},
+            "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
+        },
         "llama": {
             "model_type": "bpe",
             "vocab_size": 450,
@@ -160,6 +167,13 @@ CASES = {
         "albert.model",
         "spiece.model",
         {"do_lower_case": False, "keep_accents": True},
+    ),
+    "big_bird": ("big_bird", "big_bird.model", "spiece.model", {}),
+    "big_bird, no prefix": (
+        "big_bird",
+        "big_bird.model",
+        "spiece.model",
+        {"add_prefix_space": False, "tokenizer_class": "BigBirdTokenizer"},
     ),
     "llama": ("llama", "llama.model", "tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}),
     "llama, as published": (

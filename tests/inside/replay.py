@@ -10,6 +10,8 @@ import math
 import torch
 
 import clearhead as ch
+from clearhead.config.kinds import Blocks, read_kind
+from clearhead.inside.checks.plain_kinds import sees, times
 
 BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")
 
@@ -155,8 +157,16 @@ class Replay:
             return torch.stack([angle.cos(), angle.sin()])[:, None, None]
         if leaf == "bias":
             return self.bias(name, stack)
-        assert name.removeprefix("encoder.").startswith("mask"), name
         length, causal = self.stream.shape[1], not stack and config.family != "encoder"
+        kind = read_kind(config.attention) if isinstance(config.attention, str) else None
+        if isinstance(kind, Blocks):
+            pairs = [[(t, s) for s in range(length)] for t in range(length)]
+            if leaf == "counts":
+                counts = [[times(kind, *pair, length) for pair in row] for row in pairs]
+                return torch.tensor(counts)[None, None].double().log()
+            table = [[sees(kind, *pair, length, causal) for pair in row] for row in pairs]
+            return torch.tensor(table)[None, None].double()
+        assert name.removeprefix("encoder.").startswith("mask"), name
         window = int(leaf) if leaf.isdigit() else None
         allowed = [
             [(s <= t or not causal) and (window is None or abs(t - s) < window) for s in range(length)]
@@ -246,7 +256,8 @@ class Replay:
         if leaf == "softcapped":
             return config.attention_softcap * torch.tanh(scores / config.attention_softcap)
         if leaf == "biased":
-            return scores + v["encoder.positions.bias" if at.startswith("encoder.") else "positions.bias"]
+            stack = "encoder." if at.startswith("encoder.") else ""
+            return scores + self.latest(f"{stack}counts", f"{stack}positions.bias")
         lowest = torch.finfo(torch.float32).min
         if leaf == "masked":
             stack, layer = "encoder." if at.startswith("encoder.") else "", int(block.rpartition(".")[2])
@@ -360,7 +371,9 @@ class Replay:
         config, v = self.config, self.values
         last = [name for name in v if name.startswith("head.")]
         x = v[last[-1]] if last else self.stream
-        if leaf in ("transform", "pooler"):
+        if leaf == "added":
+            return self.stream + x
+        if leaf in ("transform", "pooler", "up", "down"):
             return self.linear(x, f"head.{leaf}")
         if leaf == "out":
             stack = "decoder" if config.family != "encoder" else "encoder"
@@ -371,7 +384,7 @@ class Replay:
             )
             weight = shared if tied else self.weights["head.out.weight"]
             return x @ weight.T + self.weights.get("head.out.bias", torch.zeros(()).double())
-        if leaf == "activation":
+        if leaf in ("activation", "activated"):
             return self.activation(x, config.head_activation)
         if leaf == "norm":
             return self.norm(x, "head.norm")

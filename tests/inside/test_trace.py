@@ -97,6 +97,13 @@ SHAPES = {
         "pooler": "tanh",
         "d_embedding": 8,
     },
+    "repeated": {
+        "family": "encoder",
+        "attention": "blocks(2, 1, 1, 1, counted=blocks, repeat=2, full=5)",
+        "head": "tagger",
+        "n_classes": 3,
+        "head_layer": True,
+    },
 }
 
 

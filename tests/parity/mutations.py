@@ -87,6 +87,7 @@ NEXT = {
 }
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
+BLOCKS = {"block_size": 4, "num_random_blocks": 1}
 
 
 class Subject(NamedTuple):
@@ -145,6 +146,10 @@ SUBJECTS = {
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
     "ALBERT": Subject("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "BigBird": Subject("BigBirdConfig", "BigBirdForMaskedLM", {**TEXT, **BLOCKS}),
+    "BigBird classifier": Subject(
+        "BigBirdConfig", "BigBirdForSequenceClassification", {**TEXT, **BLOCKS, **LABELS}
+    ),
     "T5": Subject("T5Config", "T5ForConditionalGeneration", T5),
     "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
     "MT5": Subject("MT5Config", "MT5ForConditionalGeneration", T5),
@@ -182,6 +187,7 @@ EXTRA: dict[str, list[Any]] = {
     "sliding_window": [None, 5],
     "use_sliding_window": [True, False],
     "head_dim": [16],
+    "attention_type": ["original_full", "block_sparse"],
     "dense_act_fn": ["relu", "silu"],
     "is_gated_act": [True, False],
     "hidden_activation": ["relu"],

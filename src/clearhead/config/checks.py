@@ -171,12 +171,12 @@ def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
         )
     ]
     if isinstance(kind, Blocks):
+        unknown = ", and a decoder does not know where its text ends: leave it out"
         rules += [
             (kind.window % 2 == 0, f"{said} has window {kind.window}: choose an odd number of blocks"),
-            (
-                kind.last and stack.causal,
-                f"{said} has last {kind.last}, and a decoder does not know where its text ends: leave it out",
-            ),
+            (kind.last and stack.causal, f"{said} has last {kind.last}{unknown}"),
+            (kind.full and stack.causal, f"{said} has full {kind.full}{unknown}"),
+            (kind.repeat and not kind.first, f"{said} has repeat {kind.repeat}: set first, whom it repeats"),
         ]
     if kind.chooses:
         return rules

@@ -67,11 +67,13 @@ def _image(config: Fields) -> Rules:
 
 def head_rules(config: Fields) -> Rules:
     """Return what may be wrong with the head."""
+    layered = config.head_layer and config.head not in ("tagger", "span")
     return [
         (
             config.head in ("classifier", "tagger") and config.n_classes < 1,
             f"head {config.head} needs n_classes, 1 at least",
         ),
+        (layered, f"head_layer is for head tagger or span, and head is {config.head}: leave it out"),
         (
             config.head == "mlm" and config.family != "encoder",
             f"head mlm reads both sides of a mask and family is {config.family}: "

@@ -21,6 +21,7 @@ BIASES = ("alibi", "relative")  # schemes that add a bias to the scores, one for
 NormName = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post", "sandwich", "output"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
+PoolerName = Literal["none", "tanh", ActivationName]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
@@ -189,10 +190,11 @@ class Fields(StackFields):
     head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
     n_classes: int = 0
     pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
-    pooler: Literal["none", "tanh", "relu"] = "none"  # a dense layer after pooling
+    pooler: PoolerName = "none"  # a dense layer after pooling, and its activation
     normalise: bool = False  # embedding: scale the vector to length one
     head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
-    head_activation: ActivationName | None = None  # of that transform; None: activation
+    head_layer: bool = False  # tagger, span: a feed-forward, added and normalised, before the output
+    head_activation: ActivationName | None = None  # of that transform or layer; None: activation
     head_bias: bool | None = None  # None: all but lm
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -320,9 +322,11 @@ class HeadSpec:
     n_classes: int  # of a span: begins here, ends here
     tied: bool  # the output layer is the token table
     pooling: Pooling
-    pooler: Literal["none", "tanh", "relu"]
+    pooler: PoolerName
     normalise: bool
     transform: bool
+    head_layer: bool
+    d_ff: int
     activation: ActivationName
     bias: bool
     logit_scale: float

@@ -44,9 +44,13 @@ class Kind:
         """Number of keys that a ring holds: sinks, the reach, and one for what is not kept."""
         return self.kept_first + (self.reach or 0) + 1
 
+    def sees_all(self, length: int) -> bool:
+        """Return whether every query sees every key in rows of up to `length` tokens."""
+        return False
+
     def shortened(self, most: int) -> Self:
         """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
-        sizes = ("size", "step", "first", "last", "sinks")
+        sizes = ("size", "step", "first", "last", "sinks", "full")
         held = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
         return dataclasses.replace(self, **held)
 
@@ -65,6 +69,10 @@ class Full(Kind):
 
     name = "full"
 
+    def sees_all(self, length: int) -> bool:
+        """Return True."""
+        return True
+
 
 @dataclass(frozen=True)
 class Windowed(Kind):
@@ -78,6 +86,10 @@ class Windowed(Kind):
     def reach(self) -> int | None:
         """The window."""
         return self.size
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the window is as wide as the row."""
+        return length <= self.size
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,17 @@ class Blocks(Kind):
     random: int = 0  # blocks at random for each block of queries
     seed: int = 0
     sinks: int = 0
+    counted: Literal["tokens", "blocks"] = "tokens"  # what first and last count
+    repeat: int = 0  # how many times more the first ones stand in the softmax of the queries between the ends
+    full: int = 0  # in rows of up to so many tokens, every query sees every key once
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the rows are short enough to be read in full."""
+        return length <= self.full
+
+    def shortened(self, most: int) -> Self:
+        """Return the same with short blocks: several windows of them are to fit into a row."""
+        return dataclasses.replace(super().shortened(most), size=min(self.size, max(1, most // 2)))
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,19 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
     return _words(model, before, settings.get("add_prefix_space", True))
 
 
+def big_bird(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build BigBird's: runs of spaces are one, and nothing else is normalised."""
+    unknown = (token_text(settings.get("unk_token")) or "<unk>", 0.0)
+    unk_id = model.scores.index(unknown) if unknown in model.scores else 100  # where released files have it
+    scheme = "always" if settings.get("add_prefix_space", True) else "never"
+    return assembled(
+        Unigram(model.scores, unk_id, byte_fallback=False),
+        normalizers.Replace(Regex(" {2,}"), SPACE),
+        pre_tokenizers.Metaspace(SPACE, scheme, split=True),
+        decoders.Metaspace(SPACE, scheme, split=True),
+    )
+
+
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Llama's (1 and 2) and Mistral's: unknown characters become bytes, and spaces stay as they are."""
     stated = settings.get("add_prefix_space")
@@ -185,6 +198,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "T5": t5,
     "XLMRoberta": xlm_roberta,
     "Albert": albert,
+    "BigBird": big_bird,
     "Llama": llama,
     "CodeLlama": llama,
     "Gemma": gemma,

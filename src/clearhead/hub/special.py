@@ -20,6 +20,8 @@ ROLES = (
 )  # in the order in which those without an id get one
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
+MASK_TAKES_SPACE = ("BigBird",)  # classes whose mask takes the space before it, unless a file says otherwise
+
 # The special tokens that a class has without any file naming them.
 BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 FAIRSEQ = {
@@ -37,6 +39,7 @@ USUAL: dict[str, dict[str, str]] = {
     "Llama": {"unk": "<unk>", "bos": "<s>", "eos": "</s>"},
     "Gemma": {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},
     "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
+    "BigBird": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
     "Bert": BERT,
 }
 
@@ -79,7 +82,10 @@ def add_named(
     """
     roles = {role: settings.get(f"{role}_token") for role in ROLES}
     usual = USUAL.get(kind, {})
-    named = [*(token or usual.get(role) for role, token in roles.items()), *_model_tokens(settings)]
+    by_role = {role: token or usual.get(role) for role, token in roles.items()}
+    if kind in MASK_TAKES_SPACE and isinstance(by_role["mask"], str):
+        by_role["mask"] = {"content": by_role["mask"], "lstrip": True}
+    named = [*by_role.values(), *_model_tokens(settings)]
     others = extra_tokens(settings, kind)
     numbered = settings.get("added_tokens_decoder")
     if numbered is None:

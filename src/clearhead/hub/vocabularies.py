@@ -38,6 +38,7 @@ CLASSES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
     "xlm-roberta": "XLMRoberta",
     "albert": "Albert",
+    "big_bird": "BigBird",
     "marian": "Marian",
 }
 LIKE = {
@@ -51,6 +52,7 @@ MODELS = {
     "Bert": ("WordPiece", 0),
     **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
     **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Albert": ("Unigram", 1)},
+    "BigBird": ("Unigram", 0),
 }
 KEEPS_FRAME = (
     "GPT2",
@@ -65,6 +67,7 @@ NO_CLASS = ("", "PreTrained", "Tokenizers", "PreTrainedTokenizerFast", "Tokenize
 TEMPLATES = {
     "Bert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "Albert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
+    "BigBird": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
     "T5": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),

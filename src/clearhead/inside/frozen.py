@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from clearhead.errors import refuse
 from clearhead.model.dtypes import precise
 from clearhead.model.heads import ClassifierHead, Head, LanguageHead, TokenHead
 from clearhead.model.norms import LayerNorm, RMSNorm
@@ -73,6 +74,7 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
     actual state; what that leaves over is in `transform`.
     """
     assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
+    _check_straight(head)
     direction, bias = _difference(head.out, choice, against)
     if isinstance(head, ClassifierHead):
         return _from_pool(head, hidden, direction, bias)
@@ -85,10 +87,19 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
 def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
     """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
     assert isinstance(head, TokenHead)
+    _check_straight(head)
     direction, bias = _difference(head.out, column, None)
     if against is None:
         return LinearReadout(torch.tensor([place]), direction[None], bias=bias)
     return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
+
+
+def _check_straight(head: Head) -> None:
+    refuse(
+        isinstance(head, TokenHead) and head.up is not None,
+        "head_layer stands between the states and their scores, which are no sum of parts: "
+        "ask about a model without it",
+    )
 
 
 def exact(x: Tensor) -> Tensor:

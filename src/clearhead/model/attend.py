@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead.config import BIASES, StackSpec
-from clearhead.config.kinds import FULL, Kind
+from clearhead.config.kinds import Kind
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Pass
 from clearhead.model.taps import SILENT, Tap
@@ -144,7 +144,7 @@ def attend_bytes(
 ) -> int:
     """Return the bytes that the kernel of this attention keeps for the backward pass, but for its answer."""
     square, values = T * S, run.batch * H * T * S  # elements of a mask and of the pattern
-    windowed = kind != FULL and not (kind.reach is not None and kind.reach >= S)
+    windowed = not kind.sees_all(S)
     masked = windowed or (own and spec.causal)
     capped, sink = spec.attention_softcap is not None, spec.attention_sink
     if capped or sink:

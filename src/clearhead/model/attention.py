@@ -161,18 +161,22 @@ def attention_steps(
     pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and, ungated, is copied again.
     partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
+    copies = 1 + partly
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
-    queries, met = T, S
+    pairs = T * S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
-        size, count = blocks
+        size, count, whole = blocks  # of queries, so many see all keys
         queries, met = -(-T // size) * size, size * count
+        pairs = queries * met + whole * S
         gathered = queries // size * met * K * (E + Ev) * run.size
-        mask = queries * met * (run.size if not eager else 1)
-        kept, pinned = B * (gathered + queries * H * ((E + Ev) * run.size + 4) + mask), 0
-    yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
-    yield Step(
-        f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=(1 + partly) * answer + pinned
-    )
+        mask = (B * queries * met + whole * S) * (run.size if not eager else 1)
+        kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
+        if whole:  # they read all of q, k and v
+            kept += B * T * (H * E + K * (E + Ev)) * run.size
+        else:
+            pinned = 0
+    yield Step(f"{name}.scores", kind, m=H // K, n=pairs, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=H // K, n=Ev, k=pairs, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input

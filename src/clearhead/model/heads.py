@@ -81,7 +81,7 @@ class EmbeddingHead(Head):
         super().__init__(spec)
         self.pooling, self.dropout, self.normalise = spec.pooling, spec.dropout, spec.normalise
         self.pooler = nn.Linear(spec.d_model, spec.d_model) if spec.pooler != "none" else None
-        self.bend = torch.tanh if spec.pooler == "tanh" else torch.relu
+        self.bend = feedforward.ACTIVATIONS.get(spec.pooler, torch.tanh)
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, D]."""
@@ -138,18 +138,32 @@ class TokenHead(Head):
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
-        self.dropout = spec.dropout
-        self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
+        self.dropout, D, layer = spec.dropout, spec.d_model, spec.head_layer
+        self.activation = feedforward.ACTIVATIONS[spec.activation]
+        self.up = nn.Linear(D, spec.d_ff) if layer else None
+        self.down = nn.Linear(spec.d_ff, D) if layer else None
+        self.norm = norms.make_norm(spec.norm, D) if layer else None
+        self.out = nn.Linear(D, spec.n_classes, bias=spec.bias)
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, C]."""
-        return tap.step("out", self.out(nnf.dropout(hidden, self.dropout, self.training)))
+        x = nnf.dropout(hidden, self.dropout, self.training)
+        if self.up is not None and self.down is not None and self.norm is not None:
+            wide = tap.step("activated", self.activation(tap.step("up", self.up(x))))  # B T F
+            x = tap.step("norm", self.norm(tap.step("added", hidden + tap.step("down", self.down(wide)))))
+        return tap.step("out", self.out(x))
 
     @staticmethod
     def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """Yield the output layer."""
-        rows, D = run.batch * tokens, spec.d_model
+        """Yield the layer before the output layer, and that."""
+        rows, D, F = run.batch * tokens, spec.d_model, spec.d_ff
         each = run.size + (1 if spec.dropout else 0)
+        if spec.head_layer:
+            copies = 1 + feedforward.ACTIVATION_COPIES.get(spec.activation, 1)
+            yield linear_step("head.up", "head", rows, D, F, True, kept=rows * D * each)
+            yield linear_step("head.down", "head", rows, F, D, True, kept=rows * F * copies * run.size)
+            yield norm_step("head.norm", spec.norm, run, rows, D)
+            each = run.size
         yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=rows * D * each)
 
 

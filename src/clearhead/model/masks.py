@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from clearhead.config.kinds import FULL, Kind, Windowed
+from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import refuse
 from clearhead.model.kinds.choices import chosen
 from clearhead.model.positions import Rotary
@@ -198,8 +198,7 @@ def compose(
 
     `prefix` [B] counts the leading positions of each row that every query may see, even if `causal`.
     """
-    everything = kind == FULL or (isinstance(kind, Windowed) and keys.length <= kind.size)
-    if queries.plain and keys.plain and prefix is None and everything:
+    if queries.plain and keys.plain and prefix is None and kind.sees_all(keys.length):
         if not causal or queries.length == 1:
             return None, False
         if queries.length == keys.length:

@@ -14,7 +14,6 @@ Shapes: B batch, T query length, S key or source length, D model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -28,7 +27,7 @@ from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds.blocks import plan_blocks
+from clearhead.model.kinds.blocks import plan_blocks, with_counts
 from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
@@ -213,6 +212,9 @@ class Stack(nn.Module):
         """Return the view of attention for each kind; layers of the same kind share it."""
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
         kinds, views = dict.fromkeys(self.spec.kinds), {}
+        names = {
+            kind: "" if len(kinds) == 1 else f".{kind.reach or kind}" for kind in kinds
+        }  # of their steps
         for kind in kinds:
             rotary = scheme.rotary(tokens.positions, kind.reach, at)
             if not kind.chooses:
@@ -223,20 +225,24 @@ class Stack(nn.Module):
             if isinstance(kind, Blocks) and not causal:
                 queries = keys = tokens.counted()
 
+            def biased(queries: Tokens, keys: Tokens, kind: Kind = kind, tap: Tap = SILENT) -> Tensor | None:
+                total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
+                return with_counts(total, queries, keys, kind, dtype, names[kind], tap)
+
             def dense(kind: Kind = kind, queries: Tokens = queries, keys: Tokens = keys) -> masks.View:
-                total = scheme.bias(queries.positions, keys.positions, dtype, at)
+                total = biased(queries, keys, kind, tap)
                 if bias is not None:
                     given = (bias if cache is None else cache.aligned(bias, kind)).to(dtype)
                     total = given if total is None else total + given
                 mask, plain = masks.compose(queries, keys, causal=causal, kind=kind, prefix=prefix)
                 if tap.traced:
-                    name = "mask" if len(kinds) == 1 else f"mask.{kind.reach or kind}"
-                    mask, plain = tap.step(name, masks.spelled_out(mask, plain, queries, keys)), False
+                    whole = masks.spelled_out(mask, plain, queries, keys)
+                    mask, plain = tap.step(f"mask{names[kind]}", whole), False
                 return masks.View(mask, plain, total)
 
             plan = None
             if prefix is None and bias is None and not tap.traced:
-                plan = plan_blocks(queries, keys, kind, causal, partial(scheme.bias, dtype=dtype))
+                plan = plan_blocks(queries, keys, kind, causal, biased)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary)
         return views

@@ -35,6 +35,7 @@ from clearhead.model.transformer import Transformer
 REFERENCE_TOLERANCE = 1e-4
 REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer
 NEW_TOKENS = 50
+RULED_OUT = -1e5
 WINDOW, CLAMP = 4, 0.5  # in the lively copy, at most
 TABLES = ("tokens.weight", "types.weight", "table.weight", "class_token")
 
@@ -222,11 +223,16 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
     if source is not None:
         theirs = their_model(input_ids=source, decoder_input_ids=main)
     else:
-        theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main})
+        types = {"token_type_ids": torch.zeros_like(main)} if inputs.model.config.n_types else {}
+        theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **types)
     if "logits" in theirs:
         return _largest(out.logits, theirs.logits)
+    if "prediction_logits" in theirs:
+        return _largest(out.logits, theirs.prediction_logits)
     if "start_logits" in theirs:
-        return _largest(out.logits, torch.stack([theirs.start_logits, theirs.end_logits], dim=-1))
+        spans = torch.stack([theirs.start_logits, theirs.end_logits], dim=-1)
+        answers = spans > RULED_OUT  # some classes put the tokens of a question below any score
+        return _largest(out.logits[answers], spans[answers])
     return _largest(out.hidden, theirs.last_hidden_state)
 
 

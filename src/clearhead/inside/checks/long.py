@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
+from clearhead.config.kinds import Blocks
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
 from clearhead.generate.prompts import Prompts, turns_by_length
@@ -38,6 +39,7 @@ def thresholds(config: ModelConfig) -> list[int]:
     scaling = config.rope_scaling
     found = {
         *(kind.reach for spec in config.stacks for kind in spec.kinds),
+        *(kind.full for spec in config.stacks for kind in spec.kinds if isinstance(kind, Blocks)),
         config.relative_max_distance if config.positions == "relative" else None,
         config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,

@@ -38,6 +38,11 @@ class PlainRow:
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
     @cached_property
+    def length(self) -> int:
+        """One more than the position of its last real token."""
+        return max((place + 1 for place, real in zip(self.positions, self.real) if real), default=0)
+
+    @cached_property
     def distances(self) -> tuple[Tensor, Tensor]:
         """The distances between its tokens, each once [N], and which of them each pair has [T, T]."""
         distances, where = torch.unique(pairs(self.positions, self.positions), return_inverse=True)

@@ -3,6 +3,7 @@
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, H heads, V value width.
 """
 
+import functools
 import math
 
 import torch
@@ -40,11 +41,29 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
             mine, its = q // kind.size, k // kind.size
             blocks = mine + 1 if causal else math.ceil(length / kind.size)
             drawn = [_drawn(kind.seed, mine, number) % max(blocks, 1) for number in range(kind.random)]
-            everywhere = [*range(kind.first), *range(length - kind.last, length)]
-            found = abs(mine - its) <= kind.window // 2 or its in drawn or q in everywhere or k in everywhere
+            near = abs(mine - its) <= kind.window // 2 or its in drawn
+            everywhere = _globals(kind, length)
+            found = near or length <= kind.full or q in everywhere or k in everywhere
         case _:
             raise TypeError(f"{kind} does not choose among keys")
     return found or k < first
+
+
+@functools.cache
+def _globals(kind: Blocks, length: int) -> frozenset[int]:
+    """Return the positions of the tokens that see all and are seen by all."""
+    size = kind.size if kind.counted == "blocks" else 1
+    groups = [range(at, at + size) for at in range(0, length, size)]
+    ends = groups[: kind.first] + groups[max(len(groups) - kind.last, 0) :]
+    return frozenset(place for group in ends for place in group)
+
+
+def times(kind: Blocks, q: int, k: int, length: int) -> int:
+    """Return how often the key at position k stands in the softmax of the query at position q."""
+    if length <= kind.full or q in _globals(kind, length):
+        return 1
+    first = kind.first * (kind.size if kind.counted == "blocks" else 1)
+    return 1 + kind.repeat if k < first else 1
 
 
 def _drawn(seed: int, block: int, number: int) -> int:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from clearhead.config import BIASES, ModelConfig
-from clearhead.config.kinds import FULL, GatedDeltaKind, Kind, LinearKind, LowRank
+from clearhead.config.kinds import FULL, Blocks, GatedDeltaKind, Kind, LinearKind, LowRank
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
-from clearhead.inside.checks.plain_kinds import delta_rule, features, mixtures, sees, weighed
+from clearhead.inside.checks.plain_kinds import delta_rule, features, mixtures, sees, times, weighed
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
@@ -123,6 +123,7 @@ class Plain(PlainInputs):
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
+        repeated = self.log_times(row, keys, kind) if isinstance(kind, Blocks) and kind.repeat else 0.0
         heads = plan.heads_of(f"{plan.prefix}blocks.{layer}.{'cross' if cross else 'attention'}")
         for number, head in enumerate(heads):
             shared = number // (plan.n_heads // plan.n_kv_heads)  # neighbours share a key/value head
@@ -144,6 +145,7 @@ class Plain(PlainInputs):
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
             if config.positions in BIASES and not cross:
                 scores = scores + self.bias(row, head)
+            scores = scores + repeated
             weights = _softmax(scores, seen)
             if config.attention_sink:  # keys share what the sink leaves of each softmax
                 keys_sum = scores.masked_fill(~seen, -torch.inf).logsumexp(-1, keepdim=True)
@@ -162,10 +164,15 @@ class Plain(PlainInputs):
         past = order <= 0 if causal else torch.ones_like(order, dtype=torch.bool)
         if kind == FULL:
             return torch.tensor(keys.real) & past
-        length = max((place + 1 for place, real in zip(keys.positions, keys.real) if real), default=0)
-        chosen = functools.cache(lambda q, k: sees(kind, q, k, length, causal))
+        chosen = functools.cache(lambda q, k: sees(kind, q, k, keys.length, causal))
         table = [[chosen(q, k) for k in keys.positions] for q in queries.positions]
         return torch.tensor(keys.real) & past & torch.tensor(table)
+
+    def log_times(self, queries: PlainRow, keys: PlainRow, kind: Blocks) -> Tensor:
+        """Return the logarithm of how often each key stands in the softmax of each query: [T, S]."""
+        counted = functools.cache(lambda q, k: times(kind, q, k, keys.length))
+        table = [[counted(q, k) for k in keys.positions] for q in queries.positions]
+        return torch.tensor(table).double().log()
 
     def bias(self, row: PlainRow, head: int) -> Tensor:
         """Return what one head adds to its scores, by distance: [T, T]."""
@@ -216,6 +223,9 @@ class Plain(PlainInputs):
                 return pooled / length if self.config.normalise else pooled
             case "none":
                 return hidden
+        if self.config.head_layer:
+            wide = ACTIVATIONS[self.config.readout.activation](self.linear("head.up", hidden))
+            hidden = self.norm("head.norm", hidden + self.linear("head.down", wide))
         return self.linear("head.out", hidden)
 
     def language(self, hidden: Tensor, row: PlainRow) -> Tensor:
@@ -240,7 +250,7 @@ class Plain(PlainInputs):
         if dense == "none":
             return vector
         vector = self.linear("head.pooler", vector)
-        return torch.tanh(vector) if dense == "tanh" else vector.clamp(min=0)
+        return torch.tanh(vector) if dense == "tanh" else ACTIVATIONS[dense](vector)
 
 
 def _cut(x: Tensor, head: int, width: int) -> Tensor:

@@ -224,7 +224,7 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
         return (stack, block, f"{block}.{'residual' if joins else sublayer.removesuffix('_residual')}")
     if part in INPUTS:
         return (stack, f"{at}input")
-    if part == "mask" or (part == "positions" and rest[0] in ("rotary", "bias")):
+    if part in ("mask", "counts") or (part == "positions" and rest[0] in ("rotary", "bias")):
         return (stack, f"{at}view")
     return (stack,) if part == "norm" else (stack, f"{at}embedding")
 

@@ -137,6 +137,10 @@ WORDS = {
         *("position bias", "1 H T S", "{bias}"),
         "What will be added to a score for the distance between two tokens.",
     ),
+    "counts": Words(
+        *("repeated keys", "1 1 T S", "ln(times)"),
+        "A key that stands in the softmax several times weighs as much more.",
+    ),
     "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
     "norm": Words(
         "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
@@ -304,6 +308,10 @@ WORDS = {
     "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
     "head.norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
     "head.scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
+    "head.up": Words("expand", "B T F", "x · W + b", "One more layer on each state, wide at first."),
+    "head.activated": Words("activate", "B T F", "{head_activation}(x)", "The bend of that layer."),
+    "head.down": Words("contract", "B T D", "x · W + b", "What that layer has to say of each state."),
+    "head.added": Words("add", "B T D", "state + layer", "It joins the state that it was made from."),
     "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
     "head.pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
     "head.bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
@@ -334,7 +342,7 @@ def words_of(name: str, shape: tuple[int, ...], own_words: Mapping[str, Words]) 
     `own_words` are those of its kind of attention; they go before the usual ones.
     """
     key = _INNER.sub("feedforward.", _SUBLAYER.sub("residual.", _PLACE.sub("", name)))
-    key = "mask" if key.startswith("mask.") else key
+    key = key.partition(".")[0] if key.startswith(("mask.", "counts.")) else key
     title = key.rpartition(".")[2].replace("_", " ")
     own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
     return own_words.get(key) or WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)

@@ -19,7 +19,8 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.kinds.choices import random_blocks
+from clearhead.model.kinds.choices import between_ends, log_counts, random_blocks
+from clearhead.model.taps import SILENT, Tap
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
@@ -27,7 +28,7 @@ AT_ONCE = 1 << 24  # values of gathered keys in one product, where nothing is ke
 NEVER = 1 << 60  # a position that no token has
 APART = 1 << 32  # between the positions of two documents
 
-Bias = Callable[[Tensor, Tensor], Tensor | None]  # positions [B, T], [B, S] -> [B, H, T, S]
+Bias = Callable[[masks.Tokens, masks.Tokens], Tensor | None]  # queries, keys -> [B, 1|H, T, S]
 
 
 def block_size(kind: Kind) -> int | None:
@@ -72,7 +73,7 @@ def _planned(
     mask, _ = masks.compose(q, k, causal=causal, kind=kind)
     assert mask is not None  # padding is spelled out
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
-    found = bias(q.positions, k.positions)
+    found = bias(q, k)
     plan = masks.BlockPlan(
         size,
         order,
@@ -83,8 +84,11 @@ def _planned(
 
 
 @functools.lru_cache(maxsize=256)
-def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | None:
-    """Return the size of a block and how many each meets, in rows without padding; None: a dense mask."""
+def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] | None:
+    """Return the size of a block, how many each meets, and the global queries of a row without padding.
+
+    None: a dense mask is made.
+    """
     size = block_size(kind)
     if size is None or length < 4 * size:
         return None
@@ -93,7 +97,8 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | Non
         tokens = tokens.counted()
     padded = _padded(tokens, size, 1)
     count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
-    return None if count == 0 or count * size * WORTH > length else (size, count)
+    globals_ = int(_seeing_all(tokens, kind).sum()) if isinstance(kind, Blocks) else 0
+    return None if count == 0 or count * size * WORTH > length else (size, count, globals_)
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
@@ -168,21 +173,29 @@ def _meeting_blocks(
 
     met = held(wanted, queries.real) @ held(block[..., None], keys.real).transpose(1, 2) > 0
     k_low, _ = _ends(keys.positions, keys, size)
-    met = met | (k_low < kind.first)[:, None]
-    if kind.last and keys.totals is not None:
-        _, ahead = _ends(keys.positions - keys.totals + kind.last + NEVER, keys, size)
-        met = met | (ahead >= NEVER)[:, None]
+    start, end = between_ends(kind, keys.totals)
+    met = met | (k_low < start)[:, None]
+    if end is not None and queries.totals is not None:
+        _, past = _ends(keys.positions - end, keys, size)
+        shortest, _ = _ends(queries.totals, queries, size)
+        met = met | (past >= 0)[:, None] | (shortest <= kind.full)[:, :, None]
     return met
+
+
+def _seeing_all(queries: masks.Tokens, kind: Blocks) -> Tensor:
+    """Return which queries are global: [B|1, T]."""
+    start, end = between_ends(kind, queries.totals)
+    everywhere = queries.positions < start
+    if end is not None:
+        everywhere = everywhere | (queries.positions >= end)
+    return everywhere & queries.real_mask()
 
 
 def _with_globals(
     plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
 ) -> masks.BlockPlan:
     """Add the queries that see everything to a plan."""
-    everywhere = queries.positions < kind.first
-    if kind.last and queries.totals is not None:
-        everywhere = everywhere | (queries.positions >= queries.totals - kind.last)
-    everywhere = everywhere & queries.real_mask()
+    everywhere = _seeing_all(queries, kind)
     count = int(everywhere.sum(1).amax())
     if count == 0:
         return plan
@@ -190,9 +203,24 @@ def _with_globals(
     picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
     picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
-    return masks.BlockPlan(
-        plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked.positions, keys.positions)
-    )
+    return masks.BlockPlan(plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked, keys))
+
+
+def with_counts(
+    total: Tensor | None,
+    queries: masks.Tokens,
+    keys: masks.Tokens,
+    kind: Kind,
+    dtype: torch.dtype,
+    name: str = "",
+    tap: Tap = SILENT,
+) -> Tensor | None:
+    """Add to a bias how often each key counts; `name` ends that of the step: [B|1, 1|H, T, S], or None."""
+    counts = log_counts(kind, queries.positions, keys.positions, queries.totals, dtype)
+    if counts is None or (queries.plain and kind.sees_all(queries.length)):
+        return total
+    counts = tap.step(f"counts{name}", counts)
+    return counts if total is None else total + counts
 
 
 def attend_blocks(

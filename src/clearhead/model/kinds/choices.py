@@ -3,6 +3,9 @@
 Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from clearhead.config.kinds import Blocks, Dilated, Kind, Strided, Windowed
@@ -22,18 +25,44 @@ def chosen(kind: Kind, queries: Tensor, keys: Tensor, totals: Tensor | None, cau
             found = (distance < size * step) & (distance % step == 0)
         case Strided(step, sinks):
             found = (distance < step) | (distance % step == 0)
-        case Blocks(size, window, first, last, sinks=sinks):
+        case Blocks(size, window, sinks=sinks):
             q_block, k_block = q // size, k // size
             found = (q_block - k_block).abs() <= window // 2
             for target in random_blocks(kind, queries, totals, causal):
                 found = found | (k_block == target[:, :, None])
-            found = found | (q < first) | (k < first)
-            if totals is not None:
-                end = totals[:, :, None] - last
-                found = found | (q >= end) | (k >= end)
+            start, end = between_ends(kind, totals)
+            found = found | (q < start) | (k < start)
+            if totals is not None and end is not None:
+                end = end[:, :, None]
+                found = found | (q >= end) | (k >= end) | (totals <= kind.full)[:, :, None]
         case _:
             raise TypeError(f"{kind} does not choose among keys")
     return found | (k < sinks) if sinks else found
+
+
+def between_ends(kind: Blocks, totals: Tensor | None) -> tuple[int, Tensor | None]:
+    """Return where global tokens end and where they begin again, [B|1, T], which follows from `totals`."""
+    if kind.counted == "tokens":
+        return kind.first, None if totals is None else totals - kind.last
+    last_block = None if totals is None else (totals + kind.size - 1) // kind.size - kind.last
+    return kind.first * kind.size, None if last_block is None else last_block * kind.size
+
+
+def log_counts(
+    kind: Kind, queries: Tensor, keys: Tensor, totals: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the logarithm of how often each key stands in the softmax: [B|1, 1, T, S]; None: always once.
+
+    It is a bias on the scores. Takes what `chosen` takes.
+    """
+    if not isinstance(kind, Blocks) or not kind.repeat:
+        return None
+    start, end = between_ends(kind, totals)
+    between = queries >= start
+    if totals is not None and end is not None:
+        between = between & (queries < end) & (totals > kind.full)
+    counted = (between[:, :, None] & (keys < start)[:, None])[:, None]
+    return torch.where(counted, math.log1p(kind.repeat), 0.0).to(dtype)
 
 
 def random_blocks(kind: Blocks, queries: Tensor, totals: Tensor | None, causal: bool) -> list[Tensor]:
