@@ -14,6 +14,7 @@ Shapes: B batch, T query length, S key or source length, D model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
