@@ -21,20 +21,28 @@ TEXTS = [str(kind().shortened(3)) for kind in KINDS.values()] + [
     "strided(3, sinks=1)",
     "blocks(2, 1, 2, 0, 1)",
     "blocks(2, 3, 0, 0, 2, sinks=1)",
+    "global(2, sinks=1)",
     "linear(relu)",
     "linear(favor, 20, seed=3)",
 ]
 MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
-LONG = ["window(20)", "window(20, sinks=3)", "dilated(8, 3, sinks=2)", "blocks(32, 3, 5)", "blocks(24, 3)"]
+LONG = [
+    "window(20)",
+    "global(20)",
+    "window(20, sinks=3)",
+    "dilated(8, 3, sinks=2)",
+    "blocks(32, 3, 5)",
+    "blocks(24, 3)",
+]
 
 
-HALVES = ("gated-delta", "low-rank")  # one is for decoders, one for encoders
+HALVES = ("gated-delta", "low-rank", "global")  # the first is for decoders, the others for encoders
 
 
 def model_of(attention, **choices) -> ch.Transformer | None:
     """The model, or None where the config refuses the kind in this family."""
     texts = [attention] if isinstance(attention, str) else attention
-    refused = {"encoder": ("gated-delta",), "decoder": ("low-rank",)}.get(choices["family"], HALVES)
+    refused = {"encoder": ("gated-delta",), "decoder": HALVES[1:]}.get(choices["family"], HALVES)
     ends = choices["family"] == "decoder" and any(getattr(read_kind(text), "last", 0) for text in texts)
     if not ends and not any(text.startswith(refused) for text in texts):
         return build(attention=attention, **choices)

@@ -68,14 +68,14 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
+        z = self.attend(q, k, v, view, None if known else cache, tap, x)  # B H T E
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
     ) -> Tensor:
-        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E], and to those in the cache."""
+        """Attend with queries [B, H, T, E], made of x [B, T, D], to keys and values [B, K, S, E]."""
         if cache is not None:
             k, v = cache.update(k, v)
         kernel, dropout = self.kernel, self.dropout if self.training else 0.0

@@ -10,13 +10,14 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
+from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
 from clearhead.model.kinds.choices import random_blocks
@@ -33,8 +34,8 @@ Bias = Callable[[Tensor, Tensor], Tensor | None]  # positions [B, T], [B, S] -> 
 def block_size(kind: Kind) -> int | None:
     """Return how many tokens a block should have for this kind; None: blocks do not pay."""
     match kind:
-        case Windowed() | Dilated():
-            half = (kind.reach or 1) // 2
+        case Windowed() | Dilated() | GlobalKind():
+            half = (kind.nearby or 1) // 2
             return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
         case Blocks(size):
             return size
@@ -57,7 +58,8 @@ def plan_blocks(
 def _planned(
     size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
-    rows = max(queries.order.shape[0], keys.order.shape[0])
+    alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
+    rows = max(x.shape[0] for x in alike)
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
     met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
@@ -77,7 +79,7 @@ def _planned(
         mask.view(rows, N, size, -1) & there,
         None if found is None else found.view(rows, N, *found.shape[1:]),
     )
-    return _with_globals(plan, queries, keys, kind, causal, bias) if isinstance(kind, Blocks) else plan
+    return _with_globals(plan, queries, keys, kind, causal, bias)
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,6 +91,8 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | Non
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
     if isinstance(kind, Blocks) and not causal:
         tokens = tokens.counted()
+    if isinstance(kind, GlobalKind):
+        tokens = tokens.marked(kind, tokens.order, None)
     padded = _padded(tokens, size, 1)
     count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
     return None if count == 0 or count * size * WORTH > length else (size, count)
@@ -100,7 +104,8 @@ def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
     order, positions, real, documents = (nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors())
     totals = None if tokens.totals is None else nnf.pad(tokens.totals.expand(rows, -1), (0, missing))
     packed = None if tokens.documents is None else documents
-    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals)
+    marked = None if tokens.globals is None else nnf.pad(tokens.globals.expand(rows, -1), (0, missing))
+    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals, globals=marked)
 
 
 def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
@@ -120,10 +125,12 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
         met = _meeting_blocks(queries, keys, kind, causal, size)
     else:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions + tokens.document_ids() * APART)
-        reach = kind.reach or 1
+        reach = kind.nearby or 1
         met = (k_high > q_low - reach) & (k_low < q_high + reach)
     q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions)
     met = met | (k_low < kind.kept_first)
+    if keys.globals is not None:
+        met = met | keys.globals.view(met.shape[0], 1, -1, size).any(-1)
     met = met & (q_high > -NEVER) & (k_high > -NEVER)  # neither is padding alone
     if causal:
         _, last, first, _ = both(lambda tokens: tokens.order)
@@ -174,19 +181,24 @@ def _meeting_blocks(
 
 
 def _with_globals(
-    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
+    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan:
     """Add the queries that see everything to a plan."""
-    everywhere = queries.positions < kind.first
-    if kind.last and queries.totals is not None:
-        everywhere = everywhere | (queries.positions >= queries.totals - kind.last)
-    everywhere = everywhere & queries.real_mask()
+    if isinstance(kind, Blocks):
+        everywhere = queries.positions < kind.first
+        if kind.last and queries.totals is not None:
+            everywhere = everywhere | (queries.positions >= queries.totals - kind.last)
+        everywhere = everywhere & queries.real_mask()
+    elif queries.globals is not None:
+        everywhere = queries.globals
+    else:
+        return plan
     count = int(everywhere.sum(1).amax())
     if count == 0:
         return plan
     slots = everywhere.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]  # B G
     picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
-    picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
+    picked = replace(picked, plain=False)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
     return masks.BlockPlan(
         plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked.positions, keys.positions)
