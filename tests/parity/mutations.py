@@ -73,6 +73,7 @@ BART = {
 MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
+LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
 
 
 class Subject(NamedTuple):
@@ -129,6 +130,10 @@ SUBJECTS = {
     "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
+    "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),
+    "Longformer classifier": Subject(
+        "LongformerConfig", "LongformerForSequenceClassification", {**TEXT, **LONGFORMER, **LABELS}
+    ),
     "ALBERT": Subject("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 16}),
     "T5": Subject("T5Config", "T5ForConditionalGeneration", T5),
     "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
@@ -160,6 +165,8 @@ EXTRA: dict[str, list[Any]] = {
     "num_experts": [2],
     "n_embed": [16],
     "is_encoder_decoder": [False, True],
+    "attention_window": [16, [8, 8, 8], [4, 8], 7, 0],
+    "attention_dilation": [[1, 1, 1], [1, 2, 1]],
     "is_causal": [False, True, None],
     "is_decoder": [True],
     "add_cross_attention": [True],

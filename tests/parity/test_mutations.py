@@ -20,6 +20,7 @@ FIELDS = {
     "Phi3 longrope": ("original_max_position_embeddings",),
     "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),
     "DistilBERT": ("num_hidden_layers",),
+    "Longformer": ("attention_window", "attention_dilation"),
     "T5": ("dense_act_fn", "is_gated_act", "is_encoder_decoder"),
     "BART": ("num_attention_heads", "scale_embedding"),
 }
