@@ -421,6 +421,8 @@ KINDS = {
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
     "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),
+    "global": encoder.replace(attention="global(12)"),
+    "global, none given": encoder.replace(attention="global(12, given)"),
 }
 
 

@@ -144,7 +144,7 @@ def attend_bytes(
 ) -> int:
     """Return the bytes that the kernel of this attention keeps for the backward pass, but for its answer."""
     square, values = T * S, run.batch * H * T * S  # elements of a mask and of the pattern
-    windowed = kind != FULL and not (kind.reach is not None and kind.reach >= S)
+    windowed = kind != FULL and not (kind.nearby is not None and kind.nearby >= S)
     masked = windowed or (own and spec.causal)
     capped, sink = spec.attention_softcap is not None, spec.attention_sink
     if capped or sink:

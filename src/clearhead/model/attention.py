@@ -146,14 +146,14 @@ def attention_steps(
             heads * width,
             spec.qkv_bias,
             kept=kept,
-            joined=own and sees.chooses,
+            joined=own and sees.shares,
         )
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
-    pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
+    pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.shares else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
     copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size

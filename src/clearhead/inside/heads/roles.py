@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.config.kinds import GlobalKind
 from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, names, results
@@ -72,7 +73,10 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 names.spec_of(prepared.m.config, name.kind),
                 tokens_from(1, len(keys), allowed.device),
             )
-            mask, causal = compose(tokens, tokens, causal=spec.causal, kind=spec.kinds[name.layer])
+            kind = spec.kinds[name.layer]
+            if isinstance(kind, GlobalKind):
+                tokens = tokens.marked(kind, prepared.main, None)
+            mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]
         yield AttentionSample(name, results.on_cpu(seen[f"{name.part}.pattern"][0]), allowed, queries, keys)

@@ -20,6 +20,7 @@ from clearhead.model import masks, positions
 from clearhead.model.attend import fused
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
+from clearhead.model.kinds.blocks import plain_blocks
 from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
 from clearhead.model.kinds.linear import (
     CHUNK,
@@ -29,7 +30,7 @@ from clearhead.model.kinds.linear import (
     attend_linear,
     orthogonal_features,
 )
-from clearhead.model.steps import Pass, Step
+from clearhead.model.steps import Pass, Step, linear_step
 from clearhead.model.taps import SILENT, Tap
 
 
@@ -221,6 +222,8 @@ def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]
     match kind:
         case GatedDeltaKind():
             yield from gated_delta_steps(run, name, T, spec.d_model, *spec.delta_sizes(kind), kind.kernel)
+        case GlobalKind():
+            yield from global_steps(spec, run, name, T, kind)
         case LinearKind():
             yield from _in_place_of_scores(
                 spec, run, name, T, kind, linear_products(spec, run, name, T, kind)
@@ -244,6 +247,35 @@ def _in_place_of_scores(
             yield replace(step, m=0, n=0, k=0)
         else:
             yield step
+
+
+def global_steps(spec: StackSpec, run: Pass, name: str, T: int, kind: GlobalKind) -> Iterator[Step]:
+    """Yield the steps of attention with global tokens: one in each row, or none where calls name them."""
+    B, D, E, Ev = run.batch, spec.d_model, spec.d_head, spec.d_value
+    heads, kv_heads = len(spec.heads_of(name)), spec.kv_heads_of(name)
+    dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
+    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+        if step.name == f"{name}.scores":
+            queries = T if dense else 1
+            for part, rows, width in (
+                ("q", B * queries, heads * E),
+                ("k", B * T, kv_heads * E),
+                ("v", B * T, kv_heads * Ev),
+            ):
+                kept = 0 if none else rows * width * run.size
+                own = linear_step(
+                    f"{name}.{part}_global", "attention", rows, D, width, spec.qkv_bias, kept=kept
+                )
+                yield replace(own, m=0) if none else own
+            if not none and not dense:
+                yield Step(f"{name}.scores_global", "attention", m=heads, n=T, k=E, count=B)
+                yield Step(f"{name}.z_global", "attention", m=heads, n=Ev, k=T, count=B)
+        widened = dense and not none
+        if widened and step.name == f"{name}.scores":
+            step = replace(step, k=2 * step.k)
+        if widened and step.name == f"{name}.z":
+            step = replace(step, n=2 * step.n, kept=3 * step.kept)  # of both halves, and of the chosen ones
+        yield step
 
 
 def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
