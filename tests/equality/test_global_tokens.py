@@ -105,6 +105,18 @@ def test_a_pattern_shows_what_global_tokens_see():
     assert torch.allclose(pattern.sum(-1), torch.ones(9))
 
 
+@pytest.mark.ledger("I1")
+def test_global_tokens_are_traced_priced_pruned_and_saved():
+    model = encoder("global(3)", norm_position="post")
+    traced = ch.trace(model, list(range(9)))
+    assert traced.difference < 1e-6
+    assert traced.parameters == sum(weight.numel() for weight in model.parameters())
+    assert "x · Wk'" in traced["blocks.1.attention.k_global"].formula
+    rows = {row.name: row for row in ch.check(model)}
+    assert [(row.name, row.note) for row in rows.values() if not row.passed] == []
+    assert rows["pruned = masked"].verdict == rows["saved = loaded"].verdict == "equal"
+
+
 def test_wrong_global_tokens_are_refused():
     ids = some_ids(2, 9)
     with pytest.raises(ch.InputError, match="no layer has global tokens"):
