@@ -126,7 +126,7 @@ def test_wrong_global_tokens_are_refused():
         model(ids, global_mask=torch.ones_like(ids))
     with pytest.raises(ch.InputError, match=r"global_mask has shape \(2, 8\)"):
         model(ids, global_mask=torch.ones(2, 8, dtype=torch.bool))
-    with pytest.raises(ch.InputError, match="give global_mask, or one document a row"):
+    with pytest.raises(ch.InputError, match="give global_mask, or unpack them"):
         model(ids, documents=torch.zeros_like(ids))
     with pytest.raises(ch.ConfigError, match="separator below vocab_size"):
         encoder("global(3, question, 9999)")

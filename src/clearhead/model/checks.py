@@ -46,10 +46,8 @@ def check_call(
         "global_mask was given and no layer has global tokens: leave it out, or choose attention global(...)",
     )
     check_mask(global_mask, (batch, length), "global_mask")
-    refuse(
-        documents is not None and global_mask is None and any(kind.tokens == "question" for kind in kinds),
-        "packed documents have a question each: give global_mask, or one document a row",
-    )
+    asked = documents is not None and global_mask is None and any(kind.tokens == "question" for kind in kinds)
+    refuse(asked, "packed documents have a question each: give global_mask, or unpack them")
     if cache is None:
         return
     refuse(

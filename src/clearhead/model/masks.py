@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearhead.config.kinds import FULL, GlobalKind, Kind, Windowed
 from clearhead.errors import refuse
-from clearhead.model.kinds.choices import chosen, global_tokens
+from clearhead.model.kinds.choices import chosen
 from clearhead.model.positions import Rotary
 
 
@@ -63,22 +63,6 @@ class Tokens:
             globals=None if self.globals is None else change(self.globals),
             until=None if self.until is None else change(self.until),
         )
-
-    def counted(self) -> Self:
-        """Return these tokens with `totals`: one more than the last position of each token's document."""
-        last = torch.where(self.real_mask(), self.positions, -1)
-        if self.documents is None:
-            return replace(self, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
-        starts = torch.ones_like(self.documents)
-        starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
-        ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
-        return replace(self, totals=ends.gather(1, run) + 1)
-
-    def marked(self, kind: GlobalKind, ids: Tensor, given: Tensor | None) -> Self:
-        """Return these tokens with `globals`: those `given`, else those that the kind names."""
-        found = global_tokens(kind, ids, self.positions, self.real_mask(), given)
-        return self if found is None else replace(self, globals=found)
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""

@@ -91,7 +91,8 @@ class Plain(PlainInputs):
         """Run one layer: [T, D] -> [T, D]."""
         config = self.config
         attention = partial(self.attention, f"{name}.attention", layer, row, None)
-        feedforward = partial(self.experts if config.n_experts else self.feedforward, f"{name}.feedforward")
+        mixture = config.n_experts and layer not in config.dense_layers
+        feedforward = partial(self.experts if mixture else self.feedforward, f"{name}.feedforward")
         if config.parallel:
             first = self.norm(f"{name}.attention_residual.before", x)
             second = (
@@ -128,6 +129,8 @@ class Plain(PlainInputs):
         if isinstance(kind, GlobalKind):  # global queries see all, by projections of their own
             whole = self.attended(name, layer, row, memory, x, FULL, "_global")
             z = torch.where(torch.tensor(global_tokens_of(kind, row))[:, None], whole, z)
+        if self.config.attention_gate:
+            z = z / (1 + (-self.linear(f"{name}.gate", x)).exp())
         return self.linear(f"{name}.out", z)
 
     def attended(
@@ -214,6 +217,9 @@ class Plain(PlainInputs):
             tokens = shares[:, expert].nonzero()[:, 0]
             answer = self.feedforward(f"{name}.experts.{expert}", x[tokens])
             answers[tokens] += shares[tokens, expert, None] * answer
+        if config.d_shared_expert:
+            share = 1 / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
+            answers = answers + share * self.feedforward(f"{name}.shared", x)
         return answers
 
     # What comes out -----------------------------------------------------------------------------------------

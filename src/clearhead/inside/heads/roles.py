@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.config.kinds import GlobalKind
 from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, names, results
+from clearhead.model.kinds.blocks import tokens_for
 from clearhead.model.masks import compose, tokens_from
 
 NARROW = ("previous", "next", "itself", "first", "separator", "same", "rare", "position")
@@ -74,8 +74,7 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 tokens_from(1, len(keys), allowed.device),
             )
             kind = spec.kinds[name.layer]
-            if isinstance(kind, GlobalKind):
-                tokens = tokens.marked(kind, prepared.main, None)
+            tokens = tokens_for(kind, tokens, spec.causal, prepared.main, None)
             mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]

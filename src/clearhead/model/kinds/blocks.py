@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.kinds.choices import random_blocks
+from clearhead.model.kinds.choices import global_tokens, random_blocks
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
@@ -43,6 +43,28 @@ def block_size(kind: Kind) -> int | None:
             return None
 
 
+def tokens_for(
+    kind: Kind, tokens: masks.Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None
+) -> masks.Tokens:
+    """Return the tokens with what a kind asks of them: their number, or which of them are global."""
+    if isinstance(kind, GlobalKind):
+        found = global_tokens(kind, ids, tokens.positions, tokens.real_mask(), global_mask)
+        return tokens if found is None else replace(tokens, globals=found)
+    return counted(tokens) if isinstance(kind, Blocks) and not causal else tokens
+
+
+def counted(tokens: masks.Tokens) -> masks.Tokens:
+    """Return the tokens with `totals`: one more than the last position of each token's document."""
+    last = torch.where(tokens.real_mask(), tokens.positions, -1)
+    if tokens.documents is None:
+        return replace(tokens, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
+    starts = torch.ones_like(tokens.documents)
+    starts[:, 1:] = tokens.documents[:, 1:] != tokens.documents[:, :-1]
+    run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
+    ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
+    return replace(tokens, totals=ends.gather(1, run) + 1)
+
+
 def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
@@ -50,11 +72,13 @@ def plan_blocks(
     size = block_size(kind)
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
-    plan: masks.BlockPlan | None = _planned(size, queries, keys, kind, causal, bias)
-    return plan
+    # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
+    planned = _planned
+    if torch.compiler.is_compiling():
+        planned = torch.compiler.disable(_planned)  # type: ignore[no-untyped-call]
+    return planned(size, queries, keys, kind, causal, bias)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def _planned(
     size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
@@ -89,11 +113,7 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int] | Non
     if size is None or length < 4 * size:
         return None
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
-    if isinstance(kind, Blocks) and not causal:
-        tokens = tokens.counted()
-    if isinstance(kind, GlobalKind):
-        tokens = tokens.marked(kind, tokens.order, None)
-    padded = _padded(tokens, size, 1)
+    padded = _padded(tokens_for(kind, tokens, causal, tokens.order, None), size, 1)
     count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
     return None if count == 0 or count * size * WORTH > length else (size, count)
 
